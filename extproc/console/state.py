@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from extproc.api.status_pages import ConfigReport
-from extproc.core.demand import WAITING
 from extproc.core.explanation import why_avoided
-from extproc.core.states import State
+from extproc.core.states import IN_FLIGHT, WAITING, State
 from extproc.endpoints.health import silent_after_s
 from extproc.scheduling.model_check import quoted_names
 from extproc.scheduling.pool import Pool
@@ -44,7 +43,6 @@ _MOST_RULES: Final = 4
 _MOST_TEXT: Final = 300
 # Of a list that may be long, between two turns of other work.
 _AT_ONCE: Final = 500
-_OPEN: Final = frozenset({State.RUNNING, State.SETTLED})
 
 EngineStatus = Literal["serving", "avoided", "silent", "no model"]
 # fmt: off
@@ -360,8 +358,8 @@ def _count_requests(core: Core, now: float) -> Generator[None, None, _Held]:
                 keys.append((name, gates[name].queue.band_of(record.queued.priority).index))
             for key in keys:
                 held.oldest_s[key] = min(record.arrived_at_s, held.oldest_s.get(key, record.arrived_at_s))
-        elif record.state in _OPEN and record.run is not None:
-            held.in_flight[record.run.tenant] += 1
+        elif record.state in IN_FLIGHT and record.run is not None:
+            held.in_flight[record.run.sent.tenant] += 1
     return held
 
 

@@ -21,10 +21,10 @@ import msgspec
 
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.dispatch import no_longer_served
-from extproc.core.effects import AwaitEngine, Effect, EngineNeeded, EngineStarted, WakeAt
+from extproc.core.effects import Effect, EngineNeeded, EngineStarted, Held, WakeAt
 from extproc.core.queue import MOST_AT_ONCE
 from extproc.core.record import Record
-from extproc.core.states import Event, State
+from extproc.core.states import WAITING_AT_ENGINES, Event, State
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
 from extproc.scheduling.pool import Pool
 
@@ -185,8 +185,6 @@ class Holdings:
 # Over all servers of a process: beyond that, its memory is in danger.
 MOST_REQUESTS: Final = 10_000
 MOST_BYTES: Final = 1024 * 1024 * 1024
-# Held for something that only the engines have.
-_HELD_FOR_ENGINES: Final = frozenset({State.LOADING, State.QUEUED})
 
 
 class ZeroDemand(msgspec.Struct, frozen=True):
@@ -246,7 +244,7 @@ class EngineWait:
     def at_zero(self) -> dict[str, ZeroDemand]:
         """By server: how many wait because it has no engine."""
         return {
-            name: ZeroDemand(len(group.records), min(one.engine_since_s for one in group.records.values()))
+            name: ZeroDemand(len(group.records), min(one.since_s for one in group.records.values()))
             for name, group in self._groups.items()
             if group.records
         }
@@ -266,7 +264,7 @@ class EngineWait:
             f"an engine is expected in {self._retry_after_s(pool, now)} s"
         )
 
-    def admit(self, record: Record, now: float, out: list[Effect]) -> AwaitEngine | None:
+    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | None:
         """Hold the request until its server has an engine; None: it need not wait. Raises QueueFull.
 
         A request that its gateway has limited to some addresses cannot be served by an engine that is yet to come.
@@ -277,7 +275,7 @@ class EngineWait:
             return None
         self._evict_for(arrival, activation, now, out)
         self._add(record, pool, now, out)
-        return AwaitEngine(record.ticket, pool.name, self._admission.hold_s(record, now))
+        return self._admission.hold(record, now)
 
     def withdraw(self, record: Record, now: float) -> None:
         """It waits no more."""
@@ -334,10 +332,6 @@ class EngineWait:
         """Held requests whose server has lost its last engine wait for the next one, before those that came later."""
         for record in [one for one in self._records.values() if _has_lost_engines(one, pools)]:
             record.happens(Event.ENGINES_GONE)
-            if record.queued is not None and record.state is State.QUEUED:
-                record.engine_wait_s += now - record.queued.arrived_at_s
-            else:
-                record.loading_s += now - record.loading_since_s
             self._withdraw_behind(record, now)
             record.queued = None
             self._add(record, record.arrived.pool, now, out).is_sorted = False
@@ -362,7 +356,6 @@ class EngineWait:
         if activation is not None and record.engine_by_s == math.inf:
             # one limit for all its waits for an engine, even if engines come and go meanwhile
             record.engine_by_s = now + activation.hold_timeout
-        record.engine_since_s = now
         self._dispatcher.put(record, State.AWAITING_ENGINE, now)
         if pool.name not in self._groups:
             out.append(EngineNeeded(pool.name))
@@ -432,7 +425,7 @@ def _assumed_s(pool: Pool) -> float:
 
 
 def _has_lost_engines(record: Record, pools: Mapping[str, Pool]) -> bool:
-    if record.state not in _HELD_FOR_ENGINES or record.attachment.subset is not None:
+    if record.state not in WAITING_AT_ENGINES or record.attachment.subset is not None:
         return False
     pool = record.arrived.pool
     return pools.get(pool.name) is pool and pool.spec.activation is not None and not pool.readiness.can_serve

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.effects import AwaitAdapter, Broadcast, Effect, LoadAdapter, LoadEnded, WakeAt
+from extproc.core.effects import Broadcast, Effect, Held, LoadAdapter, LoadEnded, WakeAt
 from extproc.core.peers import AdapterChanged
 from extproc.core.record import LoadResult, Record
 from extproc.core.states import Event, State
@@ -222,7 +222,7 @@ class AdapterWait:
         """Whether no request waits here."""
         return not self._groups
 
-    def admit(self, record: Record, now: float, out: list[Effect]) -> AwaitAdapter | None:
+    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | None:
         """Hold the request until an engine has its adapter; None: it need not wait. Raises a Refusal."""
         arrival = record.arrived
         adapter, pool, subset, slots = arrival.adapter, arrival.pool, record.attachment.subset, arrival.pool.slots
@@ -246,10 +246,9 @@ class AdapterWait:
             group = self._groups[key] = _Group(pool, adapter, subset)
         group.deadlines[record.ticket] = min(now + timeout_of(pool), record.answer_by_s)
         slots.waiting += 1
-        record.loading_since_s = now
         self._dispatcher.put(record, State.LOADING, now)
         out.append(WakeAt(now))
-        return AwaitAdapter(record.ticket, arrival.destination.model, self._admission.hold_s(record, now))
+        return self._admission.hold(record, now)
 
     def withdraw(self, record: Record, now: float) -> None:  # noqa: ARG002 - as other waits
         """The request does not wait here any more; the others of its group are unaffected."""
@@ -270,7 +269,6 @@ class AdapterWait:
         # they go first: the adapter of an engine gives way to another's if nothing uses it
         for record in self._ready(now):
             record.happens(Event.LOADED)
-            record.loading_s += now - record.loading_since_s
             self._proceed(record, now, out)
         for key, group in list(self._groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:

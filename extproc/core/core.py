@@ -32,6 +32,7 @@ from extproc.core.peers import (
     PeerView,
     ProcessAlive,
     RequestEnded,
+    RequestStarted,
 )
 from extproc.core.pipeline import AdmissionPipeline
 from extproc.core.queue import AdmissionController
@@ -42,7 +43,7 @@ from extproc.core.states import Event, State
 from extproc.llmd.pickers import PickerFactory, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pool import Pool, RequestStarted
+from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
     import random

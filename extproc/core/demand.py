@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 
-# A request in one of these states is held here.
-WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
 # Counters of servers that have left the configuration are kept, so that they continue if the server returns: at most so
 # many in all.
 _MOST_SERVERS: Final = 10_000
@@ -195,9 +193,9 @@ def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
         meter.output_tokens += written
         meter.prompt_tokens += prompt
         meter.cached_tokens += outcome.cached_tokens or 0
-    if run.is_streamed and outcome.ttfb_s is not None and 200 <= outcome.status < 300:
+    if run.sent.is_streamed and outcome.ttfb_s is not None and 200 <= outcome.status < 300:
         # of each answer: all are written side by side
-        steps = (written or 0) / (run.answers or 1) - 1
+        steps = (written or 0) / (run.sent.answers or 1) - 1
         tpot_s = (outcome.duration_s - outcome.ttfb_s) / steps if steps > 0 else None
         meter.server.count_times(outcome.ttfb_s, tpot_s)
 

@@ -11,20 +11,21 @@ from extproc.admission.limits import Usage
 from extproc.admission.objectives import ObjectiveTable
 from extproc.admission.queue import weighted_tokens
 from extproc.api.used_tokens import Expected
-from extproc.core.demand import WAITING, count_dispatch, count_refusal
+from extproc.core.demand import count_dispatch, count_refusal
 from extproc.core.effects import Broadcast, Decision, Effect, Fault, RequestJudged, RequestRefused
 from extproc.core.explanation import explain_pick
 from extproc.core.feedback import OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
-from extproc.core.record import Record, Run
-from extproc.core.states import Event, State
+from extproc.core.peers import RequestStarted
+from extproc.core.record import Record, Run, SentRequest
+from extproc.core.states import WAITING, Event, State
 from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
 from extproc.request.form import read_form, with_fields
 from extproc.request.rewrite import is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
-from extproc.scheduling.pool import PickConstraints, RequestStarted
+from extproc.scheduling.pool import PickConstraints
 
 if TYPE_CHECKING:
     import random
@@ -73,7 +74,7 @@ class Dispatcher:
     def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
         was_waiting = record.state in WAITING
-        record.become(state)
+        record.become(state, now)
         if record.trace is not None:
             record.trace.enter(state, now)
         if state in WAITING:
@@ -94,7 +95,7 @@ class Dispatcher:
         self._records.pop(record.ticket, None)
         if record.state in WAITING:
             _end_wait(record)
-        record.become(State.ABSENT)
+        record.become(State.ABSENT, now)
         grants, record.grants = record.grants, ()
         self._accounts.settle_grants(grants, None, now, out)
 
@@ -156,20 +157,24 @@ class Dispatcher:
             )
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
-        assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
+        found = considered.expectation
+        assignment, pins = pool.commit(considered, now, output_tokens)
         run = record.run = Run(
-            pool=pool,
-            tenant=arrival.tenant,
-            assignment=assignment,
-            chain=found.chain,
-            tail=tail_of(request.prompt, found.covered_bytes),
-            prompt_bytes=len(request.prompt) if request.is_text else 0,
-            is_streamed=request.is_streamed,
+            pool,
+            assignment,
+            pins,
+            SentRequest(
+                chain=found.chain,
+                tail=tail_of(request.prompt, found.covered_bytes),
+                prompt_bytes=len(request.prompt) if request.is_text else 0,
+                is_streamed=request.is_streamed,
+                tenant=arrival.tenant,
+                answers=request.answers,
+                expects_usage=request.asks_for_usage or adds_usage,
+            ),
             sent_at_s=now,
-            expects_usage=request.asks_for_usage or adds_usage,
             reserved=Usage(assignment.input_tokens, output_tokens),
             limited=record.limited,
-            answers=request.answers,
             most_output=math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             prompts=request.prompts.count,
             has_stored_prompt=request.has_stored_prompt,
@@ -181,13 +186,9 @@ class Dispatcher:
             model=arrival.destination.model,
         )
         self.put(record, State.RUNNING, now)
-        waited_s = 0.0
-        if queued is not None:
-            waited_s = run.waited_s = now - queued.arrived_at_s
+        run.waited_s = record.held_s
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
-        if record.loading_s or record.engine_wait_s:
-            run.waited_s = waited_s + record.loading_s + record.engine_wait_s
         count_dispatch(record, run)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
@@ -195,7 +196,7 @@ class Dispatcher:
         self._overdue.sweep(pool, now, out)
         if self._has_peers:
             out.append(Broadcast(_started(record, run)))
-        run.expected = _expected(run, request, held_s=waited_s + record.loading_s + record.engine_wait_s)
+        run.expected = _expected(run, request)
         usage = None
         if self.logs_usage:
             usage = usage_of_decision(arrival, assignment, record.ticket, expected=run.expected, price=run.price)
@@ -208,9 +209,7 @@ class Dispatcher:
             explanation=explanation,
             queued=queued,
             was_held=record.was_held,
-            waited_s=waited_s,
-            adapter_wait_s=record.loading_s,
-            engine_wait_s=record.engine_wait_s,
+            waits=record.waits,
             grants=record.grants,
             adds_usage=adds_usage,
             policy=pool.spec.traffic_policy.route,
@@ -262,78 +261,46 @@ def constraints_of(
     )
 
 
-def _expected(run: Run, request: InferenceRequest, *, held_s: float) -> Expected:
+def _expected(run: Run, request: InferenceRequest) -> Expected:
     """What its limits have reserved, or what is expected of it without limits."""
     pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
     row = pool.table.row_of(run.assignment.endpoint.address)
     return Expected(
         input_tokens=round(reserved.input_tokens),
         output_tokens=round(reserved.output_tokens),
-        answers=run.answers,
+        answers=run.sent.answers,
         most_output=None if math.isinf(run.most_output) else int(run.most_output),
         token_us=0 if row is None else round(float(pool.table.tpot_s[row]) * 1e6),
         tokens_per_event=round(pool.tokens_per_event, 2),
-        held_ms=milliseconds(held_s),
-        is_streamed=run.is_streamed,
+        held_ms=milliseconds(run.waited_s),
+        is_streamed=run.sent.is_streamed,
         in_background=request.runs_in_background,
     )
 
 
 def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
     """Count a request dispatched by the process ``origin``; None if its endpoint is not configured here."""
-    assignment = pool.record_remote(event, now)
-    if assignment is None:
+    counted = pool.record_remote(event.assignment, event.sent.chain, now)
+    if counted is None:
         return None
-    run = Run(
-        pool=pool,
-        assignment=assignment,
-        chain=event.chain,
-        tail=event.tail,
-        prompt_bytes=event.prompt_bytes,
-        is_streamed=event.is_streamed,
-        sent_at_s=now,
-        tenant=event.tenant,
-        answers=event.answers,
-        expects_usage=event.expects_usage,
-    )
+    assignment, pins = counted
+    run = Run(pool, assignment, pins, event.sent, now)
     record = Record(event.ticket, origin=origin, run=run)
     record.happens(Event.STARTED_ELSEWHERE)
-    record.become(State.RUNNING)
+    record.become(State.RUNNING, now)
     if gate is not None and event.flow is not None:
         # the flow has had this service, whichever process the request came to
         record.queued = QueuedRequest(event.ticket, event.flow, now, now, priority=event.priority)
-        run.reserved = Usage(event.input_tokens, event.tokens - event.input_tokens)
+        run.reserved = Usage(assignment.input_tokens, assignment.tokens - assignment.input_tokens)
         _charge(run, gate, record.queued, event.service, now)
     return record
 
 
 def _started(record: Record, run: Run) -> RequestStarted:
     """The event by which the other processes count the request."""
-    assignment, queued = run.assignment, record.queued if run.gate is not None else None
-    return RequestStarted(
-        ticket=record.ticket,
-        server=run.pool.name,
-        address=assignment.endpoint.address,
-        prefill=None if assignment.prefill is None else assignment.prefill.address,
-        chain=list(run.chain),
-        tail=run.tail,
-        prompt_bytes=run.prompt_bytes,
-        is_streamed=run.is_streamed,
-        input_tokens=assignment.input_tokens,
-        cached_tokens=assignment.cached_tokens,
-        indexed_tokens=assignment.indexed_tokens,
-        tokens_ahead=assignment.tokens_ahead,
-        work=assignment.work,
-        tokens=assignment.tokens,
-        flow=None if queued is None else queued.flow,
-        priority=0 if queued is None else queued.priority,
-        service=run.charged,
-        answers=run.answers,
-        adapter=assignment.adapter,
-        sessions=tuple((one.key, one.address, one.ttl_s) for one in assignment.sessions if one.key),
-        tenant=run.tenant,
-        expects_usage=run.expects_usage,
-    )
+    queued = record.queued if run.gate is not None else None
+    flow, priority = (None, 0) if queued is None else (queued.flow, queued.priority)
+    return RequestStarted(record.ticket, run.pool.name, run.assignment, run.sent, flow, priority, run.charged)
 
 
 def _end_wait(record: Record) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -16,21 +17,23 @@ from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
-from extproc.core.record import Arrival, Forecast, LoadResult, Outcome
+from extproc.core.record import NO_WAITS, Arrival, Forecast, LoadResult, Outcome
+from extproc.core.states import State
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
+
+_Result = TypeVar("_Result")
 
 
 class Decision(msgspec.Struct, frozen=True):
     """Answer: the request of ``tenant`` goes to these endpoints.
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
-    None without flow control, where it waited for ``waited_s``. ``was_held``: it waited there, or for its adapter for
-    ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: extproc requested usage
-    that the client did not ask for, so it must be removed from the answer. ``policy``: the server's time limit and
-    retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage log, None without one. ``tier``: why it
-    goes to its tier, empty if its rule has none.
+    None without flow control. ``was_held``: its stream waits for this. ``waits``: by state, the seconds that it waited.
+    ``adds_usage``: extproc requested usage that the client did not ask for, so it must be removed from the answer.
+    ``policy``: the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage
+    log, None without one. ``tier``: why it goes to its tier, empty if its rule has none.
     """
 
     ticket: str
@@ -41,9 +44,7 @@ class Decision(msgspec.Struct, frozen=True):
     explanation: Explanation | None = None
     queued: QueuedRequest | None = None
     was_held: bool = False
-    waited_s: float = 0.0
-    adapter_wait_s: float = 0.0
-    engine_wait_s: float = 0.0
+    waits: Mapping[State, float] = NO_WAITS
     grants: tuple[Grant, ...] = ()
     adds_usage: bool = False
     policy: str = ""
@@ -52,8 +53,8 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def held_s(self) -> float:
-        """From its arrival to this decision."""
-        return self.waited_s + self.adapter_wait_s + self.engine_wait_s
+        """All of its waits."""
+        return sum(self.waits.values())
 
 
 class RequestRefused(msgspec.Struct, frozen=True):
@@ -74,6 +75,7 @@ class AskLimits(msgspec.Struct, frozen=True):
     None if there is no store.
     """
 
+    state: ClassVar = State.ASKING_LIMITS
     ticket: str
     charges: Sequence[Charge]
 
@@ -81,6 +83,7 @@ class AskLimits(msgspec.Struct, frozen=True):
 class AskGuard(msgspec.Struct, frozen=True):
     """Ask the guard of the request's route, then ``resume`` with a GuardReply or GuardFailed."""
 
+    state: ClassVar = State.ASKING_GUARD
     ticket: str
     arrival: Arrival
     guard: Guard
@@ -107,36 +110,18 @@ class GuardAsked(msgspec.Struct, frozen=True):
 class AskTokens(msgspec.Struct, frozen=True):
     """Ask for the prompt's tokens, then ``resume`` with them, or with None."""
 
+    state: ClassVar = State.ASKING_TOKENS
     ticket: str
     arrival: Arrival
 
 
-class Hold(msgspec.Struct, frozen=True):
-    """The request waits for an engine to have room; a Decision or Refused with its ticket comes after ``longest_s`` at
-    most.
-    """
-
-    ticket: str
-    longest_s: float
-
-
-class AwaitAdapter(msgspec.Struct, frozen=True):
-    """The request waits for its adapter, and then maybe in the queue; a Decision or Refused with its ticket comes after
+class Held(msgspec.Struct, frozen=True):
+    """The request waits in ``state``, and then maybe for more; a Decision or Refused with its ticket comes after
     ``longest_s`` at most.
     """
 
     ticket: str
-    adapter: str
-    longest_s: float
-
-
-class AwaitEngine(msgspec.Struct, frozen=True):
-    """The request waits for an engine of ``server``, which has none, and then maybe for its adapter and in the queue; a
-    Decision or Refused with its ticket comes after ``longest_s`` at most.
-    """
-
-    ticket: str
-    server: str
+    state: State
     longest_s: float
 
 
@@ -289,7 +274,6 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 
 # What a request may have to wait for after ``arrive`` or ``resume``; held ones end with a Decision or Refused.
-Held = AwaitEngine | AwaitAdapter | Hold
 Pending = AskLimits | AskGuard | AskTokens | Held
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
@@ -300,13 +284,11 @@ Effect = (
     | AskGuard
     | GuardAsked
     | AskTokens
-    | AwaitEngine
     | EngineNeeded
     | EngineStarted
-    | AwaitAdapter
     | LoadAdapter
     | LoadEnded
-    | Hold
+    | Held
     | ClientLeft
     | SettleGrant
     | Overdraft
@@ -320,3 +302,12 @@ Effect = (
     | Fault
     | WakeAt
 )
+
+
+def with_fault(out: list[Effect], what: str, step: Callable[[], _Result]) -> _Result | None:
+    """The result of ``step``; None, with a Fault in ``out``, if it fails, and the request goes on without."""
+    try:
+        return step()
+    except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
+        out.append(Fault(what, error))
+        return None

@@ -77,7 +77,7 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
         return EngineFailure.REFUSED
     if outcome.was_cut:
         return EngineFailure.CUT
-    has_no_usage = outcome.prompt_tokens is None and run.expects_usage and run.pool.reports_usage
+    has_no_usage = outcome.prompt_tokens is None and run.sent.expects_usage and run.pool.reports_usage
     return EngineFailure.NO_USAGE if has_no_usage else None
 
 
@@ -96,16 +96,17 @@ def _count(
     if failure is None:
         if run.is_on_time:
             _learn_duration(run, now)
-        if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s, tenant=run.tenant):
+        if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s, tenant=run.sent.tenant):
             out.append(HealthChanged(pool.name, pool.table.addresses[row], None))
         if not health.is_suspect or (health.probe_at_s and run.sent_at_s >= health.probe_at_s):
             record_success(pool.table, row)
         return
     is_news = False
     if run.is_on_time and (
-        failure is not EngineFailure.REFUSED or health.believes_refusal(run.tenant, hash((*run.chain[-1:], run.tail)))
+        failure is not EngineFailure.REFUSED
+        or health.believes_refusal(run.sent.tenant, hash((*run.sent.chain[-1:], run.sent.tail)))
     ):
-        is_news = record_bad_answer(pool.table, row, failure, now=now, tenant=run.tenant)
+        is_news = record_bad_answer(pool.table, row, failure, now=now, tenant=run.sent.tenant)
     if is_news:
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
     if is_unavailable or health.is_suspect:
@@ -250,7 +251,7 @@ def _learn_endpoint(run: Run, outcome: Outcome, now: float) -> None:
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
-        run.pool.caches.record(served_row, run.chain, now)
+        run.pool.caches.record(served_row, run.sent.chain, now)
 
 
 def _learn_turn(run: Run, outcome: Outcome) -> None:
@@ -259,7 +260,7 @@ def _learn_turn(run: Run, outcome: Outcome) -> None:
     if row is not None and outcome.completion_tokens:
         caches = run.pool.caches
         answer_bytes = outcome.completion_tokens * caches.bytes_per_token
-        caches.index.record_turn(row, run.chain, Turn(run.tail, answer_bytes))
+        caches.index.record_turn(row, run.sent.chain, Turn(run.sent.tail, answer_bytes))
 
 
 def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
@@ -274,9 +275,9 @@ def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
 
 
 def _learn_output(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
-    if outcome.completion_tokens is None or not run.answers:
+    if outcome.completion_tokens is None or not run.sent.answers:
         return
-    caches, tokens = run.pool.caches, outcome.completion_tokens / run.answers
+    caches, tokens = run.pool.caches, outcome.completion_tokens / run.sent.answers
     caches.output_tokens += _WEIGHT * (tokens - caches.output_tokens)
     if outcome.events and not (outcome.is_cut or outcome.has_left or outcome.was_cut):
         per_event = min(_MOST_PER_EVENT, max(1.0, outcome.completion_tokens / outcome.events))
@@ -289,18 +290,18 @@ def _learn_output(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
 def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> None:
     tokens = outcome.prompt_tokens
     caches = run.pool.caches
-    if not run.prompt_bytes:
+    if not run.sent.prompt_bytes:
         return
     if tokens is not None and has_limits and run.input_estimate is not None:
         run.input_estimate.learn(
-            prompt_bytes=run.prompt_bytes,
+            prompt_bytes=run.sent.prompt_bytes,
             bytes_per_token=ASSUMED_BYTES_PER_TOKEN,
             tokens=tokens,
             prompts=run.prompts,
         )
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
-        ratio = min(high, max(low, run.prompt_bytes / tokens))
+        ratio = min(high, max(low, run.sent.prompt_bytes / tokens))
         # the first answer has more weight than the assumption
         weight = max(_WEIGHT, 1 / (1.25 + caches.ratio_samples))
         caches.ratio_samples += 1
@@ -310,7 +311,7 @@ def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> N
 
 def _learn_rate(run: Run, outcome: Outcome) -> None:
     # a plain answer's first byte comes with its last
-    if not run.is_streamed or outcome.ttfb_s is None or not run.pool.table.is_current(run.assignment.prefilled_by):
+    if not run.sent.is_streamed or outcome.ttfb_s is None or not run.pool.table.is_current(run.assignment.prefilled_by):
         return
     pool, assignment = run.pool, run.assignment
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
@@ -328,7 +329,7 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
     if pool.table.is_current(assignment.endpoint):
         # of each answer: all are written side by side
-        written = (outcome.completion_tokens or 0) / max(1, run.answers) - 1
+        written = (outcome.completion_tokens or 0) / max(1, run.sent.answers) - 1
         tpot_s = (outcome.duration_s - run.waited_s - outcome.ttfb_s) / written if written > 0 else None
         record_latency(pool.table, assignment.endpoint.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
         if tpot_s is not None and assignment.in_flight_tokens:

@@ -54,7 +54,7 @@ class Times(msgspec.Struct, frozen=True):
 
 def times_of(run: Run, outcome: Outcome) -> Times:
     """Of an answer. Where the gateway has found no content in a whole stream, its first byte counts."""
-    if not run.is_streamed:
+    if not run.sent.is_streamed:
         return Times(None, None, outcome.duration_s)
     first_s, content_s = outcome.ttfb_s, outcome.first_content_s
     if content_s is None and _has_left(outcome):
@@ -64,7 +64,7 @@ def times_of(run: Run, outcome: Outcome) -> Times:
     elif content_s is not None and (first_s or 0.0) <= content_s <= outcome.duration_s:
         first_s = content_s
     # answers of one request are written side by side
-    steps = (outcome.completion_tokens or 0) / max(1, run.answers) - 1
+    steps = (outcome.completion_tokens or 0) / max(1, run.sent.answers) - 1
     tpot_s = max(0.0, outcome.duration_s - first_s) / steps if first_s is not None and steps > 0 else None
     return Times(first_s, tpot_s, outcome.duration_s)
 
@@ -77,15 +77,15 @@ def _has_left(outcome: Outcome) -> bool:
 def judge(one: ObjectiveClass, run: Run, outcome: Outcome) -> tuple[Verdict, ...]:
     """Of a request that an engine got."""
     if run.expected.in_background or (400 <= outcome.status < 500 and outcome.status not in _OVERLOADED):
-        return _all(one, is_streamed=run.is_streamed, is_met=None)
+        return _all(one, is_streamed=run.sent.is_streamed, is_met=None)
     if outcome.was_cut or outcome.has_timed_out or (outcome.status and not 200 <= outcome.status < 400):
-        return _all(one, is_streamed=run.is_streamed, is_met=False)
+        return _all(one, is_streamed=run.sent.is_streamed, is_met=False)
     times = times_of(run, outcome)
     has_left = _has_left(outcome)
     return tuple(
         Verdict(name, _kept(name, target_s, times, has_left=has_left))
         for name, target_s in one.targets_s.items()
-        if run.is_streamed or name == "e2e"
+        if run.sent.is_streamed or name == "e2e"
     )
 
 

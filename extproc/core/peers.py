@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.buckets import BucketLevel, Limit
+from extproc.admission.flows import FlowKey
 from extproc.api.errors import one_line
-from extproc.core.record import Outcome
+from extproc.core.record import Outcome, SentRequest
 from extproc.endpoints.adapter_slots import Change
 from extproc.engines.metrics import CacheConfig, EngineReport
-from extproc.scheduling.pool import RequestStarted
+from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
 # A process that has sent nothing for this long is gone, and its requests with it.
 SILENCE_S: Final = 3.0
 HEARTBEAT_S: Final = 1.0
+
+
+class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """A request was sent to an engine. ``flow``: the flow charged, None without flow control. ``service``: the charge
+    in weighted tokens.
+    """
+
+    ticket: str
+    server: str
+    assignment: Assignment
+    sent: SentRequest
+    flow: FlowKey | None = None
+    priority: int = 0
+    service: float = 0.0
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):

@@ -14,7 +14,6 @@ from extproc.admission.limits import Grant, StoreAway
 from extproc.admission.refusals import unavailable
 from extproc.core.activation import EngineWait
 from extproc.core.adapter_load import AdapterWait
-from extproc.core.demand import WAITING
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import (
     AskGuard,
@@ -23,13 +22,13 @@ from extproc.core.effects import (
     ClientLeft,
     Decision,
     Effect,
-    Fault,
     GuardAsked,
     Held,
     RequestEffect,
     RequestRefused,
     RequestUnmeetable,
     WakeAt,
+    with_fault,
 )
 from extproc.core.explanation import (
     BudgetState,
@@ -44,8 +43,8 @@ from extproc.core.explanation import (
 )
 from extproc.core.forecasts import Forecaster
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, judge
-from extproc.core.queue import QueueWait, usage_to_reserve
-from extproc.core.states import Event, IllegalEvent, State
+from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
+from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
 from extproc.errors import InternalError, Refusal, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
 _Own = TypeVar("_Own")
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
-_ASKING: Final = frozenset({State.ASKING_LIMITS, State.ASKING_GUARD, State.ASKING_TOKENS})
 
 
 class Wait(Protocol):
@@ -112,7 +110,7 @@ class AdmissionPipeline:
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
         self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
-        self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._spill)
+        self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._tier)
         self.adapters = AdapterWait(records, admission, dispatcher, self._adapter_loaded, has_peers=has_peers)
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
@@ -124,7 +122,7 @@ class AdmissionPipeline:
         """
         self._builder, self._guards = builder, guards
         self._tiers.keep(builder.pools)
-        for record in [one for one in self._records.values() if one.state in _ASKING]:
+        for record in [one for one in self._records.values() if one.state in ASKING]:
             self._reroute(record, builder)
         for wait in self._waits:
             wait.move(builder, now, out)
@@ -147,24 +145,14 @@ class AdmissionPipeline:
         record.wall_s = now + self._accounts.wall_offset_s
         if record.arrived.destination.tiers is None:
             return
-        try:
-            found = self._tiers.place(self._builder, record.arrived, record.attachment, now, wall_s=record.wall_s)
-        except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
-            out.append(Fault("the tiers of a rule could not be compared", error))
-            return
+        found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
         if found is not None:
             record.arrival, record.placement = found
 
-    def _spill(self, record: Record, now: float) -> tuple[Arrival, Placement] | None:
-        """The tier of a request that has waited for its home."""
-        return self._tiers.place(
-            self._builder,
-            record.arrived,
-            record.attachment,
-            now,
-            wall_s=record.wall_s,
-            waited_s=now - record.arrived_at_s,
-        )
+    def _tier(self, record: Record, now: float, waited_s: float = 0.0) -> tuple[Arrival, Placement] | None:
+        """The tier of a request that arrives, or has waited for its home."""
+        arrival, wall_s = record.arrived, record.wall_s
+        return self._tiers.place(self._builder, arrival, record.attachment, now, wall_s=wall_s, waited_s=waited_s)
 
     def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
@@ -372,19 +360,17 @@ class AdmissionPipeline:
         its rule, or is refused, if the class wants that.
         """
         arrival = record.arrived
-        try:
-            found = self._forecaster.foresee(
-                self._builder,
-                arrival,
-                record.attachment,
-                now,
-                placement=record.placement,
-                wall_s=record.wall_s,
-                waited_s=now - record.arrived_at_s,
-            )
-        except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
-            out.append(Fault("the TTFT of a request could not be predicted", error))
-            return
+        foresee = partial(
+            self._forecaster.foresee,
+            self._builder,
+            arrival,
+            record.attachment,
+            now,
+            placement=record.placement,
+            wall_s=record.wall_s,
+            waited_s=now - record.arrived_at_s,
+        )
+        found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
         record.forecast = found.forecast
@@ -415,8 +401,6 @@ class AdmissionPipeline:
         Returns False if the queue is full: the request keeps its place before it.
         """
         record.happens(Event.ENGINE_READY)
-        waited_s = record.engine_wait_s
-        record.engine_wait_s += now - record.engine_since_s
 
         def step() -> Held | Decision | None:
             gate = self._admission.gate_for(record.arrived)
@@ -430,7 +414,6 @@ class AdmissionPipeline:
 
         own = self._attempt(record, step, now, out)
         if own is None:
-            record.engine_wait_s = waited_s
             return False
         _answer(own, out)
         return True

@@ -34,7 +34,7 @@ from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
 from extproc.api.spec import namespace_of
 from extproc.core.dispatch import no_longer_served, prompt_of
-from extproc.core.effects import Effect, Fault, Hold, WakeAt
+from extproc.core.effects import Effect, Held, WakeAt, with_fault
 from extproc.core.states import Event, State
 from extproc.errors import Refusal
 
@@ -154,8 +154,8 @@ class AdmissionController:
             return None
         return self.gates.get(arrival.pool.name)
 
-    def hold_s(self, record: Record, now: float) -> float:
-        """The longest that the request is held from now on, for all that it may have to wait for, in seconds.
+    def hold(self, record: Record, now: float) -> Held:
+        """The longest that the request is held from now on, for all that it may have to wait for.
 
         The gateway is sent this time when the request is first held. The request is answered by then (``answer_by_s``),
         whatever else it has to wait for meanwhile.
@@ -169,7 +169,7 @@ class AdmissionController:
             longest_s += 0.0 if loading is None else float(loading.timeout)
             longest_s += 0.0 if activation is None else float(activation.hold_timeout)
             record.answer_by_s = now + longest_s
-        return longest_s
+        return Held(record.ticket, record.state, longest_s)
 
     def queue_entry(
         self, record: Record, gate: Gate, expectation: Expectation, now: float, *, arrival: Arrival | None = None
@@ -266,6 +266,8 @@ def _target_s(arrival: Arrival) -> float:
     return next((one for one in targets if one is not None), math.inf)
 
 
+TIERS_FAILED: Final = "the tiers of a rule could not be compared"
+_QUEUE_FAILED: Final = "the queue of a server could not be served"
 # Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
 MOST_AT_ONCE: Final = 64
 
@@ -279,10 +281,10 @@ class QueueWait:
         admission: AdmissionController,
         dispatcher: Dispatcher,
         proceed: Callable[[Record, Bools | None, float, list[Effect]], None],
-        spill: Callable[[Record, float], tuple[Arrival, Placement] | None],
+        spill: Callable[[Record, float, float], tuple[Arrival, Placement] | None],
     ) -> None:
         """``proceed``: takes on a request whose turn it is, with the rows that have room for it; None: all have.
-        ``spill``: the tier of a request that has waited for its home.
+        ``spill``: the tier of a request that has waited so long for its home.
         """
         self._records = records
         self._admission = admission
@@ -301,7 +303,7 @@ class QueueWait:
         """Whether no request waits here."""
         return not self._freed and not any(len(gate.queue) for gate in self._admission.gates.values())
 
-    def admit(self, record: Record, now: float, out: list[Effect]) -> Hold | Decision | None:
+    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
         """Hold the request at its server's gate, or let it through; None without a gate. Raises a Refusal."""
         arrival = record.arrived
         gate, pool = self._admission.gate_for(arrival), arrival.pool
@@ -318,9 +320,9 @@ class QueueWait:
             self._ask_again(record, record.arrived_at_s + placement.choice.ask_again_s, out)
         out.append(WakeAt(now))
         # its engines or its adapter may leave before it is its turn
-        return Hold(record.ticket, self._admission.hold_s(record, now))
+        return self._admission.hold(record, now)
 
-    def admit_behind(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> Hold | None:
+    def admit_behind(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> Held | None:
         """Hold the request though engines may have room: at the next tick, the queue sends by priority.
 
         Returns None, with nothing changed, if the queue is full.
@@ -332,7 +334,7 @@ class QueueWait:
             return None
         record.queued = queued
         self._enqueue(record, queued, gate, now, out)
-        return Hold(record.ticket, self._admission.hold_s(record, now))
+        return self._admission.hold(record, now)
 
     def withdraw(self, record: Record, now: float) -> None:  # noqa: ARG002 - as other waits
         """The request does not wait here any more."""
@@ -368,8 +370,9 @@ class QueueWait:
                 continue
             for queued, refusal in gate.remove_expired(now):
                 self._refuse(self._records[queued.ticket], refusal, now, out)
-            # one after the other: each that goes changes who has room
-            while released < MOST_AT_ONCE and (found := _next(gate, now, faults)) is not None:
+            # one after the other: each that goes changes who has room. If a policy fails, earlier decisions must still
+            # reach their streams
+            while released < MOST_AT_ONCE and (found := with_fault(faults, _QUEUE_FAILED, partial(gate.next, now))):
                 self._release(found[0].ticket, found[1], now, out)
                 released += 1
         out.extend(faults)
@@ -391,12 +394,7 @@ class QueueWait:
             if record is None or record.state is not State.QUEUED:
                 continue
             asked += 1
-            try:
-                has_gone = self._spill_one(record, now, out)
-            except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
-                out.append(Fault("the tiers of a rule could not be compared", error))
-                has_gone = False
-            if not has_gone:
+            if not with_fault(out, TIERS_FAILED, partial(self._spill_one, record, now, out)):
                 # however many wait, a second has as many questions as one tick
                 pause_s = RECHECK_S * max(1.0, len(self._spills) / MOST_AT_ONCE)
                 self._ask_again(record, now + pause_s, out)
@@ -405,7 +403,7 @@ class QueueWait:
 
     def _spill_one(self, record: Record, now: float, out: list[Effect]) -> bool:
         """Whether the request has left its queue."""
-        found, before = self._spill(record, now), record.queued
+        found, before = self._spill(record, now, now - record.arrived_at_s), record.queued
         if found is None or before is None or found[0].pool is record.arrived.pool:
             return False
         other, placement = found
@@ -451,14 +449,3 @@ class QueueWait:
     def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
         record.happens(Event.GIVEN_UP)
         out.append(self._dispatcher.refuse(record, refusal, now, out))
-
-
-def _next(gate: Gate, now: float, faults: list[Effect]) -> tuple[QueuedRequest, Bools] | None:
-    """The gate's next request; None if it has none or its policy fails: earlier decisions must still reach their
-    streams.
-    """
-    try:
-        return gate.next(now)
-    except Exception as error:  # noqa: BLE001 - policies of packages may raise anything
-        faults.append(Fault("the queue of a server could not be served", error))
-        return None

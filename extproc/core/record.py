@@ -21,16 +21,17 @@ from extproc.api.pricing import Price, cost_micros
 from extproc.api.usage import UsageCounts
 from extproc.api.used_tokens import Answer, Expected, used_tokens
 from extproc.core.demand_meter import ModelMeter
-from extproc.core.states import Event, IllegalEvent, State, successors
+from extproc.core.states import WAITING, Event, IllegalEvent, State, successors
 from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
-from extproc.prefix.index import Tail
+from extproc.prefix.index import Pin, Tail
 from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination
 from extproc.routing.tiers import Candidate, Choice, TierPolicy
 from extproc.scheduling.pool import Assignment, Pool
 
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
+NO_WAITS: Final[Mapping[State, float]] = MappingProxyType({})
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -189,39 +190,49 @@ OURS: Final = ""
 _NOTHING: Final = Expected()
 
 
-class Run(msgspec.Struct):
-    """A dispatched request: what its outcome is compared with.
+class SentRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A dispatched request as every process counts it.
 
-    ``tail``: the end of the prompt that no whole block covers. ``tenant``: under which it counts. ``reserved``: the
-    tokens that were expected of it, and ``limited``: those that its limits reserved, None if it has none. ``answers``:
-    number of requested answers, over all its prompts; ``most_output``: the requested maximum of tokens, over all
-    answers. ``prompt_bytes``: 0 if the number of tokens in its ``prompts`` prompts does not follow from them.
-    ``has_stored_prompt``: an engine has stored the beginning of its prompt. ``expects_usage``: a whole answer reports
-    usage. ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``: its silence was not counted
-    as a failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved by it. ``is_for_model``: it
-    asks for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived,
-    None if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``:
-    those of its class, None if it has none. ``model``: as its engine was asked.
+    ``chain``: the whole blocks of its prompt, ``tail``: what they do not cover. ``prompt_bytes``: 0 if the number of
+    tokens in its prompts does not follow from them. ``tenant``: under which it counts. ``answers``: number of requested
+    answers, over all its prompts. ``expects_usage``: a whole answer reports usage.
     """
 
-    pool: Pool
-    assignment: Assignment
     chain: list[int]
     tail: Tail
     prompt_bytes: int
     is_streamed: bool
-    sent_at_s: float
     tenant: str = ""
+    answers: int = 1
+    expects_usage: bool = False
+
+
+class Run(msgspec.Struct):
+    """A dispatched request: what its outcome is compared with.
+
+    ``pins``: the blocks that it holds in the prefix index, by row. ``reserved``: the tokens that were expected of it,
+    and ``limited``: those that its limits reserved, None if it has none. ``most_output``: the requested maximum of
+    tokens, over all answers. ``has_stored_prompt``: an engine has stored the beginning of its ``prompts`` prompts.
+    ``waited_s``: before it was sent. ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``:
+    its silence was not counted as a failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved
+    by it. ``is_for_model``: it asks for its ModelServer's model, not for an adapter or another name. ``price``: of its
+    ModelServer when it arrived, None if it had none. ``expected``: what it pays where its answer does not report it.
+    ``objectives``: those of its class, None if it has none. ``model``: as its engine was asked.
+    """
+
+    pool: Pool
+    assignment: Assignment
+    pins: Mapping[int, Pin]
+    sent: SentRequest
+    sent_at_s: float
     reserved: Usage = NO_USAGE
     limited: Usage | None = None
-    answers: int = 1
     most_output: float = math.inf
     prompts: int = 1
     has_stored_prompt: bool = False
     waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0
-    expects_usage: bool = False
     is_on_time: bool = True
     input_estimate: InputEstimate | None = None
     is_for_model: bool = False
@@ -276,10 +287,8 @@ class Record(msgspec.Struct):
     ``limited``          the tokens that its limits reserve, None without limits
     ``guard``            the one that is asked, or was
     ``guarded``          what it said, for people
-    ``loading_since_s``  since when it waits for its adapter
-    ``loading_s``        how long it has waited for adapters before
-    ``engine_since_s``   since when it waits for an engine
-    ``engine_wait_s``    how long it has waited for engines before
+    ``since_s``          since when it is in its state
+    ``waits``            by state, the seconds that it has waited before
     ``engine_by_s``      until when it may wait for an engine
     ``answer_by_s``      until when its gateway waits, once the request is held
     ``wall_s``           when it arrived, seconds since 1970
@@ -309,16 +318,14 @@ class Record(msgspec.Struct):
     grants: tuple[Grant, ...] = ()
     queued: QueuedRequest | None = None
     run: Run | None = None
-    loading_since_s: float = 0.0
-    loading_s: float = 0.0
+    since_s: float = 0.0
+    waits: Mapping[State, float] = NO_WAITS
     meter: ModelMeter | None = None
     arrived_at_s: float = 0.0
     wall_s: float = 0.0
     is_work_counted: bool = False
     trace: Trace | None = None
     has_moved: bool = False
-    engine_since_s: float = 0.0
-    engine_wait_s: float = 0.0
     engine_by_s: float = math.inf
     answer_by_s: float = math.inf
     placement: Placement | None = None
@@ -335,11 +342,21 @@ class Record(msgspec.Struct):
         self.event, self.successors = event, after
         return True
 
-    def become(self, state: State) -> None:
-        """The only place where a state is set: a successor that the table has for the event that happens."""
+    def become(self, state: State, now: float) -> None:
+        """The only place where a state is set: a successor that the table has for the event that happens.
+
+        A wait that ends is added to ``waits``.
+        """
         if state not in self.successors:
             raise IllegalEvent(f"{self.event.name} to {state.name}", self.state.name, f"request {self.ticket}")
-        self.state = state
+        if self.state in WAITING:
+            self.waits = {**self.waits, self.state: self.waits.get(self.state, 0.0) + now - self.since_s}
+        self.state, self.since_s = state, now
+
+    @property
+    def held_s(self) -> float:
+        """All that it has waited before its state."""
+        return sum(self.waits.values()) if self.waits else 0.0
 
     @property
     def was_held(self) -> bool:

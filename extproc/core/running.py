@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.limits import NO_USAGE
@@ -12,11 +13,11 @@ from extproc.api.admission import FlowControl
 from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import repeat
-from extproc.core.effects import Broadcast, Effect, Fault, RequestJudged, RequestSettled
+from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettled, with_fault
 from extproc.core.feedback import lost_adapter, record_endpoint_outcome, update_estimates
 from extproc.core.objectives import judge, judge_departure, times_of
 from extproc.core.peers import RequestEnded
-from extproc.core.states import Event, State
+from extproc.core.states import IN_FLIGHT, Event, State
 from extproc.scheduling.model_check import on_model_outcome
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
+    from extproc.core.peers import RequestStarted
     from extproc.core.record import Outcome, Record, Run
-    from extproc.scheduling.pool import Pool, RequestStarted
+    from extproc.scheduling.pool import Pool
 
 # Its weights hold where there is no flow control.
 _NO_CONTROL: Final = FlowControl()
@@ -56,9 +58,9 @@ class RunningRequests:
         """Its stream is closed: its endpoint is free of it."""
         self._free(record, run, now, out)
         if record.state is State.SETTLED:
-            self._remove(record)
+            self._remove(record, now)
             return
-        record.become(State.ENDED)
+        record.become(State.ENDED, now)
         self._ended[record.ticket] = None
         if len(self._ended) > MOST_ENDED:
             self._forget(next(iter(self._ended)), now, out)
@@ -72,11 +74,11 @@ class RunningRequests:
 
     def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""
-        self._remove(record)
+        self._remove(record, now)
         self._free(record, run, now, out)
         self._accounts.close(record, None, 0.0, now, out)
         if run.objectives is not None:
-            verdicts = judge_departure(run.objectives, now - record.arrived_at_s, is_streamed=run.is_streamed)
+            verdicts = judge_departure(run.objectives, now - record.arrived_at_s, is_streamed=run.sent.is_streamed)
             out.append(RequestJudged(run.objectives, verdicts))
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
@@ -86,19 +88,11 @@ class RunningRequests:
             return
         run = record.run
         if record.state is State.ENDED:
-            self._remove(record)
+            self._remove(record, now)
         else:
-            record.become(State.SETTLED)
-        try:
-            record_endpoint_outcome(run, outcome, now, out)
-            update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
-            if run.assignment.adapter is not None:
-                lost_adapter(run, outcome, now)
-            if run.is_for_model:
-                on_model_outcome(run.pool, outcome.served, outcome.status, now)
-            count_outcome(record, run, outcome)
-        except Exception as error:  # noqa: BLE001 - what is learned is an estimate; what was granted must be settled
-            out.append(Fault("an outcome could not be learned from", error))
+            record.become(State.SETTLED, now)
+        # what is learned is an estimate; what was granted must be settled
+        with_fault(out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out))
         used, service = NO_USAGE, 0.0
         if record.is_ours or run.gate is not None:
             used = run.used_tokens(outcome)
@@ -115,7 +109,7 @@ class RunningRequests:
                 run.assignment,
                 outcome,
                 record.is_ours,
-                run.tenant,
+                run.sent.tenant,
                 used,
                 service,
                 priority,
@@ -129,15 +123,15 @@ class RunningRequests:
 
     def local_tickets(self) -> list[str]:
         """The tickets of this process that are in flight."""
-        return [one.ticket for one in self._records.values() if one.is_ours and one.state in _IN_FLIGHT]
+        return [one.ticket for one in self._records.values() if one.is_ours and one.state in IN_FLIGHT]
 
-    def _remove(self, record: Record) -> None:
-        record.become(State.ABSENT)
+    def _remove(self, record: Record, now: float) -> None:
+        record.become(State.ABSENT, now)
         del self._records[record.ticket]
         self._ended.pop(record.ticket, None)
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
-        run.pool.release(run.assignment, now)
+        run.pool.release(run.assignment, run.pins, now)
         count_request_end(record, run)
         if self._has_peers and record.is_ours:
             out.append(Broadcast(RequestEnded(record.ticket)))
@@ -145,20 +139,24 @@ class RunningRequests:
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
         record.happens(Event.FORGOTTEN)
-        self._remove(record)
+        self._remove(record, now)
         if record.run is not None:
             reserved = record.run.reserved.priced(record.run.price)
             self._accounts.close(record, reserved, record.run.charged, now, out)
 
 
+def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
+    record_endpoint_outcome(run, outcome, now, out)
+    update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+    if run.assignment.adapter is not None:
+        lost_adapter(run, outcome, now)
+    if run.is_for_model:
+        on_model_outcome(run.pool, outcome.served, outcome.status, now)
+    count_outcome(record, run, outcome)
+
+
 def _is_answered(outcome: Outcome) -> bool:
     return 200 <= outcome.status < 300 and not (outcome.has_left or outcome.was_cut or outcome.is_cut)
-
-
-_IN_FLIGHT: Final = frozenset({State.RUNNING, State.SETTLED})
-
-# Their streams are open: bytes may still flow.
-_OPEN = frozenset({State.RUNNING, State.SETTLED})
 
 
 def loads_in_parts(records: Iterable[Record], pools: Iterable[Pool]) -> Iterator[dict[str, EndpointLoad]]:
@@ -171,7 +169,7 @@ def loads_in_parts(records: Iterable[Record], pools: Iterable[Pool]) -> Iterator
     running = Counter(
         address
         for record in records
-        if record.is_ours and record.run is not None and record.state in _OPEN
+        if record.is_ours and record.run is not None and record.state in IN_FLIGHT
         for address in _engines_of(record.run)
     )
     yield {address: EndpointLoad(count) for address, count in running.items()}

@@ -13,7 +13,11 @@ has two ends, in any order: its stream closes (FINISHED), and its outcome become
 from __future__ import annotations
 
 import enum
-from typing import Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class State(enum.IntEnum):
@@ -73,10 +77,6 @@ class IllegalEvent(Exception):
 
 # The event is known to come late or twice, and changes nothing.
 IGNORED: Final[frozenset[State]] = frozenset()
-# The sender of this event has made a mistake.
-ILLEGAL: Final = None
-
-Successors = frozenset[State] | None
 
 _ABSENT, _LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED, _GUARD = State
 _GONE: Final = frozenset({_ABSENT})
@@ -86,158 +86,91 @@ def _to(*states: State) -> frozenset[State]:
     return frozenset(states)
 
 
-# fmt: off
-TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
+# Events of other processes and outcomes come late, or more than once.
+_LATE: Final = {Event.STARTED_ELSEWHERE: IGNORED, Event.OUTCOME: IGNORED}
+# Until an engine gets it.
+_BEFORE: Final = {**_LATE, Event.LEFT: _GONE, Event.FINISHED: _GONE}
+
+# What may happen in each state, and the states that it may lead to. Any other event is a mistake of its sender.
+TRANSITIONS: Final[dict[State, dict[Event, frozenset[State]]]] = {
     _ABSENT: {
+        **_LATE,
         Event.ARRIVED: _to(_LIMITS, _GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.STARTED_ELSEWHERE: _to(_RUNNING, _ABSENT),
-        Event.ANSWERED: IGNORED,    # its client went away meanwhile; what was granted is given back
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
+        Event.ANSWERED: IGNORED,  # its client went away meanwhile; what was granted is given back
         Event.LEFT: IGNORED,
-        Event.FINISHED: IGNORED,    # the other processes' ends come more than once
-        Event.OUTCOME: IGNORED,     # and so do outcomes
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
+        Event.FINISHED: IGNORED,
     },
-    _LIMITS: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
-    },
-    _GUARD: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
-    },
-    _TOKENS: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
-    },
+    _LIMITS: {**_BEFORE, Event.ANSWERED: _to(_GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT)},
+    _GUARD: {**_BEFORE, Event.ANSWERED: _to(_TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT)},
+    _TOKENS: {**_BEFORE, Event.ANSWERED: _to(_AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT)},
     _AWAITING: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: ILLEGAL,
+        **_BEFORE,
         Event.GIVEN_UP: _GONE,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
         Event.ENGINE_READY: _to(_LOADING, _QUEUED, _RUNNING, _ABSENT),
-        Event.ENGINES_GONE: ILLEGAL,
     },
     _LOADING: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: ILLEGAL,
+        **_BEFORE,
         Event.GIVEN_UP: _GONE,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: _to(_QUEUED, _RUNNING, _ABSENT),
-        Event.ENGINE_READY: ILLEGAL,
         Event.ENGINES_GONE: _to(_AWAITING),
     },
     _QUEUED: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: _to(_RUNNING, _LOADING, _ABSENT),
+        **_BEFORE,
         Event.GIVEN_UP: _GONE,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
+        Event.DISPATCHED: _to(_RUNNING, _LOADING, _ABSENT),
         Event.ENGINES_GONE: _to(_AWAITING),
     },
     _RUNNING: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
-        Event.LEFT: _GONE,          # the answer reached no gateway, so no engine got the request
+        **_LATE,
+        Event.LEFT: _GONE,  # the answer reached no gateway, so no engine got the request
         Event.FINISHED: _to(_ENDED),
         Event.OUTCOME: _to(_SETTLED),
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
     },
-    _SETTLED: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
-        Event.LEFT: _GONE,
-        Event.FINISHED: _GONE,
-        Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
-    },
+    _SETTLED: {**_LATE, Event.LEFT: _GONE, Event.FINISHED: _GONE},
     _ENDED: {
-        Event.ARRIVED: ILLEGAL,
-        Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: ILLEGAL,
-        Event.GIVEN_UP: ILLEGAL,
+        **_LATE,
         Event.LEFT: IGNORED,
         Event.FINISHED: IGNORED,
         Event.OUTCOME: _GONE,
         Event.FORGOTTEN: _GONE,
-        Event.LOADED: ILLEGAL,
-        Event.ENGINE_READY: ILLEGAL,
-        Event.ENGINES_GONE: ILLEGAL,
     },
 }
-# fmt: on
 
-# The same by position: the request path reads it at every event.
-_BY_POSITION: Final = tuple(tuple(TRANSITIONS[state][event] for event in Event) for state in State)
+
+def _states_that_take(event: Event) -> frozenset[State]:
+    return frozenset(state for state, legal in TRANSITIONS.items() if legal.get(event))
+
+
+# Something outside of the core is asked for it.
+ASKING: Final = _states_that_take(Event.ANSWERED)
+# It is held here.
+WAITING: Final = _states_that_take(Event.GIVEN_UP)
+# It is held for something that only its server's engines have.
+WAITING_AT_ENGINES: Final = _states_that_take(Event.ENGINES_GONE)
+# Its stream is open at an engine: bytes may still flow.
+IN_FLIGHT: Final = frozenset({_RUNNING, _SETTLED})
+
+# What it does or waits for, in spans and on the console.
+StepName = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue"]
+STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
+    {
+        _LIMITS: "limits",
+        _GUARD: "guard",
+        _TOKENS: "tokenize",
+        _AWAITING: "engine",
+        _LOADING: "adapter",
+        _QUEUED: "queue",
+    }
+)
+
+# TRANSITIONS by position, None where an event is illegal: the request path reads it at every event.
+_BY_POSITION: Final = tuple(tuple(TRANSITIONS[state].get(event) for event in Event) for state in State)
 
 
 def successors(state: State, event: Event, ticket: str) -> frozenset[State]:
     """The states that ``event`` may lead to; empty if it is to be ignored. Raises IllegalEvent."""
     found = _BY_POSITION[state][event]
-    if found is ILLEGAL:
+    if found is None:
         raise IllegalEvent(event.name, state.name, f"request {ticket}")
     return found

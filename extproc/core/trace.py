@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.core.states import State
+from extproc.core.states import STEP_NAMES, State
 
 AttributeValue = str | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]
@@ -21,18 +21,9 @@ Attributes = Mapping[str, AttributeValue]
 # W3C's Trace Context: version, id of the trace, id of the span, flags.
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 1
-# What a request does or waits for in each state; the other states are no part of a decision.
-_STEPS: Final[Mapping[State, str]] = MappingProxyType(
-    {
-        State.ASKING_LIMITS: "limits",
-        State.ASKING_GUARD: "guard",
-        State.ASKING_TOKENS: "tokenize",
-        State.AWAITING_ENGINE: "engine",
-        State.LOADING: "adapter",
-        State.QUEUED: "queue",
-        State.RUNNING: "pick",
-    }
-)
+# The other states are no part of a decision.
+_PICK: Final = "pick"
+_STEPS: Final[Mapping[State, str]] = MappingProxyType({**STEP_NAMES, State.RUNNING: _PICK})
 # A request goes from one step to the next a few times; if its configuration changes all the while, more often.
 _MOST_STEPS: Final = 32
 
@@ -81,7 +72,7 @@ class Trace(msgspec.Struct):
     def decided(self, attributes: Attributes, tags: Mapping[str, str | int], now: float) -> None:
         """The request has an endpoint. ``attributes``: of the pick. ``tags``: what the decision adds."""
         self.begin("", now)
-        if self.steps and self.steps[-1].name == _STEPS[State.RUNNING]:
+        if self.steps and self.steps[-1].name == _PICK:
             self.steps[-1] = msgspec.structs.replace(self.steps[-1], attributes=attributes)
         self.tags = {**self.tags, **tags}
         self.ended_s = now

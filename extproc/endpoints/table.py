@@ -89,7 +89,7 @@ _COLUMNS: Final = (
 )
 
 
-class EndpointRef(msgspec.Struct, frozen=True):
+class EndpointRef(msgspec.Struct, frozen=True, array_like=True):
     """A reference to an endpoint that outlives the use of its row.
 
     ``prefill_number``: the request's number in the endpoint's ``PrefillQueue``, 0 if it is not in it.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, TextIO
 
 import msgspec
 
+from extproc.core.states import State
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 
 # Sampled requests whose end has not been reported.
 _MOST_OPEN: Final = 65_536
+_WAITS: Final = {State.LOADING: "adapter_wait_s", State.AWAITING_ENGINE: "engine_wait_s"}
 
 
 class DecisionLog:
@@ -67,10 +70,9 @@ class DecisionLog:
             "is_precise": assignment.is_precise,
             **msgspec.to_builtins(why),
         }
-        if decision.adapter_wait_s:
-            line["adapter_wait_s"] = decision.adapter_wait_s
-        if decision.engine_wait_s:
-            line["engine_wait_s"] = decision.engine_wait_s
+        for state, name in _WAITS.items():
+            if waited_s := decision.waits.get(state):
+                line[name] = waited_s
         self._write(line)
 
     def log_shadow(self, pick: ShadowPick) -> None:

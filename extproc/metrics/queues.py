@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.admission.budgets import BudgetKey
 from extproc.core.effects import ClientLeft, GuardAsked
+from extproc.core.states import State
 from extproc.errors import BudgetSpent
 from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, MetricFamily, PiecewiseCollector
 
@@ -45,7 +46,7 @@ class ActivationMetrics:
     """No series before the first request has waited for an engine."""
 
     def __init__(self, registry: CollectorRegistry, at_zero: Callable[[], Mapping[str, ZeroDemand]]) -> None:
-        self._waits = DeferredHistograms(
+        self.waits = DeferredHistograms(
             "attache_engine_wait_seconds",
             "What requests waited while their ModelServer had no engine.",
             _START_BUCKETS,
@@ -60,10 +61,6 @@ class ActivationMetrics:
             registry,
         )
         registry.register(_WaitingSeries(at_zero))
-
-    def observe_wait(self, decision: Decision) -> None:
-        """A request goes to an engine after a wait for the first one."""
-        self._waits.observe(decision.engine_wait_s, decision.server)
 
     def observe_start(self, effect: EngineStarted) -> None:
         """A ModelServer has an engine again."""
@@ -112,7 +109,7 @@ class AdapterMetrics:
             ["server"],
             registry,
         )
-        self._waits = DeferredHistograms(
+        self.waits = DeferredHistograms(
             "attache_adapter_wait_seconds",
             "What requests waited for their adapter.",
             _LOAD_BUCKETS,
@@ -130,10 +127,6 @@ class AdapterMetrics:
             self._seconds.observe(result.duration_s, result.server)
         if result.unloaded:
             self._unloads.add_amount(len(result.unloaded), result.server)
-
-    def observe_wait(self, decision: Decision) -> None:
-        """A request goes to an engine after a wait for its adapter."""
-        self._waits.observe(decision.adapter_wait_s, decision.server)
 
 
 class _AdapterSeries(PiecewiseCollector):
@@ -267,7 +260,7 @@ class AdmissionMetrics:
         if queued is None:
             return
         band = self._band(decision.server, queued)
-        self._waits.observe(decision.waited_s, decision.server, band)
+        self._waits.observe(decision.waits.get(State.QUEUED, 0.0), decision.server, band)
         if decision.was_held:
             self._ends.add(decision.server, band, "sent")
 

@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from extproc.core.effects import (
-    AskGuard,
-    AskLimits,
-    AskTokens,
-    AwaitAdapter,
-    AwaitEngine,
-    Decision,
-    Hold,
-    RequestRefused,
-)
+from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import why_chosen
+from extproc.core.states import STEP_NAMES, StepName
 from extproc.protocol import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -47,17 +39,8 @@ _MOST_TEXT: Final = 300
 # Clients choose the names of models.
 _MOST_NAME: Final = 128
 
-Step = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue"]
 # What a request does, or how it ended.
-Phase = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue", "running", "answered", "refused", "left"]
-_STEPS: Final[dict[type, Step]] = {
-    AskLimits: "limits",
-    AskGuard: "guard",
-    AskTokens: "tokenize",
-    AwaitEngine: "engine",
-    AwaitAdapter: "adapter",
-    Hold: "queue",
-}
+Phase = Literal[StepName, "running", "answered", "refused", "left"]
 
 
 class Candidate(msgspec.Struct, frozen=True, rename="camel"):
@@ -126,7 +109,7 @@ class _Open(msgspec.Struct):
     row: RecentRequest
     began_s: float
     since_s: float
-    step: Step | None = None
+    step: StepName | None = None
 
 
 class RecentRequests:
@@ -205,7 +188,7 @@ class RecentRequests:
                 row.held_s = row.duration_s = now - found.began_s
                 del self._running[own.ticket]
             case _:
-                found.step = row.phase = _STEPS[type(own)]
+                found.step = row.phase = STEP_NAMES[own.state]
                 found.since_s = now
 
     def on_outcome(self, settled: RequestSettled) -> None:
@@ -284,10 +267,9 @@ def _decided(row: RecentRequest, decision: Decision) -> None:
     row.server, row.chosen = decision.server, assignment.endpoint.address
     row.prefill = "" if assignment.prefill is None else assignment.prefill.address
     row.input_tokens, row.expected_cached = round(assignment.input_tokens, 1), round(assignment.cached_tokens, 1)
-    if decision.held_s:
-        # a held request goes from one wait to the next without a message to its stream
-        row.queue_s, row.adapter_s = decision.waited_s, decision.adapter_wait_s
-        row.engine_s = decision.engine_wait_s
+    # a held request goes from one wait to the next without a message to its stream
+    for state, waited_s in decision.waits.items():
+        setattr(row, f"{STEP_NAMES[state]}_s", waited_s)
     row.why = None if decision.explanation is None else _why(decision.explanation)
 
 

@@ -26,6 +26,7 @@ from extproc.core.effects import (
     RequestUnmeetable,
     SoftBudgetPassed,
 )
+from extproc.core.states import State
 from extproc.metrics.endpoints import EndpointSeries
 from extproc.metrics.exposition import Counters, DeferredHistogram, Registry
 from extproc.metrics.llm_d import LlmdMetrics
@@ -95,7 +96,7 @@ class Metrics:
         requests held at zero. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names
         of llm-d's picker, too.
         """
-        self.decision_log, self.recent = log, RecentRequests()
+        self.decision_log, self.recent, self.shadow = log, RecentRequests(), ShadowShare()
         self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock))
@@ -103,6 +104,8 @@ class Metrics:
         self._answer_times = AnswerTimes(self.registry, gates)
         self._adapters = AdapterMetrics(self.registry, pools)
         self._activation = ActivationMetrics(self.registry, at_zero)
+        # those in queues count by band, and with requests that need not wait
+        self._waits = {State.LOADING: self._adapters.waits, State.AWAITING_ENGINE: self._activation.waits}
         self._wall_clock, self._clock = wall_clock, clock
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
@@ -173,7 +176,6 @@ class Metrics:
             ["server", "picker"],
             self.registry,
         )
-        self.shadow = ShadowShare()
         self._config_reloads = Counters(
             "attache_config_reloads", "Readings of the configuration by result.", ["result"], self.registry
         )
@@ -269,10 +271,9 @@ class Metrics:
         self._requests.add("picked")
         self._picks.add(decision.server)
         self.admission.count_dispatch(decision)
-        if decision.adapter_wait_s:
-            self._adapters.observe_wait(decision)
-        if decision.engine_wait_s:
-            self._activation.observe_wait(decision)
+        for state, waited_s in decision.waits.items():
+            if waited_s and state in self._waits:
+                self._waits[state].observe(waited_s, decision.server)
 
     def compared_pick(self, pick: ShadowPick) -> None:
         """Another picker has decided a request, and ours would have decided so."""

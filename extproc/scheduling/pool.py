@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from extproc.admission.estimates import InputEstimates, TokenQuantile
-from extproc.admission.flows import FlowKey
 from extproc.api.pricing import compile_prices
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.engine_reports import set_report_interval
@@ -18,7 +17,6 @@ from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.outliers import begin_probe
 from extproc.endpoints.prices import Prices
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
-from extproc.prefix.index import Pin, Tail
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import Readiness, readiness_of, serves_adapter, stages_of
@@ -28,16 +26,18 @@ from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSess
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.pricing import Price
     from extproc.engines.dialects import Dialect
+    from extproc.prefix.index import Pin
 
 
-class Assignment(msgspec.Struct, frozen=True):
-    """A committed pick, with the predictions that its outcome is compared with.
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
+    """A committed pick, with the predictions that its outcome is compared with. Other processes get it.
 
     ====================  =================  ==============================================================
     field                 unit               meaning
@@ -56,7 +56,6 @@ class Assignment(msgspec.Struct, frozen=True):
     ``prefill``                              the endpoint that prefills, if another; else None
     ``stage``                                why ``prefill`` is set or not
     ``is_precise``                           ``cached_tokens`` follows from KV events
-    ``pins``                                 the blocks that it holds in the prefix index, by row
     ``adapter``                              the adapter that it needs, if that is loaded on demand
     ``sessions``                             what its session is to keep of the pick
     ====================  =================  ==============================================================
@@ -76,7 +75,6 @@ class Assignment(msgspec.Struct, frozen=True):
     prefill: EndpointRef | None = None
     stage: str = ""
     is_precise: bool = False
-    pins: Mapping[int, Pin] = {}
     adapter: str | None = None
     sessions: tuple[SessionNote, ...] = ()
 
@@ -84,40 +82,6 @@ class Assignment(msgspec.Struct, frozen=True):
     def prefilled_by(self) -> EndpointRef:
         """The endpoint that computes the prompt."""
         return self.prefill or self.endpoint
-
-
-class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """The data by which other modules count the request and learn from its outcome.
-
-    The fields are those of ``Assignment`` and ``Run``. ``flow``: the flow charged, None without flow control.
-    ``service``: the charge in weighted tokens.
-    """
-
-    ticket: str
-    server: str
-    address: str
-    prefill: str | None
-    chain: list[int]
-    tail: Tail
-    prompt_bytes: int
-    is_streamed: bool
-    input_tokens: float
-    cached_tokens: float
-    indexed_tokens: float
-    tokens_ahead: float
-    work: float
-    tokens: float = 0.0
-    flow: FlowKey | None = None
-    priority: int = 0
-    service: float = 0.0
-    # how many the engine writes; the outcome's tokens are those of all of them
-    answers: int = 1
-    # that it needs, if it is loaded on demand
-    adapter: str | None = None
-    # those with an id: key, address, and seconds for which they are kept
-    sessions: tuple[tuple[str, str, float], ...] = ()
-    tenant: str = ""
-    expects_usage: bool = False
 
 
 class PickConstraints(msgspec.Struct, frozen=True):
@@ -275,8 +239,13 @@ class Pool:
         expected = self.caches.output_tokens
         return answers * (expected if max_tokens is None else min(expected, float(max_tokens)))
 
-    def commit(self, considered: Consideration, now: float, output_tokens: float = 0.0) -> Assignment:
-        """Send the request as picked: count its load. ``output_tokens``: expected of its answer."""
+    def commit(
+        self, considered: Consideration, now: float, output_tokens: float = 0.0
+    ) -> tuple[Assignment, dict[int, Pin]]:
+        """Send the request as picked: count its load. ``output_tokens``: expected of its answer.
+
+        Returns with it the blocks that the request holds in the prefix index, by row.
+        """
         expectation, pick, table = considered.expectation, considered.pick, self.table
         first = pick.rows[0]
         computing = first if pick.prefill_row is None else pick.prefill_row
@@ -289,12 +258,10 @@ class Pool:
         indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
         pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
+        self._bind(considered.notes, now)
         # the ledger has just counted the request as the last of them
-        for note in considered.notes:
-            if note.key:
-                self.sessions.bind(note.key, note.address, now, note.ttl_s)
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
-        return Assignment(
+        assignment = Assignment(
             endpoint,  # by position: Python calls with more than 15 names by way of a dict
             tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
@@ -309,43 +276,44 @@ class Pool:
             prefill=prefill,
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
-            pins=pins,
             adapter=adapter,
             sessions=considered.notes,
         )
+        return assignment, pins
 
-    def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
-        """Count a request sent by another process; None if its endpoint is not configured here."""
-        row = self.table.row_of(event.address)
-        prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
-        if row is None or (event.prefill is not None and prefill_row is None):
+    def record_remote(self, sent: Assignment, chain: list[int], now: float) -> tuple[Assignment, dict[int, Pin]] | None:
+        """Count a request sent by another process, whose rows ``sent`` has, as ``commit``; None if its endpoint is not
+        configured here.
+        """
+        row = self.table.row_of(sent.endpoint.address)
+        prefill_row = None if sent.prefill is None else self.table.row_of(sent.prefill.address)
+        if row is None or (sent.prefill is not None and prefill_row is None):
             return None
-        for key, address, ttl_s in event.sessions:
-            self.sessions.bind(key, address, now, ttl_s)
+        self._bind(sent.sessions, now)
         computing = row if prefill_row is None else prefill_row
-        last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
-        pins = {one: self.caches.pin(one, event.chain, now) for one in {row, computing}}
-        endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
-        adapter = None if self.slots is None else self.slots.begin(row, event.adapter, now)
-        return Assignment(
+        last_used_at_s = self.caches.last_use_of(computing, chain, sent.indexed_tokens)
+        pins = {one: self.caches.pin(one, chain, now) for one in {row, computing}}
+        endpoint, prefill = self._begin(row, prefill_row, work=sent.work, tokens=sent.tokens, now=now)
+        counted = msgspec.structs.replace(
+            sent,
             endpoint=endpoint,
-            addresses=(event.address,),
-            input_tokens=event.input_tokens,
-            cached_tokens=event.cached_tokens,
-            indexed_tokens=event.indexed_tokens,
-            last_used_at_s=last_used_at_s,
-            tokens_ahead=event.tokens_ahead,
-            cost_s=0.0,
-            work=event.work,
-            tokens=event.tokens,
             prefill=prefill,
-            pins=pins,
-            adapter=adapter,
+            last_used_at_s=last_used_at_s,
+            # of its own process
+            in_flight_tokens=0.0,
+            is_precise=False,
+            adapter=None if self.slots is None else self.slots.begin(row, sent.adapter, now),
         )
+        return counted, pins
 
-    def release(self, assignment: Assignment, now: float) -> None:
+    def _bind(self, notes: Sequence[SessionNote], now: float) -> None:
+        for note in notes:
+            if note.key:
+                self.sessions.bind(note.key, note.address, now, note.ttl_s)
+
+    def release(self, assignment: Assignment, pins: Mapping[int, Pin], now: float) -> None:
         """The request has ended: remove its load. Its endpoints may now evict its blocks."""
-        for row, pin in assignment.pins.items():
+        for row, pin in pins.items():
             self.caches.index.unpin(row, pin, now)
         end_request(self.table, assignment.endpoint, now, assignment.tokens)
         if assignment.prefill is not None:

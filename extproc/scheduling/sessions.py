@@ -17,7 +17,7 @@ _TENANT_BYTES: Final = 8
 _SESSION_BYTES: Final = 16
 
 
-class SessionNote(msgspec.Struct, frozen=True):
+class SessionNote(msgspec.Struct, frozen=True, array_like=True):
     """A session's record of a pick: either ``header`` or ``key`` is set.
 
     ``header``: of the answer, which names ``address`` in a token. ``key``: of the session, which is bound to

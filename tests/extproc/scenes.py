@@ -12,7 +12,7 @@ import yaml
 
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Hold, RequestRefused
+from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Head
 from extproc.protocol import Api
 
@@ -97,7 +97,7 @@ class Scene:
     def held(self, tenant: str = "acme", now: float = 0.0) -> str:
         """Its ticket."""
         found = self.enter(tenant, now)
-        assert isinstance(found, Hold)
+        assert isinstance(found, Held)
         return found.ticket
 
     def sent(self, tenant: str = "acme", now: float = 0.0) -> Decision:

@@ -23,13 +23,10 @@ from extproc.core.effects import (
     AskGuard,
     AskLimits,
     AskTokens,
-    AwaitAdapter,
-    AwaitEngine,
     Broadcast,
     Decision,
     Effect,
     Held,
-    Hold,
     LoadAdapter,
     RequestRefused,
     RequestSettled,
@@ -37,16 +34,14 @@ from extproc.core.effects import (
     WakeAt,
 )
 from extproc.core.guards import GuardFailed, GuardReply
-from extproc.core.peers import SILENCE_S, EventBatch, LimitSpent, OutcomeKnown, PeerEvent, ProcessAlive
+from extproc.core.peers import SILENCE_S, EventBatch, LimitSpent, OutcomeKnown, PeerEvent, ProcessAlive, RequestStarted
 from extproc.core.record import Head, LoadResult, Outcome
-from extproc.core.states import TRANSITIONS, Event, State
+from extproc.core.states import IN_FLIGHT, TRANSITIONS, Event, State
 from extproc.engines.answers import LoadProblem
 from extproc.errors import RateLimited, Refusal
 from extproc.protocol import Api
-from extproc.scheduling.pool import RequestStarted
 from tests.extproc.core.setting import (
     GATES,
-    IN_FLIGHT,
     LIMITS,
     MOST_ENDED,
     SERVER,
@@ -203,7 +198,7 @@ class Life:
 
     def follow(self, own: RequestEffect | None) -> None:
         match own:
-            case AskLimits() | AskGuard() | AskTokens() | AwaitEngine() | AwaitAdapter() | Hold():
+            case AskLimits() | AskGuard() | AskTokens() | Held():
                 self.pending[own.ticket] = own
                 if isinstance(own, Held):
                     self.answer_by_s[own.ticket] = self.now + own.longest_s
@@ -321,7 +316,7 @@ class Life:
             if record.state in HELD:
                 assert self.answer_by_s[record.ticket] > self.now - 1e-6, "its gateway does not wait any longer"
             if record.state is State.LOADING:
-                assert record.loading_since_s + 10.0 > self.now, "its client should have been told"
+                assert record.since_s + 10.0 > self.now, "its client should have been told"
             if record.state is State.AWAITING_ENGINE:
                 assert record.engine_by_s > self.now, "its client should have been told"
                 pool = record.arrived.pool
@@ -353,7 +348,7 @@ class Life:
         match said:
             case RequestStarted(ticket=ticket):
                 is_new = self.core.state_of(ticket) is State.ABSENT
-                is_known = self.core.pools[SERVER].table.row_of(said.address) is not None
+                is_known = self.core.pools[SERVER].table.row_of(said.assignment.endpoint.address) is not None
                 self.happens(Event.STARTED_ELSEWHERE, ticket, verb)
                 if is_new and is_known:
                     self.elsewhere[ticket] = name

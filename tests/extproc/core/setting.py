@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from extproc.admission.flows import FlowKey
 from extproc.core.core import Core
-from extproc.core.effects import AwaitAdapter, Broadcast, Decision, Effect, LoadAdapter
-from extproc.core.record import Head, LoadResult, Outcome
+from extproc.core.effects import Broadcast, Decision, Effect, Held, LoadAdapter
+from extproc.core.peers import RequestStarted
+from extproc.core.record import Head, LoadResult, Outcome, SentRequest
 from extproc.core.states import TRANSITIONS, Event, State
+from extproc.endpoints.table import EndpointRef
 from extproc.prefix.index import Tail
 from extproc.protocol import Api
-from extproc.scheduling.pool import RequestStarted
+from extproc.scheduling.pool import Assignment
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
 if TYPE_CHECKING:
@@ -61,8 +63,7 @@ ACTIVATIONS = ("", "activation: {holdTimeout: 8s, maxRequests: 6}", "activation:
 MOST_ENDED = 3
 
 # What can happen and is not a mistake of the caller: all of it must be reached.
-LEGAL = [(state, event) for state in State for event in Event if TRANSITIONS[state][event] is not None]
-IN_FLIGHT = frozenset({State.RUNNING, State.SETTLED})
+LEGAL = [(state, event) for state in State for event in Event if event in TRANSITIONS[state]]
 
 
 def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "", guard: str = "") -> Snapshot:
@@ -88,18 +89,19 @@ def told(effects: Iterable[Effect]) -> list[PeerEvent]:
 STARTED = RequestStarted(
     ticket="",
     server=SERVER,
-    address="10.0.0.1:8000",
-    prefill=None,
-    chain=[1, 2],
-    tail=Tail(0, 0),
-    prompt_bytes=300,
-    is_streamed=False,
-    input_tokens=100.0,
-    cached_tokens=0.0,
-    indexed_tokens=0.0,
-    tokens_ahead=100.0,
-    work=100.0,
-    tokens=150.0,
+    assignment=Assignment(
+        EndpointRef("10.0.0.1:8000", 0, 0),
+        ("10.0.0.1:8000",),
+        input_tokens=100.0,
+        cached_tokens=0.0,
+        indexed_tokens=0.0,
+        last_used_at_s=None,
+        tokens_ahead=100.0,
+        cost_s=0.0,
+        work=100.0,
+        tokens=150.0,
+    ),
+    sent=SentRequest(chain=[1, 2], tail=Tail(0, 0), prompt_bytes=300, is_streamed=False),
     flow=FlowKey("a", "m"),
     service=200.0,
 )
@@ -117,7 +119,7 @@ class Worker:
         arrival = self.core.builder.build(Api.CHAT, head, body(words, stream=False, model=model))
         own, effects = self.core.arrive(arrival, now)
         said = list(effects)
-        if isinstance(own, AwaitAdapter):
+        if isinstance(own, Held) and own.state is State.LOADING:
             # its engine loads at once
             effects = self.core.tick(now)
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:

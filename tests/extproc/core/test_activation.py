@@ -40,7 +40,7 @@ def test_requests_wait_for_the_first_engine_and_go_in_order_of_arrival() -> None
     zero.have(SMALL, engine(1))
     assert zero.order == tickets
     assert {zero.went(one) for one in tickets} == {"10.0.0.1:8000"}
-    assert {end.engine_wait_s for end in zero.ends.values() if isinstance(end, Decision)} == {20.0}
+    assert {end.waits[State.AWAITING_ENGINE] for end in zero.ends.values() if isinstance(end, Decision)} == {20.0}
     assert zero.waiting() == {}
     # and the next one goes at once
     (later,) = zero.ask()
@@ -395,6 +395,9 @@ def test_an_adapter_that_is_not_loaded_any_more_when_the_engines_are_gone_is_wai
     del zero.perform
     zero.have(SMALL, engine(2))
     assert zero.went(ticket) == "10.0.0.2:8000"
+    end = zero.ends[ticket]
+    assert isinstance(end, Decision)
+    assert end.waits == {State.LOADING: 4.0, State.AWAITING_ENGINE: 20.0}
 
 
 def test_both_stages_are_waited_for() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, Hold, LoadAdapter, RequestRefused, WakeAt
+from extproc.core.effects import Broadcast, Decision, Held, LoadAdapter, RequestRefused, WakeAt
 from extproc.core.peers import AdapterChanged, EngineReported, EventBatch
 from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import State
@@ -150,7 +150,7 @@ def test_siblings_wait_for_one_load_and_go_with_it() -> None:
     shell.passes(2.0)
     shell.loaded()
     assert [shell.went(one) for one in tickets] == [A] * 3
-    assert {end.adapter_wait_s for end in shell.ends.values() if isinstance(end, Decision)} == {2.0}
+    assert {end.waits[State.LOADING] for end in shell.ends.values() if isinstance(end, Decision)} == {2.0}
     # it is there now: the next one goes at once
     assert shell.went(shell.ask("sql")[0]) == A
     assert shell.loads == []
@@ -394,7 +394,7 @@ def test_after_its_adapter_a_request_waits_for_its_turn() -> None:
     shell.finish(running)
     end = shell.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.waited_s == pytest.approx(1.0)
+    assert end.waits[State.QUEUED] == pytest.approx(1.0)
 
 
 def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again() -> None:
@@ -406,8 +406,12 @@ def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again(
     shell.says(A, models=set())
     shell.finish(running)
     assert shell.core.state_of(ticket) is State.LOADING
+    shell.passes(1.0)
     shell.loaded()
     assert shell.went(ticket) == A
+    end = shell.ends[ticket]
+    assert isinstance(end, Decision)
+    assert end.waits == pytest.approx({State.LOADING: 1.0, State.QUEUED: 3.0})
 
 
 def test_other_processes_hear_that_an_adapter_makes_room_before_it_is_unloaded() -> None:
@@ -514,7 +518,7 @@ def test_a_queued_request_whose_adapter_leaves_is_answered_within_what_its_gatew
     (running,) = shell.ask("sql")
     shell.loaded()
     held, effects = shell.core.arrive(request(shell.core, model="sql"), shell.now)
-    assert isinstance(held, Hold)
+    assert isinstance(held, Held)
     asked_at_s = shell.now
     shell.perform(effects)
     shell.passes(19.0)

@@ -12,7 +12,7 @@ import pytest
 
 from extproc.admission.flows import FlowKey
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Hold
+from extproc.core.effects import Decision, Held
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, request
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def test_a_pair_needs_room_at_its_prefill_and_at_its_decode_endpoint() -> None:
     first = decided(core, "hello " * 2000)
     assert first.assignment.prefill is not None
     own, _ = core.arrive(request(core, "another", model="chat"), 0.0)
-    assert isinstance(own, Hold)
+    assert isinstance(own, Held)
     core.on_stream_closed(first.ticket, 1.0)
     (released,) = [one for one in core.tick(1.0) if isinstance(one, Decision)]
     assert released.ticket == own.ticket

@@ -18,15 +18,16 @@ from extproc.admission.refusals import soft_line
 from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
-    AwaitEngine,
     Broadcast,
     Decision,
+    Held,
     RequestRefused,
     RequestSettled,
     SoftBudgetPassed,
 )
 from extproc.core.peers import EventBatch, decode_events, encode_events
 from extproc.core.record import Outcome
+from extproc.core.states import State
 from extproc.errors import BudgetSpent
 from extproc.feeds.saved_levels import SavedLevels
 from tests.extproc.scenes import configuration, request
@@ -358,7 +359,9 @@ def test_a_request_that_moves_is_settled_by_the_price_of_the_server_that_served(
         servers=servers,
         route=f"rules: [{{targetModels: {targets}}}]",
     )
-    assert isinstance(process.ask(0.0), AwaitEngine)
+    own = process.ask(0.0)
+    assert isinstance(own, Held)
+    assert own.state is State.AWAITING_ENGINE
     # reserved by the price of the server that the route has named
     assert process.left(0.0) == 10**6 - 10_000
     moved = configuration(

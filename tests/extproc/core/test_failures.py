@@ -19,7 +19,7 @@ from extproc.core.effects import (
     Decision,
     Effect,
     Fault,
-    Hold,
+    Held,
     RequestRefused,
     RequestSettled,
     SettleGrant,
@@ -156,7 +156,7 @@ def test_a_held_request_whose_pick_fails_is_refused_and_those_behind_it_go() -> 
     pool = core.pools["default/llama"]
     running = [arrive(core, f"{number}")[0].ticket for number in range(2)]
     broken, fine = arrive(core, "long " * 200)[0], arrive(core, "short")[0]
-    assert isinstance(broken, Hold)
+    assert isinstance(broken, Held)
     pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
     for ticket in running:
         core.on_stream_closed(ticket, 1.0)

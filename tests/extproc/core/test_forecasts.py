@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Hold, RequestJudged, RequestRefused, RequestUnmeetable
+from extproc.core.effects import Decision, Held, RequestJudged, RequestRefused, RequestUnmeetable
 from extproc.core.explanation import to_text
 from extproc.errors import ObjectiveUnmeetable, QueueTimeout, RateLimited
 from extproc.protocol import Api
@@ -197,7 +197,7 @@ def test_a_request_is_refused_in_the_queue_when_its_first_token_is_late() -> Non
     gate = core.admission.gates["default/first"]
     gate._rate, gate._rate_at_s = 100.0, 0.0
     held, _ = ask(core, 0.1)
-    assert isinstance(held, Hold)
+    assert isinstance(held, Held)
     assert not ends(core.tick(1.0))
     effects = core.tick(1.1)
     (own,) = ends(effects)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from extproc.admission.guards import MOST_ADDED_BYTES
 from extproc.core.core import Core
-from extproc.core.effects import AskGuard, AskLimits, Decision, GuardAsked, Hold, RequestRefused
+from extproc.core.effects import AskGuard, AskLimits, Decision, GuardAsked, Held, RequestRefused
 from extproc.core.explanation import to_text
 from extproc.core.guards import Circuit, GuardFailed, GuardReply, event_of
 from extproc.core.record import Head
@@ -129,7 +129,7 @@ def test_the_guard_is_asked_after_the_shared_limits_and_before_the_queue() -> No
     assert isinstance(said(core, through_limits(), reply(action="allow"))[0], Decision)
     second = through_limits()
     assert core.count_requests(State.QUEUED) == 0
-    assert isinstance(said(core, second, reply(action="allow"))[0], Hold)
+    assert isinstance(said(core, second, reply(action="allow"))[0], Held)
 
 
 @pytest.mark.parametrize("form", ["fields", "body"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, Hold, RequestJudged, RequestRefused, RequestSettled
+from extproc.core.effects import Broadcast, Decision, Held, RequestJudged, RequestRefused, RequestSettled
 from extproc.core.objectives import Verdict
 from extproc.core.peers import EventBatch
 from extproc.core.record import Outcome
@@ -185,14 +185,14 @@ def test_who_waits_in_vain_has_missed_and_who_leaves_early_does_not_count() -> N
     first, _ = ask(core)
     assert isinstance(first, Decision)
     waits, _ = ask(core, 0.0)
-    assert isinstance(waits, Hold)
+    assert isinstance(waits, Held)
     effects = core.tick(6.0)
     (refused,) = (one for one in effects if isinstance(one, RequestRefused))
     assert isinstance(refused.refusal, QueueTimeout)
     assert judged(effects) == {"ttft": False, "tpot": False, "e2e": False}
     for left_s, ttft in ((0.4, None), (0.6, False)):
         held, _ = ask(core, 10.0)
-        assert isinstance(held, Hold)
+        assert isinstance(held, Held)
         assert judged(core.on_disconnect(held.ticket, 10.0 + left_s)) == {"ttft": ttft, "tpot": None, "e2e": None}
 
 

@@ -14,10 +14,9 @@ from extproc.api.load import load_snapshot
 from extproc.api.session_affinity import session_headers
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision
-from extproc.core.peers import EventBatch
+from extproc.core.peers import EventBatch, RequestStarted
 from extproc.core.record import Attachment, Head
 from extproc.protocol import Api
-from extproc.scheduling.pool import RequestStarted
 from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
 from tests.extproc.conftest import CONFIG
 

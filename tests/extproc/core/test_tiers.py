@@ -11,7 +11,7 @@ import pytest
 
 from extproc.core import tiers
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Fault, Hold
+from extproc.core.effects import Decision, Fault, Held
 from extproc.core.explanation import to_text
 from extproc.core.states import State
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
@@ -39,11 +39,11 @@ def core_with(tiers: str, *, cheap: str = CHEAP, dear: str = DEAR, others: str =
     return core
 
 
-def ask(core: Core, now: float, *, tokens: int = 1000, **fields: object) -> Decision | Hold:
+def ask(core: Core, now: float, *, tokens: int = 1000, **fields: object) -> Decision | Held:
     """Of a prompt without anything in common with others."""
     content = PROMPTS.randbytes(2 * tokens).hex()
     own, _ = core.arrive(request(core, content, **fields), now)
-    assert isinstance(own, Decision | Hold)
+    assert isinstance(own, Decision | Held)
     return own
 
 
@@ -94,13 +94,13 @@ def test_a_request_waits_in_the_queue_of_its_home_and_then_spills() -> None:
     core.admission.gates["default/cheap"]._rate = 0.01
     core.admission.gates["default/cheap"]._rate_at_s = 0.0
     held = ask(core, 0.1)
-    assert isinstance(held, Hold)
+    assert isinstance(held, Held)
     assert core.state_of(held.ticket) is State.QUEUED
     assert not ends(core.tick(1.0))
     (spilled,) = ends(core.tick(2.11))
     assert isinstance(spilled, Decision)
     assert (spilled.server, spilled.tier, spilled.was_held) == ("default/dear", "up", True)
-    assert spilled.waited_s == pytest.approx(2.01)
+    assert spilled.waits[State.QUEUED] == pytest.approx(2.01)
     # nothing of it is left at its home
     assert not len(core.admission.gates["default/cheap"].queue)
     assert core.pools["default/cheap"].table.in_flight.sum() == 1
@@ -112,7 +112,7 @@ def test_a_request_whose_home_gets_room_meanwhile_stays_there() -> None:
     gate = core.admission.gates["default/cheap"]
     gate._rate, gate._rate_at_s = 0.01, 0.0
     held = ask(core, 0.1)
-    assert isinstance(held, Hold)
+    assert isinstance(held, Held)
     core.on_stream_closed(first.ticket, 1.0)
     (own,) = ends(core.tick(1.0))
     assert isinstance(own, Decision)
@@ -138,7 +138,7 @@ def test_with_both_tiers_full_a_request_waits_on_at_its_home() -> None:
     gate = core.admission.gates["default/cheap"]
     gate._rate, gate._rate_at_s = 0.01, 0.0
     taken = ask(core, 0.0)
-    (spilled,) = ends(core.tick(1.01)) if isinstance(taken, Hold) else (taken,)
+    (spilled,) = ends(core.tick(1.01)) if isinstance(taken, Held) else (taken,)
     assert isinstance(spilled, Decision)
     held = ask(core, 1.1)
     assert not [end for at in range(2, 20) for end in ends(core.tick(float(at)))]

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, Decision, Hold
+from extproc.core.effects import AskLimits, Decision, Held
 from extproc.core.record import Head
 from extproc.core.states import State
 from extproc.core.trace import Step, Trace, TraceParent, parent_of
@@ -80,7 +80,7 @@ def test_the_core_notes_what_a_request_waits_for() -> None:
     own, _ = core.arrive(arrivals[1], 1.0, wants_reasons=True, trace=trace)
     assert isinstance(own, AskLimits)
     held, _ = core.resume(own.ticket, None, 1.5)
-    assert isinstance(held, Hold)
+    assert isinstance(held, Held)
     effects = [*core.on_stream_closed(first.ticket, 4.0), *core.tick(4.0)]
     (decision,) = [one for one in effects if isinstance(one, Decision)]
     trace.decided(pick_attributes(decision), decision_tags(decision), 4.25)

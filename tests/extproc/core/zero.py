@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from extproc.core.core import Core
 from extproc.core.effects import (
-    AwaitEngine,
     Decision,
     EngineNeeded,
     EngineStarted,
@@ -19,6 +18,7 @@ from extproc.core.effects import (
     WakeAt,
 )
 from extproc.core.record import BUNDLE, Attachment, Head, LoadResult
+from extproc.core.states import State
 from extproc.protocol import Api
 from tests.extproc.scenes import configuration
 
@@ -187,6 +187,7 @@ class Zero:
     def starts(self) -> list[float]:
         return [one.after_s for one in self.effects if isinstance(one, EngineStarted)]
 
-    def awaits(self, ticket: str) -> AwaitEngine:
-        (found,) = [one for one in self.effects if isinstance(one, AwaitEngine) and one.ticket == ticket]
+    def awaits(self, ticket: str) -> Held:
+        (found,) = [one for one in self.effects if isinstance(one, Held) and one.ticket == ticket]
+        assert found.state is State.AWAITING_ENGINE
         return found

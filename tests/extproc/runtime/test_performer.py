@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.effects import Decision, Fault, Hold, RequestRefused, WakeAt
+from extproc.core.effects import Decision, Fault, Held, RequestRefused, WakeAt
 from extproc.core.states import State
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
@@ -51,9 +51,9 @@ class Shell:
         self.performer.perform(effects, own)
         return own
 
-    def held(self) -> tuple[Hold, asyncio.Task[object]]:
+    def held(self) -> tuple[Held, asyncio.Task[object]]:
         own = self.arrive()
-        assert isinstance(own, Hold)
+        assert isinstance(own, Held)
         return own, asyncio.create_task(self.performer.answer_to(own))
 
     def close(self, ticket: str) -> None:
@@ -84,7 +84,7 @@ async def test_a_gateway_that_has_gone_when_it_is_to_wait_leaves_nothing_behind(
     shell = Shell()
     shell.arrive()
     held = shell.arrive()
-    assert isinstance(held, Hold)
+    assert isinstance(held, Held)
 
     async def has_gone() -> None:
         raise ConnectionError

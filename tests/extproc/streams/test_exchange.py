@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.load import load_snapshot
-from extproc.core.effects import Decision, Hold, RequestRefused
+from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
@@ -273,7 +273,7 @@ def held_behind_another(core: Core, *, is_trusted: bool = False) -> tuple[Conver
     message = ProcessingRequest()
     message.request_body.body, message.request_body.end_of_stream = CHAT, True
     assert second.exchange.receive(message) == []
-    assert isinstance(second.exchange.pending, Hold)
+    assert isinstance(second.exchange.pending, Held)
     return first, second
 
 
@@ -344,7 +344,7 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
         message.request_body.body, message.request_body.end_of_stream = CHAT, True
         one.exchange.receive(message)
     held = conversations[2].exchange
-    assert isinstance(held.pending, Hold)
+    assert isinstance(held.pending, Held)
     held.close()
     assert not core.count_requests(State.QUEUED)
     for one in conversations[:2]:
