@@ -216,8 +216,8 @@ class Redactor:
                 return self._text(value)
             # the number of a card may be one; true and false are none
             case int() | float() if not isinstance(value, bool):
-                text = str(value)
-                return value if self._text(text) == text else self._text(text)
+                text = self._text(str(value))
+                return value if text == str(value) else text
             case _:
                 return value
 

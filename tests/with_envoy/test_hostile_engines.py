@@ -16,12 +16,11 @@ import pytest_asyncio
 import yaml
 
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from tests.examples import slow
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
-
-    from _pytest.mark import ParameterSet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -176,20 +175,15 @@ async def check_load(hosted: Hosted, path: str, models: list[str], *, rounds: in
     assert hostile.trapped == 0
 
 
-def slowly(kind: str) -> ParameterSet:
-    """A kind that another path shows, too."""
-    return pytest.param(kind, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-    "kind", ["negative chunk", "labels", "labels that are allowed", slowly("lines"), "endless", "redirect"]
+    "kind", ["negative chunk", "labels", "labels that are allowed", slow("lines"), "endless", "redirect"]
 )
 async def test_a_hostile_metrics_page(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(METRICS, kind)
     await check_load(hosted, METRICS, [ALIAS] * 12)
 
 
-@pytest.mark.parametrize("kind", ["long list", "nested", slowly("endless"), slowly("redirect")])
+@pytest.mark.parametrize("kind", ["long list", "nested", slow("endless"), slow("redirect")])
 async def test_a_hostile_list_of_models(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(MODELS, kind)
     await check_load(hosted, MODELS, [ALIAS] * 12)
@@ -197,7 +191,7 @@ async def test_a_hostile_list_of_models(hosted: Hosted, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [*map(slowly, ["redirect", "nested", "endless", "4294967296"]), "many tokens", "-1", "1e30", '"a"'],
+    [*map(slow, ["redirect", "nested", "endless", "4294967296"]), "many tokens", "-1", "1e30", '"a"'],
 )
 async def test_a_hostile_tokenizer(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(TOKENIZE, kind)
@@ -205,7 +199,7 @@ async def test_a_hostile_tokenizer(hosted: Hosted, kind: str) -> None:
 
 
 # the last kind counts as a load: its adapters stay there
-@pytest.mark.parametrize("kind", [slowly("redirect"), "endless", slowly("nested")])
+@pytest.mark.parametrize("kind", [slow("redirect"), "endless", slow("nested")])
 async def test_a_hostile_load_of_an_adapter(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(LOAD, kind)
     await check_load(hosted, LOAD, ADAPTERS, rounds=0)

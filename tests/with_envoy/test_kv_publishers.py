@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from bench.stack.processes import free_ports, ports_in_a_row
 from bench.stack.stack import EngineFlags, Stack, running_stack
-from tests.examples import examples
+from tests.examples import examples, slow
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
@@ -214,9 +214,7 @@ async def test_no_event_of_a_hostile_engine_fails_a_request(running: Stack, host
     assert running.pids["extproc"] == pid
 
 
-@pytest.mark.parametrize(
-    "flood", [*(pytest.param(one, marks=pytest.mark.slow) for one in (media, sizes)), blocks, many]
-)
+@pytest.mark.parametrize("flood", [slow(media), slow(sizes), blocks, many])
 async def test_no_flood_of_events_fails_a_request(
     running: Stack, hostile: Publisher, flood: Callable[[int], bytes]
 ) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from tests.examples import slow
 from tests.redis_server import running_redis
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
@@ -117,7 +118,7 @@ async def metric(http: httpx.AsyncClient, page: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, slow(2)])
 async def test_no_window_sees_more_tokens_than_the_limit_and_the_burst(tmp_path: Path, seed: int) -> None:
     async with running_stack(tmp_path / "stack", FLAGS, route={"rateLimits": [LIMIT]}) as stack:
         traffic = Traffic(stack.url, seed)
@@ -213,7 +214,7 @@ async def test_who_wants_no_limit_without_redis_gets_an_answer_that_says_so(tmp_
         assert answer.headers["retry-after"] == "1"
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [slow(1), 2])
 async def test_redis_that_goes_and_comes_back_empty_grants_nothing_twice(
     tmp_path: Path, redis: Redis, workers: int
 ) -> None:

@@ -19,6 +19,7 @@ import pytest_asyncio
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, EngineFlags, EnginePorts, documents
 from extproc.api.pricing import Price, Rates, TokenCounts, cost_micros
+from tests.examples import slow
 from tests.waiting import eventually, until_served
 from tests.with_envoy.load import Load
 
@@ -168,7 +169,7 @@ async def test_each_request_has_a_row_whichever_child_is_killed_meanwhile(served
         assert str(remaining[-1]).split(";t=")[0] in expected_first
 
 
-@pytest.mark.parametrize("name", ["extproc", pytest.param("bundle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["extproc", slow("bundle")])
 async def test_a_child_that_is_killed_comes_back_and_costs_no_request(served: Served, name: str) -> None:
     before = served.log.count(f"{name} is ready again")
     async with Load(served.url, clients=6, pause_s=0.05) as load:

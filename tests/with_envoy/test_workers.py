@@ -21,6 +21,7 @@ from bench.reporting.results import cached_token_ratio
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generators import Conversations, conversations
 from tests.decision_log import read_outcomes
+from tests.examples import slow
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from bench.reporting.results import RequestResult
     from bench.stack.stack import Stack
 
-MODES = [pytest.param("Open", marks=pytest.mark.slow), "Close"]
+MODES = [slow("Open"), "Close"]
 PICKED = 'attache_requests_total{outcome="picked"}'
 SHAPE = Conversations(sessions=100, sessions_per_s=5.0, system_prompts=12, system_tokens=3000)
 

@@ -23,7 +23,7 @@ import yaml
 from bench.stack.stack import MODEL, EngineFlags, Stack, running_stack
 from extproc.api.spec import API_VERSION
 from extproc.api.status_pages import content_digest
-from tests.examples import IS_SLOW
+from tests.examples import IS_SLOW, slow
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60" if IS_SLOW else "10"))
-MODES = [pytest.param("Open", marks=pytest.mark.slow), "Close"]
+MODES = [slow("Open"), "Close"]
 # Side by side: each has two engines of its own, of which one is there at a time.
 MODELS = 10 if IS_SLOW else 4
 FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-token")

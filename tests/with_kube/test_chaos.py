@@ -19,6 +19,7 @@ from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from tests.controller.models.model_infer.chaos.ending import has_what_it_should
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
+from tests.examples import slow
 from tests.with_kube import test_manager_end_to_end as end_to_end
 from tests.with_kube.managing import managing
 
@@ -192,7 +193,7 @@ def _typed(resource: Resource) -> Object:
     return {"apiVersion": resource.api_version, "kind": resource.kind}
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 3))])
+@pytest.mark.parametrize("seed", [1, slow(2), slow(3)])
 async def test_a_random_history_ends_as_on_the_virtual_cluster(
     place: Place, kube: Kube, namespace: str, seed: int
 ) -> None:

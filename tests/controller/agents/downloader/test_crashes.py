@@ -15,6 +15,7 @@ from controller.agents.downloader.cache import WeightCache
 from tests.controller.agents.downloader.downloads import MIB, Told, below, command, fetched, random_bytes
 from tests.controller.agents.downloader.s3_server import s3_server
 from tests.controller.agents.downloader.servers import Files, Hub, Proxy, Registry, WebHdfs, serving
+from tests.examples import slow
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ async def s3() -> AsyncIterator[tuple[Proxy, str, dict[str, str]]]:
             yield proxy, "s3://bucket/m", {**server.environment, "AWS_ENDPOINT_URL_S3": f"http://{front}"}
 
 
-@pytest.mark.parametrize(
-    "source", [http, *(pytest.param(one, marks=pytest.mark.slow) for one in (hub, registry, hdfs)), s3]
-)
+@pytest.mark.parametrize("source", [http, slow(hub), slow(registry), slow(hdfs), s3])
 async def test_a_download_that_is_killed_half_way_goes_on_where_it_was(tmp_path: Path, source: Source) -> None:
     async with source() as (proxy, uri, environment):
         proxy.hold_after = len(LARGE) // 2

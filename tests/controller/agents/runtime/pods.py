@@ -98,6 +98,8 @@ class Pod:
         stream = asyncio.create_task(self.generate(tokens))
         while not await self.runs():
             if stream.done():
+                # raises, if it has failed
+                await stream
                 stream = asyncio.create_task(self.generate(tokens))
         return stream
 
