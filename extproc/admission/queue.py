@@ -93,19 +93,13 @@ class FairQueue:
             band.requests / band.spec.max_requests,
         )
 
-    def takes(self, queued: QueuedRequest) -> bool:
-        """Whether it fits without the eviction of another request."""
-        band = self.band_of(queued.priority)
-        is_full = band.requests >= band.spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes
-        return not is_full and self._fits(queued)
-
-    def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
+    def enqueue(self, queued: QueuedRequest, *, may_evict: bool = True) -> list[QueuedRequest]:
         """Add a request. Returns the requests of lower bands evicted for it; raises QueueFull if there is no room."""
         band = self.band_of(queued.priority)
         spec = band.spec
         if band.requests >= spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
-        evicted = self._evict_for(band, queued)
+        evicted = self._evict_for(band, queued, may_evict=may_evict)
         if not band.requests:
             self._shares.activate(band.index, self._bands_waiting())
         band.flows.add(queued)
@@ -199,11 +193,11 @@ class FairQueue:
             candidates[row] = False
         return None
 
-    def _evict_for(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
+    def _evict_for(self, band: BandState, queued: QueuedRequest, *, may_evict: bool) -> list[QueuedRequest]:
         evicted: list[QueuedRequest] = []
         while not self._fits(queued):
             lower = next((one for one in reversed(self.bands) if one.requests), band)
-            if lower is band or lower.spec.priority > band.spec.priority:
+            if not may_evict or lower is band or lower.spec.priority > band.spec.priority:
                 for one in evicted:
                     self.enqueue(one)
                 raise QueueFull("The queue is full; try again later, or ask for less.")
@@ -276,10 +270,10 @@ class Gate:
             ceilings.on_dispatch(band, capacity.saturation, now)
         return rows
 
-    def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
+    def enqueue(self, queued: QueuedRequest, *, may_evict: bool = True) -> list[QueuedRequest]:
         """Queue the request. Returns the requests of lower priority evicted for it; raises QueueFull."""
         try:
-            return self.queue.enqueue(queued)
+            return self.queue.enqueue(queued, may_evict=may_evict)
         except QueueFull as full:
             full.retry_after_s = self.retry_after_s(queued.arrived_at_s)
             raise

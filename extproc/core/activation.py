@@ -241,6 +241,11 @@ class EngineWait:
         self._held = Holdings()
         self.start_times = StartTimes()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits here."""
+        return not self._groups
+
     def at_zero(self) -> dict[str, ZeroDemand]:
         """By server: how many wait because it has no engine."""
         return {

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.status_pages import Demand, EngineDemand, RequestCounters, ServerDemand
-from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait, add_model
+from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, WaitingRequest, add_model
 from extproc.core.states import State
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class DemandMeter:
         if is_first and (awaits_engine or not pool.readiness.can_serve):
             self.alarms += 1
         uncached = _count_work(meter, record)
-        server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached, awaits_engine))
+        server.begin_wait(record.ticket, WaitingRequest(record.arrived_at_s, uncached, awaits_engine))
 
     def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
         """All of it. ``began_at_s``: when the process began."""

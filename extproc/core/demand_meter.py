@@ -23,7 +23,7 @@ class InFlight(msgspec.Struct):
     tokens: float = 0.0
 
 
-class Wait(msgspec.Struct, frozen=True):
+class WaitingRequest(msgspec.Struct, frozen=True):
     """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has
     none.
     """
@@ -42,7 +42,7 @@ class ServerMeter(msgspec.Struct):
     models: dict[str, ModelMeter] = {}
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BOUNDS_S) + 1))
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TPOT_BOUNDS_S) + 1))
-    waiting: dict[str, Wait] = {}
+    waiting: dict[str, WaitingRequest] = {}
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
     running: int = 0
@@ -58,7 +58,7 @@ class ServerMeter(msgspec.Struct):
         """Whether requests wait here or are at engines."""
         return bool(self.in_flight or self.waiting)
 
-    def begin_wait(self, ticket: str, wait: Wait) -> None:
+    def begin_wait(self, ticket: str, wait: WaitingRequest) -> None:
         """The request waits, or waits for something else than before."""
         known = self.waiting.get(ticket)
         self.waiting[ticket] = wait

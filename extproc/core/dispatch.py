@@ -156,6 +156,7 @@ class Dispatcher:
                 considered, arrival, record.trace, record.placement, record.forecast, guarded=record.guarded
             )
         # from here on the request counts, and nothing may fail
+        self.put(record, State.RUNNING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
         assignment, pins = pool.commit(considered, now, output_tokens)
@@ -171,6 +172,7 @@ class Dispatcher:
                 tenant=arrival.tenant,
                 answers=request.answers,
                 expects_usage=request.asks_for_usage or adds_usage,
+                waited_s=record.held_s,
             ),
             sent_at_s=now,
             reserved=Usage(assignment.input_tokens, output_tokens),
@@ -185,8 +187,6 @@ class Dispatcher:
             objectives=self.objectives_of(arrival),
             model=arrival.destination.model,
         )
-        self.put(record, State.RUNNING, now)
-        run.waited_s = record.held_s
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         count_dispatch(record, run)
@@ -272,7 +272,7 @@ def _expected(run: Run, request: InferenceRequest) -> Expected:
         most_output=None if math.isinf(run.most_output) else int(run.most_output),
         token_us=0 if row is None else round(float(pool.table.tpot_s[row]) * 1e6),
         tokens_per_event=round(pool.tokens_per_event, 2),
-        held_ms=milliseconds(run.waited_s),
+        held_ms=milliseconds(run.sent.waited_s),
         is_streamed=run.sent.is_streamed,
         in_background=request.runs_in_background,
     )

@@ -68,7 +68,7 @@ def _is_inconclusive(outcome: Outcome) -> bool:
 
 def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
     if _is_inconclusive(outcome):
-        went_unheard = _is_slow(outcome) and outcome.duration_s - run.waited_s > _patience_s(run)
+        went_unheard = _is_slow(outcome) and outcome.duration_s - run.sent.waited_s > _patience_s(run)
         is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
         return EngineFailure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
     if outcome.status >= 500 or outcome.status in {408, 429}:
@@ -218,9 +218,9 @@ def update_estimates(run: Run, outcome: Outcome, now: float, *, is_ours: bool, h
 
     ``is_ours``: this process decided the request. ``has_limits``: its route reserves tokens, so their estimate matters.
     """
-    if run.waited_s and outcome.ttfb_s is not None:
+    if run.sent.waited_s and outcome.ttfb_s is not None:
         # engines are judged by the time since dispatch
-        outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - run.waited_s))
+        outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - run.sent.waited_s))
     _learn_endpoint(run, outcome, now)
     if outcome.ttfb_s is not None and outcome.served == run.assignment.endpoint.address:
         finish_prefill(run.pool.table, run.assignment.prefilled_by, now)
@@ -330,7 +330,7 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
     if pool.table.is_current(assignment.endpoint):
         # of each answer: all are written side by side
         written = (outcome.completion_tokens or 0) / max(1, run.sent.answers) - 1
-        tpot_s = (outcome.duration_s - run.waited_s - outcome.ttfb_s) / written if written > 0 else None
+        tpot_s = (outcome.duration_s - run.sent.waited_s - outcome.ttfb_s) / written if written > 0 else None
         record_latency(pool.table, assignment.endpoint.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
         if tpot_s is not None and assignment.in_flight_tokens:
             now_there = float(pool.table.in_flight_tokens[assignment.endpoint.row]) + assignment.tokens

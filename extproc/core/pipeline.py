@@ -46,7 +46,7 @@ from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, judge
 from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
-from extproc.errors import InternalError, Refusal, UnknownModel
+from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard 
 
 class Wait(Protocol):
     """One thing that a request may have to wait for before its dispatch. Effects about other requests go to ``out``."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits here."""
+        ...
 
     def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
         """Hold the request, or dispatch it; None: it need not wait here. Raises a Refusal."""
@@ -179,7 +184,7 @@ class AdmissionPipeline:
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
-        if not (self.adapters.is_empty and self._queue.is_empty):
+        if not all(wait.is_empty for wait in self._waits):
             out.append(WakeAt(now))
 
     def on_disconnect(self, record: Record, now: float, out: list[Effect]) -> None:
@@ -389,11 +394,7 @@ class AdmissionPipeline:
         if self._builder.pools.get(pool.name) is not pool:
             # the configuration changed while the request waited
             raise no_longer_served(pool.name)
-        for wait in waits:
-            own = wait.admit(record, now, out)
-            if own is not None:
-                return own
-        return self._dispatcher.dispatch(record, now, out)
+        return _admit(record, waits, now, out) or self._dispatcher.dispatch(record, now, out)
 
     def _engine_ready(self, record: Record, now: float, out: list[Effect]) -> bool:
         """The request goes to its adapter, to the queue or to the engine.
@@ -403,14 +404,13 @@ class AdmissionPipeline:
         record.happens(Event.ENGINE_READY)
 
         def step() -> Held | Decision | None:
-            gate = self._admission.gate_for(record.arrived)
-            held: Held | None = self.adapters.admit(record, now, out)
-            if held is None and gate is not None:
-                held = self._queue.admit_behind(record, gate, now, out)
-                if held is None:
-                    return None
+            try:
+                own = _admit(record, (self.adapters, self._queue), now, out)
+            except QueueFull:
+                record.queued = None
+                return None
             self.engines.withdraw(record, now)
-            return held or self._dispatcher.dispatch(record, now, out)
+            return own or self._dispatcher.dispatch(record, now, out)
 
         own = self._attempt(record, step, now, out)
         if own is None:
@@ -432,6 +432,15 @@ class AdmissionPipeline:
             )
 
         _answer(self._attempt(record, step, now, out), out)
+
+
+def _admit(record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> Held | Decision | None:
+    """Take the request through the waits, in order, until one holds or dispatches it; None: it need wait for none."""
+    for wait in waits:
+        own = wait.admit(record, now, out)
+        if own is not None:
+            return own
+    return None
 
 
 def _answer(own: RequestEffect, out: list[Effect]) -> None:

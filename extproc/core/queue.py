@@ -311,7 +311,8 @@ class QueueWait:
             return None
         expectation = pool.expect(prompt_of(arrival, record.tokens), now)
         queued = record.queued = self._admission.queue_entry(record, gate, expectation, now)
-        with_room = gate.pass_through(queued, now)
+        # those that have waited for an engine are sent by priority at the next tick, however much room it has
+        with_room = None if record.state is State.AWAITING_ENGINE else gate.pass_through(queued, now)
         if with_room is not None:
             return self._dispatcher.dispatch(record, now, out, gate=gate, with_room=with_room, expectation=expectation)
         self._enqueue(record, queued, gate, now, out)
@@ -320,20 +321,6 @@ class QueueWait:
             self._ask_again(record, record.arrived_at_s + placement.choice.ask_again_s, out)
         out.append(WakeAt(now))
         # its engines or its adapter may leave before it is its turn
-        return self._admission.hold(record, now)
-
-    def admit_behind(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> Held | None:
-        """Hold the request though engines may have room: at the next tick, the queue sends by priority.
-
-        Returns None, with nothing changed, if the queue is full.
-        """
-        arrival = record.arrived
-        expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
-        queued = self._admission.queue_entry(record, gate, expectation, now)
-        if not gate.queue.takes(queued):
-            return None
-        record.queued = queued
-        self._enqueue(record, queued, gate, now, out)
         return self._admission.hold(record, now)
 
     def withdraw(self, record: Record, now: float) -> None:  # noqa: ARG002 - as other waits
@@ -426,8 +413,10 @@ class QueueWait:
         return True
 
     def _enqueue(self, record: Record, queued: QueuedRequest, gate: Gate, now: float, out: list[Effect]) -> None:
-        """Raises QueueFull. Those that must give way to the request are refused."""
-        for one in gate.enqueue(queued):
+        """Raises QueueFull. Those that must give way to the request are refused; it has a place already if it waits
+        for an engine, and then none must.
+        """
+        for one in gate.enqueue(queued, may_evict=record.state is not State.AWAITING_ENGINE):
             self._refuse(self._records[one.ticket], gate.eviction_refusal(now), now, out)
         if record.state is not State.QUEUED:
             self._dispatcher.put(record, State.QUEUED, now)

@@ -195,7 +195,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
 
     ``chain``: the whole blocks of its prompt, ``tail``: what they do not cover. ``prompt_bytes``: 0 if the number of
     tokens in its prompts does not follow from them. ``tenant``: under which it counts. ``answers``: number of requested
-    answers, over all its prompts. ``expects_usage``: a whole answer reports usage.
+    answers, over all its prompts. ``expects_usage``: a whole answer reports usage. ``waited_s``: before it was sent.
     """
 
     chain: list[int]
@@ -205,6 +205,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
     answers: int = 1
     expects_usage: bool = False
+    waited_s: float = 0.0
 
 
 class Run(msgspec.Struct):
@@ -213,11 +214,11 @@ class Run(msgspec.Struct):
     ``pins``: the blocks that it holds in the prefix index, by row. ``reserved``: the tokens that were expected of it,
     and ``limited``: those that its limits reserved, None if it has none. ``most_output``: the requested maximum of
     tokens, over all answers. ``has_stored_prompt``: an engine has stored the beginning of its ``prompts`` prompts.
-    ``waited_s``: before it was sent. ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``:
-    its silence was not counted as a failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved
-    by it. ``is_for_model``: it asks for its ModelServer's model, not for an adapter or another name. ``price``: of its
-    ModelServer when it arrived, None if it had none. ``expected``: what it pays where its answer does not report it.
-    ``objectives``: those of its class, None if it has none. ``model``: as its engine was asked.
+    ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``: its silence was not counted as a
+    failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved by it. ``is_for_model``: it asks
+    for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived, None
+    if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``: those of its class,
+    None if it has none. ``model``: as its engine was asked.
     """
 
     pool: Pool
@@ -230,7 +231,6 @@ class Run(msgspec.Struct):
     most_output: float = math.inf
     prompts: int = 1
     has_stored_prompt: bool = False
-    waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0
     is_on_time: bool = True

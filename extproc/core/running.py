@@ -115,7 +115,7 @@ class RunningRequests:
                 priority,
                 currency="" if run.price is None else run.price.currency,
                 model=run.model,
-                waited_s=run.waited_s,
+                waited_s=run.sent.waited_s,
                 times=times_of(run, outcome) if record.is_ours and _is_answered(outcome) else None,
                 objectives=run.objectives,
             )

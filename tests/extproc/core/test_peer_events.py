@@ -13,7 +13,7 @@ from extproc.admission.flows import FlowKey
 from extproc.api.load import load_snapshot
 from extproc.core import running
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, Effect, RequestSettled
+from extproc.core.effects import Broadcast, Decision, Effect, Held, RequestSettled
 from extproc.core.peers import (
     SILENCE_S,
     EngineReported,
@@ -31,6 +31,7 @@ from extproc.core.states import State
 from extproc.engines.metrics import CacheConfig, EngineReport
 from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG, decide
+from tests.extproc.scenes import ONE_AT_A_TIME
 
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
 
@@ -212,6 +213,26 @@ def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
     outcome = Outcome(decision.ticket, 200, decision.assignment.addresses[0], 1.0, 0.5, 600, 10, 0)
     b.ingest(a, *told(a.core.on_outcome(outcome, 1.0)))
     assert counter(a) == counter(b) == 620
+
+
+def test_what_a_request_waited_for_its_turn_is_no_processs_ttft() -> None:
+    config = QUEUED.replace(b"flowControl: {}", f"flowControl: {{{ONE_AT_A_TIME}}}".encode())
+    one, other = Process("a", config), Process("b", config)
+    engines = len(one.pool.table)
+    sent = [one.decide(f"number {number} " * 2000) for number in range(engines)]
+    held, _ = one.core.arrive(one.core.builder.build(Api.CHAT, HEAD, body("the last one " * 2000)), 0.0)
+    assert isinstance(held, Held)
+    effects = one.core.on_stream_closed(sent[0][0].ticket, 30.0) + one.core.tick(30.0)
+    (decision,) = (effect for effect in effects if isinstance(effect, Decision))
+    for event in (*(started for _, started in sent), *told(effects)):
+        other.ingest(one, event, now=30.0)
+    served = decision.assignment.endpoint.address
+    outcome = Outcome(decision.ticket, 200, served, 31.0, 30.5, 3000, 10, 0)
+    for process in (one, other):
+        process.core.on_outcome(outcome, 31.0)
+        row = process.pool.table.row_of(served)
+        assert row is not None
+        assert 0 < process.pool.table.ttft_s[row] < 1
 
 
 def test_a_request_that_starts_again_after_its_end_is_not_forgotten_while_it_runs(
