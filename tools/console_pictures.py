@@ -28,7 +28,7 @@ from extproc.core.record import BUNDLE, Head, Outcome
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.registry import Metrics
-from extproc.protocol import TENANT, Api
+from extproc.protocol import TENANT
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.pages import ExplainPage, serve_pages
 from extproc.streams.context import GatewayOptions, StreamContext
@@ -94,7 +94,7 @@ class Gateway:
         if most is not None:
             body["max_tokens"] = most
         request = StreamRequest(self.context)
-        if request.begin(self.core.builder.build(Api.CHAT, head, json.dumps(body).encode()), BUNDLE, self.now) is None:
+        if request.begin(self.core.builder.by_model(head, json.dumps(body).encode()), BUNDLE, self.now) is None:
             self.waiting[request.ticket] = request
         return request
 

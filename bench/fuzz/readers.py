@@ -50,7 +50,6 @@ from extproc.feeds.tokens import most_tokens, tokens_in_answer
 from extproc.llmd.pickers import InstalledPlugins
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
-from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -370,7 +369,7 @@ class Scene:
     def serve(self) -> None:
         """Raises Wrong unless an honest request goes to an engine."""
         head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-        arrival = self.core.builder.build(Api.CHAT, head, _CHAT)
+        arrival = self.core.builder.by_model(head, _CHAT)
         own, effects = self.core.arrive(arrival, self.now())
         self.take(effects)
         sent = isinstance(own, Decision) or any(

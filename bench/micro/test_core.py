@@ -62,7 +62,7 @@ def test_hash(benchmark: BenchmarkFixture, size: int) -> None:
 
 
 def decide_and_finish(core: Core, body: bytes) -> str:
-    own, _ = core.arrive(core.builder.build(Api.CHAT, HEAD, body), 0.0)
+    own, _ = core.arrive(core.builder.by_model(HEAD, body), 0.0)
     assert isinstance(own, Decision)
     core.on_stream_closed(own.ticket, 0.0)
     return own.server
@@ -194,7 +194,7 @@ def test_charge_and_settle(benchmark: BenchmarkFixture, charged: str) -> None:
     text = documents(["10.0.0.1:8000"], gateway={}, more=server, route=CHARGED[charged])
     core = Core(load_snapshot({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
     core.on_wall_clock(1.7e9, 0.0)
-    arrival = core.builder.build(Api.CHAT, HEAD, body(2_000))
+    arrival = core.builder.by_model(HEAD, body(2_000))
 
     def live() -> bool:
         own, _ = core.arrive(arrival, 0.0)

@@ -49,7 +49,6 @@ from extproc.errors import Refusal
 from extproc.llmd.pickers import make_picker
 from extproc.prefix import kv_events
 from extproc.prefix.kv_index import EventSource
-from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -388,7 +387,7 @@ class Simulation:
             observer.arrives(request, position, now)
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         try:
-            arrival = self.core.builder.build(Api.CHAT, head, body)
+            arrival = self.core.builder.by_model(head, body)
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
             return

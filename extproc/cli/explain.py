@@ -140,14 +140,13 @@ def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) 
     # these load numpy: not for --help
     from extproc.api.load import load_directory  # noqa: PLC0415
     from extproc.core.core import Core  # noqa: PLC0415
-    from extproc.core.record import Attachment, Head  # noqa: PLC0415
+    from extproc.core.record import BUNDLE, Attachment, Head  # noqa: PLC0415
 
     core = Core(load_directory(options.config), rng=random.Random(), ticket_prefix="explain")
     head = Head("POST", options.path, headers, has_body=True, is_trusted=True, listener=options.listener)
-    pool, server = _key(options.pool), _key(options.server)
-    if pool and not server:
-        return core.explain(core.builder.build_for_pool(pool, head, body), 0.0, attachment=Attachment(choices=1))
-    return core.explain(core.builder.build_any(head, body, server), 0.0)
+    pool, server = _key(options.pool) or None, _key(options.server)
+    arrival = core.builder.strategy(server=server, pool=pool)(head, body)
+    return core.explain(arrival, 0.0, attachment=BUNDLE if pool is None or server else Attachment(choices=1))
 
 
 def _key(name: str) -> str:

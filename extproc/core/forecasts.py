@@ -142,7 +142,7 @@ class Forecaster:
         left_s: float,
     ) -> tuple[Arrival, Placement] | None:
         """The request at another ModelServer of its rule that is predicted to be in time; None if there is none."""
-        if not arrival.is_routed or left_s <= 0:
+        if left_s <= 0:
             return None
         found: list[tuple[Arrival, Candidate]] = []
         for one in builder.tiers_of(arrival):

@@ -26,7 +26,7 @@ from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Pin, Tail
 from extproc.request.model import InferenceRequest
-from extproc.routing.resolve import Destination
+from extproc.routing.resolve import Destination, RoutingTable, Targets
 from extproc.routing.tiers import Candidate, Choice, TierPolicy
 from extproc.scheduling.pool import Assignment, Pool
 
@@ -68,11 +68,18 @@ class Attachment(msgspec.Struct, frozen=True):
 BUNDLE: Final = Attachment()
 
 
+class Candidates(msgspec.Struct, frozen=True):
+    """Where a request may go: the targets of its rule that its caller may use, by the configuration of ``routing``."""
+
+    routing: RoutingTable
+    targets: Targets
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """A request that has been parsed and routed.
 
-    ``cache_salt``: what its engine gets; prompts share a cache under the same. ``is_routed``: its ModelServer was
-    chosen here, by a ModelRoute; another one of the same rule may take it.
+    ``cache_salt``: what its engine gets; prompts share a cache under the same. ``candidates``: None unless its
+    ModelServer was chosen here, by a ModelRoute.
     """
 
     request: InferenceRequest
@@ -82,7 +89,7 @@ class Arrival(msgspec.Struct, frozen=True):
     body: bytes
     caller: Caller = ANONYMOUS_CALLER
     cache_salt: str | None = None
-    is_routed: bool = False
+    candidates: Candidates | None = None
     # a guard has made the body
     is_changed: bool = False
 

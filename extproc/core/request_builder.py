@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.access import AccessRequest, Authorizer
-from extproc.admission.identity import ANONYMOUS_SUBJECT, Subject
+from extproc.admission.identity import ANONYMOUS_SUBJECT, Caller, Subject
 from extproc.api.spec import namespace_of
-from extproc.core.record import Arrival, Head
+from extproc.core.record import Arrival, Candidates, Head
 from extproc.core.usage import usage_of_unread
 from extproc.errors import (
     BadRequest,
@@ -30,12 +30,12 @@ from extproc.routing.resolve import Destination, RoutingTable
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from extproc.admission.identity import CacheIsolation, Identities
     from extproc.api.model_server import ModelRewrite, ModelServerSpec
     from extproc.api.usage import UsageContext
-    from extproc.routing.resolve import ListedModel
+    from extproc.routing.resolve import ListedModel, Targets
     from extproc.scheduling.pool import Pool
 
 _SHOWN_CHARACTERS = 100
@@ -176,24 +176,39 @@ class RequestBuilder:
             raise no_body(api)
         return api
 
-    def build_any(self, head: Head, body: bytes, server: str = "") -> Arrival:
-        """A whole request. ``server``: an HTTPRoute has chosen it; without one, by model. Raises a Refusal."""
-        return self.build_for_server(server, head, body) if server else self.build(self.admit(head), head, body)
+    def strategy(self, *, server: str = "", pool: str | None = None) -> Callable[[Head, bytes], Arrival]:
+        """How requests of a gateway become arrivals: an HTTPRoute has chosen ``server``; or the gateway has a single
+        ``pool``; or each goes by its model.
+        """
+        if server:
+            return partial(self.to_server, server)
+        return self.by_model if pool is None else partial(self.to_server, pool, is_pool=True)
 
-    def build(self, api: Api, head: Head, body: bytes) -> Arrival:
-        """Parse and route; raises a Refusal."""
-        return self._build_by_route(parse_body(api, body, head.headers), head, body)
+    def by_model(self, head: Head, body: bytes) -> Arrival:
+        """A request whose ModelServer a ModelRoute chooses; raises a Refusal."""
+        return self._routed(parse_body(self.admit(head), body, head.headers), head, body)
 
-    def _build_by_route(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
-        if not request.model:
-            raise no_model()
-        caller_access = self._access_of(head)
+    def to_server(self, server: str, head: Head, body: bytes, *, is_pool: bool = False) -> Arrival:
+        """A request whose ModelServer its gateway has chosen, whatever its path and body; raises a Refusal.
+
+        The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
+        too: no request gets round them by another path. ``is_pool``: the gateway has no other ModelServer, so requests
+        for models that ModelRoutes serve go by these.
+        """
+        # some gateways do not send the path
+        api = api_of_path(head.path) if head.path else api_by_body(body, head.headers)
+        if api is None or not head.has_body:
+            return self._unread(server, head, body)
         try:
-            found = self._routed(request.model, head, caller_access)
-            return self._arrival(request, found, head, body, is_routed=True)
-        except Refusal as refusal:
-            refusal.model = request.model
-            raise
+            request = parse_body(api, body, head.headers)
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong
+            if self.has_limits:
+                raise
+            return self._unread(server, head, body)
+        if is_pool and self._routing.serves_model(request.model):
+            return self._routed(request, head, body)
+        return self._direct(request, server, head, body)
 
     def usage_of(self, head: Head, refusal: Refusal) -> UsageContext | None:
         """For the usage log: a request that was refused before it arrived; None if it asked for no inference."""
@@ -204,42 +219,40 @@ class RequestBuilder:
 
         Its route, rule and weights are those of the configuration in use.
         """
-        head, model = arrival.head, arrival.request.model
-        if not arrival.is_routed or not any(
-            self._has_engines(one) for one in self._routing.destinations(model, head.listener)
-        ):
-            return None
-        caller_access = self._access_of(head)
         try:
-            found = self._routed_to_engines(model, head, caller_access)
-            if found is None:
-                return None
-            return self._moved(arrival, found)
+            candidates = self._candidates_of(arrival)
+            targets = None if candidates is None else candidates.targets.among(self._has_engines)
+            return None if targets is None else self._moved(arrival, candidates, targets.draw(self._rng))
         except Refusal:
             # its route has left, or its caller may not use the other server: it stays where it is
             return None
 
     def tiers_of(self, arrival: Arrival) -> Iterator[Arrival]:
         """The same request at each ModelServer of its rule that has engines and that its caller may use."""
-        head, model = arrival.head, arrival.request.model
-        caller_access = self._access_of(head)
         try:
-            targets = self._routing.targets(model, head.headers, head.path, listener=head.listener)
-        except UnknownModel:
+            candidates = self._candidates_of(arrival)
+        except Refusal:
             # its route has left
             return
-        for one in targets:
-            if self._has_engines(one) and (caller_access is None or caller_access.may(model, one)):
+        for one in () if candidates is None else candidates.targets.destinations:
+            if self._has_engines(one):
                 try:
-                    yield self._moved(arrival, one)
+                    yield self._moved(arrival, candidates, one)
                 except Refusal:
                     # a field of it is not allowed there
                     continue
 
-    def _moved(self, arrival: Arrival, to: Destination) -> Arrival:
-        """The same request elsewhere; raises a Refusal."""
-        made = self._arrival(arrival.request, to, arrival.head, arrival.body, is_routed=True)
-        return msgspec.structs.replace(made, is_changed=True) if arrival.is_changed else made
+    def _candidates_of(self, arrival: Arrival) -> Candidates | None:
+        """Of the configuration in use; None if no ModelRoute has chosen its ModelServer. Raises a Refusal."""
+        known, head = arrival.candidates, arrival.head
+        if known is None or known.routing is self._routing:
+            return known
+        return self._candidates(arrival.request.model, head, self._access_of(head))
+
+    def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
+        """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
+        pool, salt = self._place(arrival.request, to, arrival.head, arrival.caller)
+        return msgspec.structs.replace(arrival, destination=to, pool=pool, cache_salt=salt, candidates=candidates)
 
     def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
         """The same request with the body that a guard has made of it; raises a Refusal."""
@@ -257,11 +270,8 @@ class RequestBuilder:
         salt = self._isolation.salt(request, spec, arrival.caller, arrival.head.headers)
         return msgspec.structs.replace(arrival, request=request, body=body, cache_salt=salt, is_changed=True)
 
-    def _build_unread(self, server: str, head: Head, body: bytes) -> Arrival:
-        """A request of no known API, for a gateway with a single pool: its body is only searched for steering fields.
-
-        Raises a Refusal.
-        """
+    def _unread(self, server: str, head: Head, body: bytes) -> Arrival:
+        """A request of no known API: its body is only searched for steering fields; raises a Refusal."""
         request = InferenceRequest(
             None,
             "",
@@ -273,88 +283,45 @@ class RequestBuilder:
         )
         return self._direct(request, server, head, body)
 
-    def build_for_server(self, server: str, head: Head, body: bytes) -> Arrival:
-        """A request for which an HTTPRoute has chosen ``server``, whatever its path and body; raises a Refusal.
-
-        The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
-        too: no request gets round them by another path.
-        """
-        api = api_of_path(head.path) if head.method == "POST" else None
-        if api is None:
-            return self._build_unread(server, head, body)
+    def _routed(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
+        if not request.model:
+            raise no_model()
         try:
-            request = parse_body(api, body, head.headers)
-        except BadRequest:
-            # engines know more APIs and fields than we do, and say best what is wrong
-            if self.has_limits:
-                raise
-            return self._build_unread(server, head, body)
-        return self._direct(request, server, head, body)
-
-    def build_for_pool(self, pool: str | None, head: Head, body: bytes) -> Arrival:
-        """By our routes; a request that none of them serves goes to ``pool``, whatever its path and body; raises a
-        Refusal.
-
-        None: the gateway has no pool.
-        """
-        if pool is None:
-            return self.build(self.admit(head), head, body)
-        api = APIS_BY_PATH.get(head.path) if head.path else api_by_body(body, head.headers)
-        if api is None or not head.has_body:
-            return self._build_unread(pool, head, body)
-        try:
-            request = parse_body(api, body, head.headers)
-            if self._routing.serves_model(request.model):
-                return self._build_by_route(request, head, body)
-            return self._direct(request, pool, head, body)
-        except SteeringRefused:
+            candidates = self._candidates(request.model, head, self._access_of(head))
+            return self._arrival(request, self._draw(candidates.targets), head, body, candidates)
+        except Refusal as refusal:
+            refusal.model = request.model
             raise
-        except BadRequest:
-            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a
-            # limit so
-            if self.has_limits:
+
+    def _candidates(self, model: str, head: Head, caller_access: CallerAccess | None) -> Candidates:
+        """By the ModelRoutes, what is open to the caller; raises a Refusal."""
+        try:
+            targets = self._routing.targets(model, head.headers, head.path, listener=head.listener)
+        except UnknownModel:
+            if caller_access is None or caller_access.may_see(model):
                 raise
-            return self._build_unread(pool, head, body)
+            raise not_allowed(model) from None
+        if caller_access is None:
+            return Candidates(self._routing, targets)
+        may_use = targets.among(partial(caller_access.may, model))
+        if may_use is None:
+            raise not_allowed(model)
+        return Candidates(self._routing, may_use)
 
-    def _routed(self, model: str, head: Head, caller_access: CallerAccess | None) -> Destination:
-        """By the ModelRoutes, among what is open to the caller; raises a Refusal.
-
-        Where the weights name a server without engines whose requests wait for one, another of the rule is taken that
-        has some.
+    def _draw(self, targets: Targets) -> Destination:
+        """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
+        that has some.
         """
-        found = self._routed_by_weights(model, head, caller_access)
+        found = targets.draw(self._rng)
         pool = self.pools.get(found.server)
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
-        return self._routed_to_engines(model, head, caller_access) or found
-
-    def _routed_to_engines(self, model: str, head: Head, caller_access: CallerAccess | None) -> Destination | None:
-        """The same among servers with engines; None if there are none."""
-
-        def may(one: Destination) -> bool:
-            return self._has_engines(one) and (caller_access is None or caller_access.may(model, one))
-
-        return self._routing.resolve_among(model, head.headers, head.path, self._rng, may=may, listener=head.listener)
+        with_engines = targets.among(self._has_engines)
+        return found if with_engines is None else with_engines.draw(self._rng)
 
     def _has_engines(self, destination: Destination) -> bool:
         pool = self.pools.get(destination.server)
         return pool is not None and pool.readiness.can_serve
-
-    def _routed_by_weights(self, model: str, head: Head, caller_access: CallerAccess | None) -> Destination:
-        if caller_access is None:
-            return self._routing.resolve(model, head.headers, head.path, self._rng, listener=head.listener)
-        may = partial(caller_access.may, model)
-        try:
-            found = self._routing.resolve_among(
-                model, head.headers, head.path, self._rng, may=may, listener=head.listener
-            )
-        except UnknownModel:
-            if caller_access.may_see(model):
-                raise
-            raise not_allowed(model) from None
-        if found is None:
-            raise not_allowed(model)
-        return found
 
     def _direct(self, request: InferenceRequest, server: str, head: Head, body: bytes) -> Arrival:
         """To the ModelServer that the gateway names, under the model name that the client requests; raises a Refusal.
@@ -384,10 +351,18 @@ class RequestBuilder:
         destination: Destination,
         head: Head,
         body: bytes,
-        *,
-        is_routed: bool = False,
+        candidates: Candidates | None = None,
     ) -> Arrival:
-        """Of a request that its caller may make."""
+        """Of a request that its caller may make; raises a Refusal."""
+        namespace = namespace_of(destination.server)
+        caller = self._identities.caller(head.headers, namespace=namespace, is_trusted=head.is_trusted)
+        pool, salt = self._place(request, destination, head, caller)
+        return Arrival(request, destination, pool, head, body, caller, salt, candidates)
+
+    def _place(
+        self, request: InferenceRequest, destination: Destination, head: Head, caller: Caller
+    ) -> tuple[Pool, str | None]:
+        """The pool of the destination, and the request's cache salt there; raises a Refusal."""
         pool = self.pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
@@ -395,11 +370,7 @@ class RequestBuilder:
                 "add it, or send the request elsewhere."
             )
         _refuse_steering(request, pool.spec)
-        caller = self._identities.caller(
-            head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
-        )
-        salt = self._isolation.salt(request, pool.spec, caller, head.headers)
-        return Arrival(request, destination, pool, head, body, caller, salt, is_routed)
+        return pool, self._isolation.salt(request, pool.spec, caller, head.headers)
 
 
 def rewritten_model(rewrites: Sequence[ModelRewrite], model: str, rng: random.Random) -> str:

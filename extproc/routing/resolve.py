@@ -82,10 +82,37 @@ class ListedModel(msgspec.Struct, frozen=True):
     parent: str | None
 
 
-class _Rule(msgspec.Struct, frozen=True):
-    holds: Condition
+class Targets(msgspec.Struct, frozen=True):
+    """The destinations of a rule, or some of them, with the running sums of their weights."""
+
     destinations: tuple[Destination, ...]
     cumulative_weights: tuple[int, ...]
+
+    def draw(self, rng: random.Random) -> Destination:
+        """One of them, by weight."""
+        if len(self.destinations) == 1:
+            return self.destinations[0]
+        drawn = rng.randrange(self.cumulative_weights[-1])
+        return next(one for one, bound in zip(self.destinations, self.cumulative_weights, strict=True) if drawn < bound)
+
+    def among(self, may: Callable[[Destination], bool]) -> Targets | None:
+        """Those that ``may`` lets through, with their weights; None if there are none."""
+        are_open = [may(one) for one in self.destinations]
+        if all(are_open):
+            return self
+        bounds = self.cumulative_weights
+        weights = [bound - before for before, bound in zip((0, *bounds), bounds, strict=False)]
+        found = [
+            (one, weight) for one, weight, is_open in zip(self.destinations, weights, are_open, strict=True) if is_open
+        ]
+        if not found:
+            return None
+        return Targets(tuple(one for one, _ in found), tuple(accumulate(weight for _, weight in found)))
+
+
+class _Rule(msgspec.Struct, frozen=True):
+    holds: Condition
+    targets: Targets
 
 
 class _Route(msgspec.Struct, frozen=True):
@@ -164,53 +191,12 @@ class RoutingTable:
         """All that requests for ``model`` can come to, whatever their headers and paths."""
         route = self._of(listener).routes.get(model)
         for rule in () if route is None else route.rules:
-            yield from rule.destinations
+            yield from rule.targets.destinations
 
-    def resolve(
-        self, model: str, headers: Mapping[str, str], path: str, rng: random.Random, *, listener: str = ""
-    ) -> Destination:
-        """The destination that the first matching rule's weights choose; raises UnknownModel. ``listener``: that was
-        asked; an empty name: the routes of all.
+    def targets(self, model: str, headers: Mapping[str, str], path: str, *, listener: str = "") -> Targets:
+        """Those of the first matching rule; raises UnknownModel. ``listener``: that was asked; an empty name: the
+        routes of all.
         """
-        return _choose(self._rule(model, headers, path, listener), rng)
-
-    def resolve_among(
-        self,
-        model: str,
-        headers: Mapping[str, str],
-        path: str,
-        rng: random.Random,
-        *,
-        may: Callable[[Destination], bool],
-        listener: str = "",
-    ) -> Destination | None:
-        """The same among the destinations that ``may`` lets the caller use; None if there are none of them.
-
-        The same rule applies to every caller; only its weights are redistributed.
-        """
-        rule = self._rule(model, headers, path, listener)
-        are_open = [may(one) for one in rule.destinations]
-        if all(are_open):
-            return _choose(rule, rng)
-        bounds = rule.cumulative_weights
-        weights = [bound - before for before, bound in zip((0, *bounds), bounds, strict=False)]
-        found = [
-            pair
-            for pair, is_open in zip(zip(rule.destinations, weights, strict=True), are_open, strict=True)
-            if is_open
-        ]
-        if not found:
-            return None
-        left = tuple(accumulate(weight for _, weight in found))
-        return _choose(_Rule(rule.holds, tuple(one for one, _ in found), left), rng)
-
-    def targets(
-        self, model: str, headers: Mapping[str, str], path: str, *, listener: str = ""
-    ) -> tuple[Destination, ...]:
-        """All destinations of the first matching rule, in its order; raises UnknownModel."""
-        return self._rule(model, headers, path, listener).destinations
-
-    def _rule(self, model: str, headers: Mapping[str, str], path: str, listener: str) -> _Rule:
         route = self._of(listener).routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
@@ -218,23 +204,12 @@ class RoutingTable:
             raise UnknownModel(message, param="model")
         for rule in route.rules:
             if rule.holds is None or rule.holds(headers, path):
-                return rule
+                return rule.targets
         raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
 
     def _of(self, listener: str) -> _Served:
         """A listener that is not configured any more serves nothing."""
         return self._served.get(listener, _NOTHING)
-
-
-def _choose(rule: _Rule, rng: random.Random) -> Destination:
-    if len(rule.destinations) == 1:
-        return rule.destinations[0]
-    drawn = rng.randrange(rule.cumulative_weights[-1])
-    return next(
-        destination
-        for destination, bound in zip(rule.destinations, rule.cumulative_weights, strict=True)
-        if drawn < bound
-    )
 
 
 def _compile_all(route: ModelRoute, served: Mapping[str, str]) -> list[tuple[ListedModel, _Route]]:
@@ -266,19 +241,17 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str],
     targets = [target for target in rule.target_models if target.weight]
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
     tiers = compile_tiers(rule)
-    return _Rule(
-        holds=compile_match(rule.model_match),
-        destinations=tuple(
-            Destination(
-                server,
-                adapter or served[server],
-                route.metadata.key,
-                rule.priority,
-                ttft_s,
-                route.spec.model_name or "",
-                tiers,
-            )
-            for server in map(route.server_key, targets)
-        ),
-        cumulative_weights=tuple(accumulate(target.weight for target in targets)),
+    destinations = tuple(
+        Destination(
+            server,
+            adapter or served[server],
+            route.metadata.key,
+            rule.priority,
+            ttft_s,
+            route.spec.model_name or "",
+            tiers,
+        )
+        for server in map(route.server_key, targets)
     )
+    weights = tuple(accumulate(target.weight for target in targets))
+    return _Rule(compile_match(rule.model_match), Targets(destinations, weights))

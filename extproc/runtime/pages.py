@@ -78,9 +78,9 @@ class ExplainPage:
         """The request as the process would get it: of our own bundle, or of a gateway with a pool; raises a Refusal."""
         builder, server = self._core.builder, http.query.get("server", "")
         pool = http.query.get("pool", "") or self._gateway.pool
-        if server or not pool:
-            return builder.build_any(head, body, server), BUNDLE
-        return builder.build_for_pool(pool, head, body), Attachment(choices=self._gateway.duplex_choices)
+        arrival = builder.strategy(server=server, pool=pool)(head, body)
+        is_foreign = pool is not None and not server
+        return arrival, Attachment(choices=self._gateway.duplex_choices) if is_foreign else BUNDLE
 
 
 _INDEX: Final = {

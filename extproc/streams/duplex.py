@@ -181,7 +181,7 @@ class Duplex:
 
     def _enter(self, head: Head, body: bytes) -> list[bytes]:
         options = self._context.options
-        arrival = self._context.core.builder.build_for_pool(options.pool, head, body)
+        arrival = self._context.core.builder.strategy(pool=options.pool)(head, body)
         subset = self._context.allowed_addresses(head, self._subset)
         choices = options.buffered_choices if self._is_whole else options.duplex_choices
         attachment = Attachment(choices, subset, passes_usage=True)

@@ -12,7 +12,6 @@ request is decided, and one at which our own code fails.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.core.effects import Decision, Held, RequestRefused
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Pending
     from extproc.core.payloads import Capture
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Arrival, Head
+    from extproc.core.record import Head
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
@@ -318,9 +317,8 @@ class BufferedExchange:
         self._answer = answer
         self._is_trusted = is_trusted
         self._origin = origin
-        # set by the headers: how the body becomes an arrival, and how the decision is sent
-        self._arrive: Callable[[bytes], Arrival] | None = None
-        self._answer_to: Callable[[Decision], bytes] = decision_answer
+        # that an HTTPRoute has chosen, by the headers
+        self._server = ""
         self._attachment = self._attached(None)
         self._awaits_body = False
         self.request: StreamRequest | None = None
@@ -355,7 +353,13 @@ class BufferedExchange:
 
     def decision_answers(self, decision: Decision) -> list[bytes]:
         """The answer to the body, or to the headers of a request without one."""
-        return [_with_trace(self.request, self._answer_to(decision))]
+        on_headers = self.head is not None and not self.head.has_body
+        if self._server:
+            answer = chosen_decision_answer(decision, on_headers=on_headers)
+        else:
+            is_foreign = self._context.options.pool is not None
+            answer = decision_answer(decision, on_headers=on_headers, removes_forged=is_foreign)
+        return [_with_trace(self.request, answer)]
 
     def close(self) -> None:
         """The end of the stream is the end of the request."""
@@ -376,37 +380,29 @@ class BufferedExchange:
         head = self.head = self._context.read_head(message, self._is_trusted, origin)
         if message.HasField("metadata_context") or self._context.options.conformance:
             self._attachment = self._attached(self._context.allowed_addresses(head, read_subset(message)))
-        core, pool, on_headers = self._context.core, self._context.options.pool, not head.has_body
-        if origin.server:
-            # an HTTPRoute has chosen the ModelServer
-            self._arrive = lambda body: core.builder.build_for_server(origin.server, head, body)
-            self._answer_to = partial(chosen_decision_answer, on_headers=on_headers)
-            go_on = CONTINUE_HEADERS
-        elif pool is not None:
-            self._arrive = lambda body: core.builder.build_for_pool(pool, head, body)
-            self._answer_to = partial(decision_answer, on_headers=on_headers, removes_forged=True)
-            go_on = CONTINUE_FOREIGN_HEADERS
-        else:
+        self._server, is_foreign = origin.server, self._context.options.pool is not None
+        if not self._server and not is_foreign:
             models = self._context.list_models(head)
             if models is not None:
                 return [models]
-            api = core.builder.admit(head)
-            self._arrive = lambda body: core.builder.build(api, head, body)
-            go_on = CONTINUE_HEADERS
-        if on_headers:
-            return self._begin(self._arrive(b""))
+            self._context.core.builder.admit(head)
+        if not head.has_body:
+            return self._begin(head, b"")
         self._awaits_body = True
-        return [go_on]
+        return [CONTINUE_FOREIGN_HEADERS if is_foreign and not self._server else CONTINUE_HEADERS]
 
     def _receive_body(self, message: HttpBody) -> list[bytes]:
         # a body that trailers follow is whole, too, and is not marked as the end of the stream
+        if self.head is None or not self._awaits_body:
+            return []
         self._awaits_body = False
-        began_s = self._context.clock()
-        return [] if self._arrive is None else self._begin(self._arrive(message.body), began_s)
+        return self._begin(self.head, message.body)
 
-    def _begin(self, arrival: Arrival, began_s: float | None = None) -> list[bytes]:
+    def _begin(self, head: Head, body: bytes) -> list[bytes]:
+        began_s = self._context.clock()
+        build = self._context.core.builder.strategy(server=self._server, pool=self._context.options.pool)
+        arrival = build(head, body)
         self.request = StreamRequest(self._context)
-        began_s = self._context.clock() if began_s is None else began_s
         own = self.request.begin(arrival, self._attachment, began_s)
         self._capture = self._context.open_payload(arrival, self.request.ticket)
         return answers_to(self, own)

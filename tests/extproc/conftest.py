@@ -12,7 +12,6 @@ from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused, RequestSettled
 from extproc.core.states import State
-from extproc.protocol import Api
 from extproc.streams.context import GatewayOptions, StreamContext
 
 if TYPE_CHECKING:
@@ -52,9 +51,9 @@ def core(snapshot: Snapshot) -> Core:
     return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
 
 
-def decide(core: Core, head: Head, body: bytes, now: float = 0.0, *, api: Api = Api.CHAT) -> Decision:
+def decide(core: Core, head: Head, body: bytes, now: float = 0.0) -> Decision:
     """The decision on a request that goes at once; raises the Refusal that its client would get."""
-    own, _ = core.arrive(core.builder.build(api, head, body), now)
+    own, _ = core.arrive(core.builder.by_model(head, body), now)
     if isinstance(own, RequestRefused):
         raise own.refusal
     assert isinstance(own, Decision)

@@ -14,7 +14,6 @@ from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Head
-from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -63,7 +62,6 @@ def request(
     content: str = "hi",
     *,
     model: str = "m",
-    api: Api = Api.CHAT,
     path: str = CHAT,
     headers: Mapping[str, str] | None = None,
     **fields: object,
@@ -71,7 +69,7 @@ def request(
     """One message to ``model``. ``headers``: a gateway in front of us that is trusted has set them."""
     head = Head("POST", path, headers or {}, has_body=True, is_trusted=headers is not None)
     body = {"model": model, "messages": [{"role": "user", "content": content}], **fields}
-    return core.builder.build(api, head, json.dumps(body).encode())
+    return core.builder.by_model(head, json.dumps(body).encode())
 
 
 def ends(effects: Iterable[Effect]) -> list[Decision | RequestRefused]:

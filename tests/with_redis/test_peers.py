@@ -14,7 +14,6 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect
 from extproc.core.record import Head
 from extproc.metrics.registry import Metrics
-from extproc.protocol import Api
 from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
 from tests.extproc.conftest import CONFIG
@@ -56,7 +55,7 @@ class Process:
 
     def send(self, text: str) -> Decision:
         body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()
-        decision, effects = self.core.arrive(self.core.builder.build(Api.CHAT, HEAD, body), self.clock())
+        decision, effects = self.core.arrive(self.core.builder.by_model(HEAD, body), self.clock())
         assert isinstance(decision, Decision)
         self.perform(effects)
         return decision

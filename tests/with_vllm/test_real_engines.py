@@ -17,7 +17,6 @@ from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.feeds.tokens import LocalTokenizer
-from extproc.protocol import Api
 from tests.waiting import eventually
 from tests.with_vllm.conftest import BLOCK, Engines, gateway
 from tests.with_vllm.model import NAME
@@ -177,4 +176,4 @@ metadata: {{name: tiny}}
 spec: {{modelName: {NAME}, rules: [{{targetModels: [{{modelServerName: tiny}}]}}]}}
 """
     core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    return core.builder.build(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    return core.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body)

@@ -39,7 +39,6 @@ from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import IN_FLIGHT, TRANSITIONS, Event, State
 from extproc.engines.answers import LoadProblem
 from extproc.errors import RateLimited, Refusal
-from extproc.protocol import Api
 from tests.extproc.core.setting import (
     GATES,
     LIMITS,
@@ -229,7 +228,7 @@ class Life:
         headers = {"x-attache-tenant": tenant, "x-urgency": urgency}
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         for _ in range(count):
-            arrival = self.core.builder.build(Api.CHAT, head, body(words, stream=stream, model=model))
+            arrival = self.core.builder.by_model(head, body(words, stream=stream, model=model))
             ticket = f"t-{len(self.own) + 1:x}"
 
             def verb() -> list[Effect]:

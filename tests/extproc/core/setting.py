@@ -15,7 +15,6 @@ from extproc.core.record import Head, LoadResult, Outcome, SentRequest
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.endpoints.table import EndpointRef
 from extproc.prefix.index import Tail
-from extproc.protocol import Api
 from extproc.scheduling.pool import Assignment
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
@@ -116,7 +115,7 @@ class Worker:
 
     def starts(self, words: int, now: float, model: str = "m") -> list[PeerEvent]:
         head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "a"}, has_body=True, is_trusted=True)
-        arrival = self.core.builder.build(Api.CHAT, head, body(words, stream=False, model=model))
+        arrival = self.core.builder.by_model(head, body(words, stream=False, model=model))
         own, effects = self.core.arrive(arrival, now)
         said = list(effects)
         if isinstance(own, Held) and own.state is State.LOADING:

@@ -13,7 +13,6 @@ from extproc.core.effects import Decision
 from extproc.core.record import Attachment, Head
 from extproc.core.states import State
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout
-from extproc.protocol import Api
 from tests.extproc.core.zero import ACTIVATION, BIG, GATE, SMALL, Zero, engine
 
 BOTH = {SMALL: 1, BIG: 1}
@@ -466,7 +465,7 @@ def test_a_server_that_an_http_route_has_chosen_is_the_one_that_serves() -> None
     zero = Zero(weights=BOTH)
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
     body = json.dumps({"model": "chat", "messages": []}).encode()
-    own, effects = zero.core.arrive(zero.core.builder.build_for_server(SMALL, head, body), zero.now)
+    own, effects = zero.core.arrive(zero.core.builder.to_server(SMALL, head, body), zero.now)
     zero.perform(effects)
     zero.have(BIG, engine(9))
     assert own.ticket not in zero.ends
@@ -495,7 +494,7 @@ def test_it_is_explained_what_a_request_would_wait_for() -> None:
     zero.passes(10.0)
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
     body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    found = zero.core.explain(zero.core.builder.build(Api.CHAT, head, body), zero.now)
+    found = zero.core.explain(zero.core.builder.by_model(head, body), zero.now)
     assert found.addresses == ()
     assert found.waits == (
         "no engine is there; the request would wait for one, up to 60s; 2 wait; an engine is expected in 20 s"

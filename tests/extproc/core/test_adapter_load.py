@@ -18,7 +18,6 @@ from extproc.core.states import State
 from extproc.engines.answers import LoadProblem
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
-from extproc.protocol import Api
 from tests.extproc.scenes import configuration, endpoints, request
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ spec: {rules: [{from: [{tenants: [acme]}]}]}
         for model in ("sql", "unknown", "sql\n", "SQL"):
             body = json.dumps({"model": model, "messages": []}).encode()
             with pytest.raises(Refusal):
-                core.builder.build_any(head, body, server)
+                core.builder.strategy(server=server)(head, body)
     slots = core.pools[SERVER].slots
     assert slots is not None
     assert not slots.waiting
@@ -485,7 +484,7 @@ def test_explain_says_where_an_adapter_is_or_would_be_loaded() -> None:
     def said(model: str) -> str:
         body = json.dumps({"model": model, "messages": []}).encode()
         head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-        return shell.core.explain(shell.core.builder.build(Api.CHAT, head, body), shell.now).adapter
+        return shell.core.explain(shell.core.builder.by_model(head, body), shell.now).adapter
 
     assert said("m") == ""
     assert said("sql") == f"'sql' is on no engine; {A} would load it"

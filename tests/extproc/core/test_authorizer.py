@@ -13,7 +13,6 @@ from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.errors import BadRequest, ModelNotAllowed, Refusal, UnknownModel
-from extproc.protocol import Api
 
 DIRECTORY = """
 apiVersion: attache.dev/v1alpha1
@@ -68,16 +67,17 @@ def head(tenant: str, path: str = "/v1/chat/completions", **headers: str) -> Hea
 
 
 def body(model: str, **fields: object) -> bytes:
-    return json.dumps({"model": model, "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+    content = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello"}
+    return json.dumps({"model": model, **content, **fields}).encode()
 
 
 def served_by(core: Core, asked: Head, model: str = "chat") -> str:
-    return core.builder.build(Api.CHAT, asked, body(model)).pool.name
+    return core.builder.by_model(asked, body(model)).pool.name
 
 
 def refusal(core: Core, asked: Head, content: bytes) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        core.builder.build(Api.CHAT, asked, content)
+        core.builder.by_model(asked, content)
     return caught.value
 
 
@@ -112,7 +112,7 @@ def test_of_several_targets_the_ones_that_are_open_serve(core: Core) -> None:
 )
 def test_what_is_decided_on_is_what_the_engine_reads(core: Core, content: bytes) -> None:
     assert isinstance(refusal(core, head("acme"), content), ModelNotAllowed)
-    arrival = core.builder.build(Api.CHAT, head("root"), content)
+    arrival = core.builder.by_model(head("root"), content)
     assert arrival.request.model == "sql"
 
 
@@ -149,7 +149,7 @@ def test_the_list_of_models_is_what_the_caller_may_use(core: Core) -> None:
 
 def test_claims_say_who_may(core: Core) -> None:
     with_claims: Any = {"headers": {"x-attache-tenant": "t"}, "has_body": True, "is_trusted": True}
-    asked = Head("POST", "/", claims={"groups": frozenset({"ml", "ops"})}, **with_claims)
+    asked = Head("POST", "/v1/chat/completions", claims={"groups": frozenset({"ml", "ops"})}, **with_claims)
     assert core.claims == {"groups"}
     assert served_by(core, asked, "sql") == "default/small"
     assert isinstance(refusal(core, asked, body("chat")), ModelNotAllowed)
@@ -157,11 +157,11 @@ def test_claims_say_who_may(core: Core) -> None:
 
 def test_a_request_to_a_server_is_decided_by_its_body_and_the_server(core: Core) -> None:
     builder = core.builder
-    own = builder.build_for_pool("default/small", head("root"), body("another"))
+    own = builder.to_server("default/small", head("root"), body("another"), is_pool=True)
     assert own.pool.name == "default/small"
     for server, asked in (("default/large", "chat-2"), ("default/small", "chat-2")):
         with pytest.raises(ModelNotAllowed):
-            builder.build_for_pool(server, head("acme"), body(asked))
+            builder.to_server(server, head("acme"), body(asked), is_pool=True)
     with pytest.raises(ModelNotAllowed, match="could not be read"):
-        builder._build_unread("default/small", head("acme"), b"{")
-    assert builder._build_unread("default/small", head("root"), b"{").pool.name == "default/small"
+        builder.to_server("default/small", head("acme"), b"{")
+    assert builder.to_server("default/small", head("root"), b"{").pool.name == "default/small"

@@ -27,7 +27,6 @@ from extproc.core.peers import EventBatch
 from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
-from extproc.protocol import Api
 from tests.extproc.scenes import configuration, request
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def test_adapters_count_apart_and_invented_names_do_not() -> None:
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
     for name in ("sql", "invented", "also"):
         body = json.dumps({"model": name, "messages": []}).encode()
-        core.arrive(core.builder.build_for_server(SERVER, head, body), 0.0)
+        core.arrive(core.builder.to_server(SERVER, head, body), 0.0)
     assert {name: one.arrivals for name, one in server(core).counted.items()} == {"m": 3, "sql": 2}
 
 
@@ -274,7 +273,7 @@ def test_requests_of_other_processes_are_theirs_to_tell() -> None:
     messages = [{"role": "user", "content": "word " * 400}]
     body = json.dumps({"model": "m", "messages": messages}).encode()
     own, effects = there.arrive(
-        there.builder.build(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
+        there.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
     )
     told = tuple(one.event for one in effects if isinstance(one, Broadcast))
     assert told

@@ -33,7 +33,6 @@ from extproc.endpoints.outliers import record_failure
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
-from extproc.protocol import Api
 from extproc.runtime.pages import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.streams.context import GatewayOptions
@@ -76,13 +75,13 @@ def core_of(*, configured: bool) -> Core:
 
 
 def explained(core: Core, head: Head = HEAD) -> Decision:
-    own, _ = core.arrive(core.builder.build(Api.CHAT, head, BODY), 0.0, wants_reasons=True)
+    own, _ = core.arrive(core.builder.by_model(head, BODY), 0.0, wants_reasons=True)
     assert isinstance(own, Decision)
     return own
 
 
 def arrival_of(core: Core) -> Arrival:
-    return core.builder.build(Api.CHAT, HEAD, BODY)
+    return core.builder.by_model(HEAD, BODY)
 
 
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
@@ -153,7 +152,7 @@ def test_the_caller_is_named_and_without_one_how_to_ask_as_one() -> None:
         core.explain(arrival_of(core), 0.0)
     )
     headers = {"x-attache-tenant": "acme", "x-attache-user": "ann"}
-    asked = core.builder.build(Api.CHAT, msgspec.structs.replace(HEAD, headers=headers, is_trusted=True), BODY)
+    asked = core.builder.by_model(msgspec.structs.replace(HEAD, headers=headers, is_trusted=True), BODY)
     assert "  for the tenant acme, user ann" in to_text(core.explain(asked, 0.0)).splitlines()
 
 

@@ -30,7 +30,6 @@ from extproc.core.states import State
 from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN, PluginType
-from extproc.protocol import Api
 from tests.extproc.conftest import in_some_state
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def core_of(text: str) -> Core:
 
 def arrive(core: Core, text: str = "hi", **fields: object) -> tuple[RequestEffect, list[Effect]]:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
-    return core.arrive(core.builder.build(Api.CHAT, HEAD, body), 0.0)
+    return core.arrive(core.builder.by_model(HEAD, body), 0.0)
 
 
 def levels(core: Core) -> list[float]:
@@ -126,7 +125,7 @@ def test_a_request_goes_without_the_plugins_that_fail_and_each_is_told(flow_cont
     # each at one place, though what their sessions keep fails, too
     assert [(one.server, one.plugin) for one in faults] == [("default/llama", "admits"), ("default/llama", "scores")]
     assert all(isinstance(one.error, ZeroDivisionError) for one in faults)
-    assert core.explain(core.builder.build(Api.CHAT, HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
+    assert core.explain(core.builder.by_model(HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
     core.on_stream_closed(own.ticket, 1.0)
     core.on_outcome(replace(OUTCOME, ticket=own.ticket), 1.0)
     assert in_some_state(core) == 0

@@ -13,7 +13,6 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, RequestJudged, RequestRefused, RequestUnmeetable
 from extproc.core.explanation import to_text
 from extproc.errors import ObjectiveUnmeetable, QueueTimeout, RateLimited
-from extproc.protocol import Api
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def test_engines_that_were_slow_are_tried_again() -> None:
 
 def test_answers_in_the_background_and_counts_of_tokens_are_due_at_no_time() -> None:
     core = core_with("{name: chat, e2e: 1ms, unmeetable: Refuse}")
-    words = {"api": Api.RESPONSES, "path": "/v1/responses"}
+    words = {"path": "/v1/responses"}
     body = {"input": "hello " * 100, "background": True}
     assert isinstance(core.arrive(request(core, **words, **body), 0.0)[0], Decision)  # type: ignore[arg-type]
     refused(core.arrive(request(core, **words, input="hello " * 100), 0.0)[0])  # type: ignore[arg-type]

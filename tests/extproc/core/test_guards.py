@@ -20,7 +20,6 @@ from extproc.core.guards import Circuit, GuardFailed, GuardReply, event_of
 from extproc.core.record import Head
 from extproc.core.states import State
 from extproc.errors import GuardRefused, GuardUnavailable, RateLimited, to_anthropic_body
-from extproc.protocol import Api
 from tests.extproc.scenes import CHAT, ONE_AT_A_TIME, configuration, endpoints, request
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def test_what_the_guard_gets_is_what_the_engine_reads() -> None:
     head = Head("POST", CHAT, {}, has_body=True)
     good, bad = ([{"role": "user", "content": text}] for text in ("hello", "attack"))
     body = f'{{"messages": {json.dumps(good)}, "model": "m", "mess\\u0061ges": {json.dumps(bad)}}}'.encode()
-    ask = asked(core, core.builder.build(Api.CHAT, head, body))
+    ask = asked(core, core.builder.by_model(head, body))
     event = event_of(ask.arrival, ask.ticket, "urn:x")
     assert event.data is not None
     assert event.data.count(b'ges"') == 1
@@ -244,7 +243,7 @@ def test_a_form_is_shown_without_its_content_and_cannot_be_changed() -> None:
     body = "".join(f"--x\r\nContent-Disposition: form-data; {one}\r\n" for one in parts) + "--x--\r\n"
     headers = {"content-type": "multipart/form-data; boundary=x"}
     head = Head("POST", "/v1/audio/transcriptions", headers, has_body=True)
-    arrival = core.builder.build(core.builder.admit(head), head, body.encode())
+    arrival = core.builder.by_model(head, body.encode())
     ask = asked(core, arrival)
     event = event_of(arrival, ask.ticket, "urn:x")
     assert (event.data, event.attributes["omitted"], event.attributes["bytes"]) == (None, "not-json", len(body))

@@ -11,7 +11,6 @@ import pytest
 from extproc.core.effects import Decision, HealthChanged
 from extproc.core.record import Outcome
 from extproc.endpoints.health import EngineFailure
-from extproc.protocol import Api
 from tests.extproc.core.test_core import HEAD, arrive, chat
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Drill:
             while self.running and self.running[0][0] <= self.now:
                 self._end(*self.running.pop(0)[1:])
             body = chat(f"{self.number} is another question", model="chat")
-            arrival = self.core.builder.build(Api.CHAT, HEAD, body)
+            arrival = self.core.builder.by_model(HEAD, body)
             decision, effects = self.core.arrive(arrival, self.now)
             assert isinstance(decision, Decision)
             self.effects += effects
@@ -105,7 +104,7 @@ def refusing(core: Core, *tenants: str, refuses: Callable[[str, tuple[str, ...]]
     for number in range(900):
         now, tenant = number / 30, tenants[number % len(tenants)]
         head = msgspec.structs.replace(HEAD, headers={"x-attache-tenant": tenant}, is_trusted=True)
-        arrival = core.builder.build(Api.CHAT, head, chat(f"{tenant * 500}, and then {number}?", model="chat"))
+        arrival = core.builder.by_model(head, chat(f"{tenant * 500}, and then {number}?", model="chat"))
         decision, _ = core.arrive(arrival, now)
         assert isinstance(decision, Decision)
         addresses = decision.assignment.addresses

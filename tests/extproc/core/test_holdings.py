@@ -11,7 +11,6 @@ import pytest
 from extproc.core.activation import Bounds, Holdings
 from extproc.core.record import Head, Record
 from extproc.core.states import State
-from extproc.protocol import Api
 from tests.extproc.core.zero import SMALL, Zero, engine
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ FOUR = Bounds(requests=4, bytes=1_000_000)
 def arrival(tenant: str) -> Arrival:
     core = Zero(small=[engine(1)], more={SMALL: "flowControl: {}"}).core
     head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
-    return core.builder.build(Api.CHAT, head, json.dumps({"model": "chat", "messages": []}).encode())
+    return core.builder.by_model(head, json.dumps({"model": "chat", "messages": []}).encode())
 
 
 def held(**counts: int) -> tuple[Holdings, list[Record]]:

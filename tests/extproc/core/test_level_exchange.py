@@ -13,7 +13,6 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect, RequestRefused
 from extproc.core.peers import AskLevels, EventBatch, Levels, decode_events, encode_events
 from extproc.core.record import Head
-from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Process:
 
     def ask(self, now: float) -> bool:
         """Whether a request is granted."""
-        own, effects = self.core.arrive(self.core.builder.build(Api.CHAT, HEAD, BODY), now)
+        own, effects = self.core.arrive(self.core.builder.by_model(HEAD, BODY), now)
         self.perform(effects, now)
         assert isinstance(own, Decision | RequestRefused)
         return isinstance(own, Decision)
@@ -150,7 +149,7 @@ def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(load_snapshot({"a.yaml": trusted}), rng=random.Random(0), ticket_prefix="a", machine="here")
     for number in range(20):
         head = Head("POST", HEAD.path, {"x-attache-tenant": f"t{number}"}, has_body=True, is_trusted=True)
-        core.arrive(core.builder.build(Api.CHAT, head, BODY), 0.0)
+        core.arrive(core.builder.by_model(head, BODY), 0.0)
     levels = core.admission.limits.levels(0.0)
     # those that were used last
     assert [one.key.rpartition("/")[2] for one in levels] == [f"t{number}" for number in range(19, 14, -1)]

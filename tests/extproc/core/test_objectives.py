@@ -14,7 +14,6 @@ from extproc.core.objectives import Verdict
 from extproc.core.peers import EventBatch
 from extproc.core.record import Outcome
 from extproc.errors import NoEndpoint, QueueTimeout, RateLimited, Refusal
-from extproc.protocol import Api
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, request
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def test_several_answers_at_once_are_written_side_by_side() -> None:
 
 def test_an_answer_in_the_background_is_no_promise() -> None:
     core = core_with()
-    arrival = request(core, api=Api.RESPONSES, path="/v1/responses", input="hi", background=True)
+    arrival = request(core, path="/v1/responses", input="hi", background=True)
     own, _ = core.arrive(arrival, 0.0)
     assert judged(core.on_outcome(outcome(own.ticket, took_s=0.01), 1.0)) == {"e2e": None}
 

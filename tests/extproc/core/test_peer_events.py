@@ -29,7 +29,6 @@ from extproc.core.peers import (
 from extproc.core.record import Head, Outcome
 from extproc.core.states import State
 from extproc.engines.metrics import CacheConfig, EngineReport
-from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG, decide
 from tests.extproc.scenes import ONE_AT_A_TIME
 
@@ -52,7 +51,7 @@ class Process:
         return self.core.ingest(decode_events(encode_events(EventBatch(other.name, list(events)))), now)
 
     def decide(self, text: str, now: float = 0.0, head: Head = HEAD) -> tuple[Decision, PeerEvent]:
-        own, effects = self.core.arrive(self.core.builder.build(Api.CHAT, head, body(text)), now)
+        own, effects = self.core.arrive(self.core.builder.by_model(head, body(text)), now)
         assert isinstance(own, Decision)
         (started,) = told(effects)
         return own, started
@@ -185,7 +184,7 @@ LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  ra
 def test_what_one_worker_grants_of_a_local_limit_is_gone_for_the_others_of_its_machine() -> None:
     a, b = (Process(name, LIMITED) for name in ("a", "b"))
     elsewhere = Process("c", LIMITED, machine="there")
-    own, effects = a.core.arrive(a.core.builder.build(Api.CHAT, HEAD, body("hello")), 0.0)
+    own, effects = a.core.arrive(a.core.builder.by_model(HEAD, body("hello")), 0.0)
     assert isinstance(own, Decision)
     (spent,) = [event for event in told(effects) if isinstance(event, LimitSpent)]
     for other in (b, elsewhere):
@@ -220,7 +219,7 @@ def test_what_a_request_waited_for_its_turn_is_no_processs_ttft() -> None:
     one, other = Process("a", config), Process("b", config)
     engines = len(one.pool.table)
     sent = [one.decide(f"number {number} " * 2000) for number in range(engines)]
-    held, _ = one.core.arrive(one.core.builder.build(Api.CHAT, HEAD, body("the last one " * 2000)), 0.0)
+    held, _ = one.core.arrive(one.core.builder.by_model(HEAD, body("the last one " * 2000)), 0.0)
     assert isinstance(held, Held)
     effects = one.core.on_stream_closed(sent[0][0].ticket, 30.0) + one.core.tick(30.0)
     (decision,) = (effect for effect in effects if isinstance(effect, Decision))

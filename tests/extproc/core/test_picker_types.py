@@ -14,7 +14,6 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Head
 from extproc.errors import Shed
-from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect
@@ -71,7 +70,7 @@ def asked(core: Core, now: float = 0.0, **headers: str) -> Effect:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     head = Head("POST", "/v1/chat/completions", named, has_body=True, is_trusted=True)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}).encode()
-    own, _ = core.arrive(core.builder.build(Api.CHAT, head, body), now)
+    own, _ = core.arrive(core.builder.by_model(head, body), now)
     return own
 
 

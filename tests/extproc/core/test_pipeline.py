@@ -13,7 +13,6 @@ from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, Held, RequestRefused, SettleGrant
 from extproc.core.states import IllegalEvent, State
 from extproc.errors import LimitsUnavailable, RateLimited
-from extproc.protocol import Api
 from tests.extproc.core.setting import GATES, ONE, snapshot
 from tests.extproc.scenes import configuration, core_of, request
 
@@ -93,7 +92,7 @@ def test_an_answer_of_the_wrong_kind_is_a_mistake_and_changes_nothing() -> None:
 
 
 def count(core: Core) -> object:
-    own, _ = core.arrive(request(core, api=Api.COUNT_TOKENS, path="/v1/messages/count_tokens"), 0.0)
+    own, _ = core.arrive(request(core, path="/v1/messages/count_tokens"), 0.0)
     return own
 
 

@@ -16,7 +16,6 @@ from extproc.core.queue import usage_to_reserve
 from extproc.core.record import Outcome
 from extproc.core.states import State
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed
-from extproc.protocol import Api
 from tests.extproc.scenes import ONE_AT_A_TIME, Scene, configuration, ends, request
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def response(core: Core, **fields: object) -> Arrival:
     """To the responses API: of at most 50 tokens."""
     headers = {"x-attache-tenant": "acme"}
     path = "/v1/responses"
-    return request(core, api=Api.RESPONSES, path=path, headers=headers, input="hi", max_output_tokens=50, **fields)
+    return request(core, path=path, headers=headers, input="hi", max_output_tokens=50, **fields)
 
 
 def test_what_runs_in_the_background_costs_what_was_reserved_though_its_client_leaves() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from extproc.core import request_builder as module
 from extproc.core.record import Head
+from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
-from tests.extproc.scenes import core_of, endpoints
+from tests.extproc.scenes import configuration, core_of, endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.protocol import Api
     from extproc.request.model import InferenceRequest
 
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
@@ -36,5 +36,31 @@ def test_a_body_behind_a_pool_is_read_once_whoever_routes_it(
         servers={"llama": "model: llama-8b\n" + endpoints("10.0.0.1:8000")}, routes={"chat": "modelName: chat"}
     )
     body = f'{{"model": "{model}", "messages": []}}'.encode()
-    assert core.builder.build_for_pool("default/llama", HEAD, body).destination.model == sent
+    assert core.builder.to_server("default/llama", HEAD, body, is_pool=True).destination.model == sent
     assert read == [body]
+
+
+@pytest.mark.parametrize("path", ["/team/v1/chat/completions", ""])
+def test_a_pools_request_is_read_under_a_path_that_its_gateway_changes_or_leaves_out(path: str) -> None:
+    core = core_of(servers={"llama": endpoints("10.0.0.1:8000")})
+    head = Head("POST", path, {}, has_body=True)
+    arrival = core.builder.to_server("default/llama", head, b'{"model": "m", "messages": []}', is_pool=True)
+    assert arrival.request.api is Api.CHAT
+
+
+def test_a_held_request_moves_by_the_rule_of_the_configuration_in_use() -> None:
+    servers = {name: endpoints(f"10.0.0.{number}:8000") for number, name in enumerate(("one", "two", "three"), 1)}
+    core = core_of(servers=servers, routes={"chat": rule("one", "two")})
+    arrival = core.builder.by_model(HEAD, b'{"model": "m", "messages": []}')
+    assert {one.pool.name for one in core.builder.tiers_of(arrival)} == {"default/one", "default/two"}
+    core.apply(configuration(servers=servers, routes={"chat": rule("one", "three")}), 1.0)
+    assert {one.pool.name for one in core.builder.tiers_of(arrival)} == {"default/one", "default/three"}
+    moved = core.builder.elsewhere(arrival)
+    assert moved is not None
+    assert moved.candidates is not arrival.candidates
+    assert moved.caller is arrival.caller
+
+
+def rule(*servers: str) -> str:
+    targets = ", ".join(f"{{modelServerName: {server}}}" for server in servers)
+    return f"modelName: m\nrules: [{{targetModels: [{targets}]}}]"

@@ -67,7 +67,7 @@ def asked_of_engine(model: str, count: int = 1, headers: dict[str, str] | None =
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "a"}]}).encode()
     found = Counter[str]()
     for _ in range(count):
-        own, _ = core.arrive(core.builder.build_for_pool("default/llama", head, body), 0.0, ELSEWHERE)
+        own, _ = core.arrive(core.builder.to_server("default/llama", head, body, is_pool=True), 0.0, ELSEWHERE)
         assert isinstance(own, Decision)
         found[json.loads(own.body or body)["model"]] += 1
     return found

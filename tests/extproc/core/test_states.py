@@ -27,7 +27,6 @@ from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
 from extproc.engines.answers import LoadProblem
 from extproc.engines.metrics import EngineReport
 from extproc.errors import Refusal
-from extproc.protocol import Api
 from tests.examples import examples
 from tests.extproc.core.life import GUARD_ANSWERS, Life
 from tests.extproc.core.setting import (
@@ -71,7 +70,7 @@ def test_every_state_can_be_reached_and_left() -> None:
 def test_an_illegal_event_names_the_request_and_changes_nothing() -> None:
     core = Core(snapshot(), rng=random.Random(0), ticket_prefix="t")
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    own, _ = core.arrive(core.builder.build(Api.CHAT, head, body(1, stream=False)), 0.0)
+    own, _ = core.arrive(core.builder.by_model(head, body(1, stream=False)), 0.0)
     with pytest.raises(IllegalEvent, match=r"ANSWERED is not legal while request t-1 is in state RUNNING"):
         core.resume(own.ticket, None, 0.0)
     assert core.state_of(own.ticket) is State.RUNNING

@@ -13,7 +13,6 @@ from extproc.core.record import Head
 from extproc.core.states import State
 from extproc.core.trace import Step, Trace, TraceParent, parent_of
 from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
-from extproc.protocol import Api
 from tests.extproc.core.setting import GATES, LIMITS, ONE, body, snapshot
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -72,7 +71,7 @@ def test_a_request_that_never_rests_keeps_a_bounded_number_of_steps() -> None:
 def test_the_core_notes_what_a_request_waits_for() -> None:
     core = Core(snapshot(ONE, gate=GATES[1], limits=LIMITS[2]), rng=random.Random(1), ticket_prefix="t")
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    arrivals = [core.builder.build(Api.CHAT, head, body(5, stream=False)) for _ in range(2)]
+    arrivals = [core.builder.by_model(head, body(5, stream=False)) for _ in range(2)]
     first, _ = core.arrive(arrivals[0], 0.0)
     sent, _ = core.resume(first.ticket, None, 0.5)
     assert isinstance(sent, Decision)

@@ -19,7 +19,6 @@ from extproc.core.effects import (
 )
 from extproc.core.record import BUNDLE, Attachment, Head, LoadResult
 from extproc.core.states import State
-from extproc.protocol import Api
 from tests.extproc.scenes import configuration
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class Zero:
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=bool(tenant))
         for _ in range(count):
             own, effects = self.core.arrive(
-                self.core.builder.build(Api.CHAT, head, body), self.now, attachment, wants_reasons=self.explains
+                self.core.builder.by_model(head, body), self.now, attachment, wants_reasons=self.explains
             )
             tickets.append(own.ticket)
             self.asked_at_s[own.ticket] = self.now

@@ -321,7 +321,7 @@ spec:
 
 def chosen(watched: Watched, server: str) -> Arrival:
     """A request for which Envoy has chosen ``server``."""
-    return watched.core.builder.build_for_server(server, Head("GET", "/team", {}, has_body=False), b"")
+    return watched.core.builder.to_server(server, Head("GET", "/team", {}, has_body=False), b"")
 
 
 async def test_a_server_that_leaves_as_its_http_route_moves_is_served_until_envoy_has_moved_too(

@@ -18,7 +18,6 @@ from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import EngineTokenizers
-from extproc.protocol import Api
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ spec: {{modelName: llama, rules: [{{targetModels: [{{modelServerName: llama}}]}}
     core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
     head = Head("POST", "/v1/completions", {}, has_body=True)
-    arrival = core.builder.build(Api.COMPLETIONS, head, body)
+    arrival = core.builder.by_model(head, body)
     tokenizers = EngineTokenizers(EngineAccess({"KEY": "sk-1"}, Clock()))
     try:
         assert await tokenizers.of(core.pools["default/llama"]).tokens(arrival) == [1, 2, 3]

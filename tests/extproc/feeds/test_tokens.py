@@ -19,7 +19,6 @@ from extproc.endpoints.outliers import record_failure
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import EngineTokenizer, EngineTokenizers, Tokenizers
 from extproc.metrics.registry import Metrics
-from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -80,7 +79,7 @@ def core_with(*addresses: str, tokenizer: str = "timeout: 30s") -> Core:
 
 async def tokens(core: Core) -> Sequence[int] | None:
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.by_model(Head("POST", "/v1/completions", {}, has_body=True), body)
     tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
     try:
         return await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
@@ -143,7 +142,7 @@ async def test_a_chat_is_tokenized_with_all_that_its_template_gets_or_not_at_all
     engine = Engine(7)
     core = core_with(await start(servers, engine))
     body = json.dumps({"model": "llama", "messages": [], **fields}).encode()
-    arrival = core.builder.build(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    arrival = core.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body)
     tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
     found = await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
     await tokenizers.close()
@@ -158,7 +157,7 @@ async def test_a_body_of_the_messages_api_is_tokenized_as_the_chat_that_engines_
     core = core_with(await start(servers, engine))
     asked = {"model": "llama", "max_tokens": 1, "system": "be short", "messages": [{"role": "user", "content": "hi"}]}
     head = Head("POST", "/v1/messages", {}, has_body=True)
-    arrival = core.builder.build(Api.MESSAGES, head, json.dumps(asked).encode())
+    arrival = core.builder.by_model(head, json.dumps(asked).encode())
     tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
     try:
         assert list(await tokenizers.of(arrival.pool).tokens(arrival) or []) == [7]
@@ -204,7 +203,7 @@ async def test_without_good_tokens_the_approximate_index_decides(
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
     tokenizers = Tokenizers(metrics, EngineAccess({}, lambda: 0.0))
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.by_model(Head("POST", "/v1/completions", {}, has_body=True), body)
     try:
         assert [await tokenizers.tokens_of(arrival) for _ in range(3)] == [None] * 3
     finally:
@@ -220,7 +219,7 @@ async def test_the_path_of_a_tokenizer_is_relative_to_the_configuration(tmp_path
     access = EngineAccess({}, lambda: 0.0, tmp_path)
     tokenizers = Tokenizers(Metrics(core.pools.values, lambda: 0.0, lambda: 0.0), access)
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.by_model(Head("POST", "/v1/completions", {}, has_body=True), body)
     assert await tokenizers.tokens_of(arrival) == [7]
     await tokenizers.close()
 
@@ -236,7 +235,7 @@ async def test_what_nobody_has_foreseen_stops_no_request(
 
     monkeypatch.setattr(EngineTokenizer, "tokens", fail)
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.by_model(Head("POST", "/v1/completions", {}, has_body=True), body)
     assert [await tokenizers.tokens_of(arrival) for _ in range(3)] == [None] * 3
     await tokenizers.close()
     assert [bool(one.exc_info) for one in caplog.records] == [True], "once, with its traceback"

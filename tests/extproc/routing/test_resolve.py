@@ -55,7 +55,7 @@ TABLE = RoutingTable(load_snapshot({"all.yaml": CONFIG}))
 
 def resolve(model: str, path: str = "/v1/chat/completions", **headers: str) -> Destination:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return TABLE.resolve(model, named, path, random.Random(1))
+    return TABLE.targets(model, named, path).draw(random.Random(1))
 
 
 def test_the_first_rule_that_holds_decides() -> None:
@@ -65,14 +65,14 @@ def test_the_first_rule_that_holds_decides() -> None:
 
 def test_a_rule_holds_only_if_all_its_conditions_do() -> None:
     rng = random.Random(7)
-    servers = {TABLE.resolve("chat", {"x-job": "nightly-x"}, "/v1/completions", rng).server for _ in range(50)}
+    servers = {TABLE.targets("chat", {"x-job": "nightly-x"}, "/v1/completions").draw(rng).server for _ in range(50)}
 
     assert servers == {"default/stable", "default/canary"}  # fell through to the weights
 
 
 def test_weights_are_kept_in_the_long_run() -> None:
     rng = random.Random(0)
-    drawn = Counter(TABLE.resolve("chat", {}, "/", rng).server for _ in range(4000))
+    drawn = Counter(TABLE.targets("chat", {}, "/").draw(rng).server for _ in range(4000))
 
     assert 0.22 < drawn["default/canary"] / 4000 < 0.28
 
@@ -109,8 +109,8 @@ def test_weights_go_to_what_is_open_to_the_caller() -> None:
     rng = random.Random(0)
 
     def drawn(*servers: str) -> set[str | None]:
-        found = [TABLE.resolve_among("chat", {}, "/", rng, may=lambda one: one.server in servers) for _ in range(40)]
-        return {None if one is None else one.server for one in found}
+        found = TABLE.targets("chat", {}, "/").among(lambda one: one.server in servers)
+        return {None} if found is None else {found.draw(rng).server for _ in range(40)}
 
     assert drawn("default/stable", "default/canary") == {"default/stable", "default/canary"}
     assert drawn("default/canary") == {"default/canary"}

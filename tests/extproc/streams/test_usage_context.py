@@ -143,12 +143,12 @@ def test_an_http_route_is_no_model_route_of_the_same_name() -> None:
     """Rows of it are not charged to budgets of that ModelRoute."""
     core = core_of(route="budgets: [{name: all, window: Day, max: {requests: 10}}]", **LOG)
     head = Head("POST", CHAT, {}, has_body=True, http_route="default/chat")
-    chosen = core.builder.build_for_server("default/llama", head, chat(model="other"))
+    chosen = core.builder.to_server("default/llama", head, chat(model="other"))
     refusal = NoEndpoint("none")
     found = [
         usage_of_refusal(chosen, "t1", refusal, held_s=0.0),
         usage_of_unread(head, ANONYMOUS_SUBJECT, refusal),
-        usage_of_refusal(core.builder.build_any(head, chat()), "t2", refusal, held_s=0.0),
+        usage_of_refusal(core.builder.by_model(head, chat()), "t2", refusal, held_s=0.0),
     ]
     assert [None if one is None else one.route for one in found] == [
         "http:default/chat",
@@ -163,7 +163,7 @@ def test_time_in_the_queue_and_its_band_are_told() -> None:
     one_at_a_time = "saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}"
     core = core_of(server=f"{ENGINES}\nflowControl: {{timeout: 2s, {one_at_a_time}}}", **LOG)
     assert context_in(answer_to(core, chat())).band == "standard"
-    held, _ = core.arrive(core.builder.build_any(Head("POST", CHAT, {}, has_body=True), chat()), 10.0)
+    held, _ = core.arrive(core.builder.by_model(Head("POST", CHAT, {}, has_body=True), chat()), 10.0)
     (refused,) = (one for one in core.tick(12.5) if isinstance(one, RequestRefused))
     assert refused.ticket == held.ticket
     assert refused.usage is not None
