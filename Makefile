@@ -17,8 +17,8 @@ GATEWAY := .tools/sglang-router
 
 DOCS   := .venv-docs
 
-# tools/stages.py reads what becomes of each test.
-RECORDED := -m pytest -p tools.stages
+# tools/stages.py reads what becomes of each test. Long histories, whose branches are counted, take longer than others may.
+RECORDED := -m pytest -p tools.stages $(if $(SLOW),--timeout 1800)
 PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
