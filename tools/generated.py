@@ -4,22 +4,35 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.api.crds.files import files as crd_files
+from controller.kube.crd_files import files as crd_files
+from controller.kube.kinds import GATEWAY_KINDS, KINDS
 from tools import architecture_tree, dashboard, envoy_messages
-from tools.reference import pages
+from tools.reference import kinds, pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _CRDS: Final = ROOT / "manifests" / "crds"
 _PAGES: Final = ROOT / "docs" / "reference"
 # Folders that hold nothing else.
 FOLDERS: Final = (_CRDS, _PAGES)
+# The lists of kinds in files, by the comment above each.
+_READ: Final = sorted(kind.resource.plural for kind in GATEWAY_KINDS)
+_REVIEWED: Final = sorted(kind.resource.plural for kind in KINDS if kind.is_reviewed)
+_LISTS: Final[Mapping[Path, Mapping[str, Sequence[str]]]] = {
+    ROOT / "manifests" / "gateway" / "rbac.yaml": {
+        "kinds of the directory": _READ,
+        "their statuses": [f"{plural}/status" for plural in _READ],
+    },
+    ROOT / "manifests" / "manager" / "webhooks.yaml": {"kinds that users write": _REVIEWED},
+    ROOT / "mkdocs.yml": {"kinds": [f"{cls.__name__}: reference/{name}.md" for name, cls in kinds.KINDS.items()]},
+}
 
 
 def generated_files() -> dict[Path, bytes]:
@@ -29,8 +42,22 @@ def generated_files() -> dict[Path, bytes]:
         **{_PAGES / name: text for name, text in pages.pages().items()},
         architecture_tree.PAGE: architecture_tree.with_tree(architecture_tree.PAGE.read_text()),
         dashboard.FILE: dashboard.dashboard(),
+        **{path: with_lists(path.read_text(), lists) for path, lists in _LISTS.items()},
     }
     return {**envoy_messages.derived_files(), **{path: text.encode() for path, text in texts.items()}}
+
+
+def with_lists(text: str, lists: Mapping[str, Sequence[str]]) -> str:
+    """A file in YAML with these lists, each below its comment ``# NAME, by make generate``; raises ValueError if one is
+    not there.
+    """
+    for name, items in lists.items():
+        mark = f"# {name}, by make generate\n"
+        before, after = text.split(mark)
+        indent = before.rpartition("\n")[2]
+        rest = re.sub(rf"\A({indent}- .*\n)*", "", after)
+        text = before + mark + "".join(f"{indent}- {one}\n" for one in items) + rest
+    return text
 
 
 def stale(wanted: Mapping[Path, bytes]) -> Iterator[Path]:

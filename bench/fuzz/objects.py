@@ -20,7 +20,6 @@ import yaml
 from bench.cluster.fake.kinds import faults_in, kinds_of, unknown_fields, with_defaults, without_fields
 from bench.fuzz.loop import Attempt, Attempts, run_inputs
 from bench.fuzz.values import JSON_VALUES, changed
-from controller.api.crds.kinds import KINDS, definition_of
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.resolver import Resolver
 from controller.bundle.envoy.bundle import build_bundle
@@ -32,6 +31,7 @@ from controller.gateway.compile.pods import trimmed_pod
 from controller.kube.cache import InformerSet
 from controller.kube.client import ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming, Store
+from controller.kube.kinds import KINDS, definition_of
 from controller.kube.resources import Object, key_of, selector
 from controller.models.adapter import PodLoads
 from controller.models.model.model_state import ModelSettings

@@ -22,7 +22,7 @@ from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATE
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.servers import LABEL
-from controller.gateway.compile.sources import DOCUMENT_KINDS
+from controller.gateway.compile.sources import SOURCE_KINDS
 from controller.kube.conditions import WantedCondition, WantedStatus
 from controller.kube.resources import Object, key_of
 from controller.models.model.children import children
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from extproc.api.addresses import Network
     from extproc.api.picker_config import PickerCheck
 
-_KINDS: Final = frozenset({*DOCUMENT_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
+_KINDS: Final = frozenset({*SOURCE_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
 # Rendered by themselves; gateways do not read them.
 _OF_MODELS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "ClusterServingRuntime"})
 # Placeholder for the address in statuses of Gateways, which the objects lack.

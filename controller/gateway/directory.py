@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.bundle.files import FileChanged, remove_file, replace_file, unrecorded
+from controller.gateway.compile.sources import SOURCE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,17 +19,9 @@ if TYPE_CHECKING:
 
 # Name prefixes of this writer's files; it keeps all other files of the directory.
 _OURS: Final = (
-    "backend.",
-    "clientca.",
-    "configmap.",
-    "gateway.",
-    "httproute.",
-    "inferenceobjective.",
-    "modelaccesspolicy.",
-    "modelroute.",
-    "modelserver.",
-    "picker.",
-    "secret.",
+    *("backend.", "clientca.", "configmap.", "gateway.", "httproute.", "picker.", "secret."),
+    # a GatewayConfig is gateway.json
+    *(f"{kind.lower()}." for kind in SOURCE_KINDS if kind != "GatewayConfig"),
 )
 _ROUTES: Final = ("httproute.", "modelroute.")
 # Names and settings may be secret: for the owner alone.

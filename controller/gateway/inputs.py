@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Final
 from controller.gateway.compile.gateway_api.backends import trimmed_slice
 from controller.gateway.compile.pods import trimmed_pod
 from controller.gateway.compile.servers import LABEL
+from controller.kube.kinds import GATEWAY_KINDS
 from controller.kube.resources import (
     CONFIG_MAPS,
     CRDS,
     ENDPOINT_SLICES,
     GATEWAY_CLASSES,
-    GATEWAY_CONFIGS,
     GATEWAYS,
     HTTP_ROUTES,
     INFERENCE_OBJECTIVES,
     INFERENCE_POOLS,
-    MODEL_ACCESS_POLICIES,
-    MODEL_ROUTES,
-    MODEL_SERVERS,
     NAMESPACES,
     PODS,
     REFERENCE_GRANTS,
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from controller.kube.informer import Informer
     from controller.kube.resources import Object
 
-_OURS: Final = (GATEWAY_CONFIGS, MODEL_SERVERS, MODEL_ROUTES, MODEL_ACCESS_POLICIES)
 # kinds that a cluster may lack, or that our account may not read
 _OPTIONAL: Final = (
     INFERENCE_OBJECTIVES,
@@ -58,7 +54,7 @@ REFERENCED_KINDS: Final = ("Secret", "PointedConfigMap", CRDS.kind)
 def gateway_informers(cache: InformerSet) -> dict[str, Informer]:
     """What the gateway role reads, by kind."""
     informers = [
-        *(cache.add(one) for one in _OURS),
+        *(cache.add(one.resource) for one in GATEWAY_KINDS),
         *(cache.add(one, optional=True) for one in _OPTIONAL),
         cache.add(CONFIG_MAPS, labels=LABEL),
         cache.add(PODS, transform=trimmed_pod),

@@ -14,17 +14,14 @@ import msgspec
 from controller.gateway.compile.programmed_condition import Consumer
 from controller.kube.conditions import WantedStatus, merge_status, transitions
 from controller.kube.errors import ClusterError, Conflict, NotFound
+from controller.kube.kinds import GATEWAY_KINDS
 from controller.kube.recorder import event_of, utc_timestamp
 from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,
-    GATEWAY_CONFIGS,
     GATEWAYS,
     HTTP_ROUTES,
     INFERENCE_POOLS,
-    MODEL_ACCESS_POLICIES,
-    MODEL_ROUTES,
-    MODEL_SERVERS,
     Object,
     split_key,
 )
@@ -38,17 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_KINDS: Final = (
-    GATEWAY_CLASSES,
-    GATEWAY_CONFIGS,
-    GATEWAYS,
-    HTTP_ROUTES,
-    INFERENCE_POOLS,
-    MODEL_ACCESS_POLICIES,
-    MODEL_ROUTES,
-    MODEL_SERVERS,
-)
-_RESOURCES: Final = {one.kind: one for one in _KINDS}
+_FOREIGN: Final = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, INFERENCE_POOLS)
+_RESOURCES: Final = {one.kind: one for one in (*_FOREIGN, *(kind.resource for kind in GATEWAY_KINDS))}
 _BAD_WHEN_TRUE: Final = ("Conflicted",)
 _RETRY_S: Final = 2.0
 _TIMEOUT_S: Final = 1.0

@@ -10,6 +10,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from extproc.api.spec import API_VERSION
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -81,6 +83,12 @@ def split_key(key: str) -> tuple[str | None, str]:
     return (namespace if slash else None), name
 
 
+def our_resource(plural: str, kind: str, *, namespaced: bool = True) -> Resource:
+    """A kind that we define."""
+    group, _, version = API_VERSION.partition("/")
+    return Resource(group, version, plural, kind, namespaced)
+
+
 PODS: Final = Resource("", "v1", "pods", "Pod")
 NODES: Final = Resource("", "v1", "nodes", "Node", namespaced=False)
 NAMESPACES: Final = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
@@ -96,10 +104,10 @@ LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 CRDS: Final = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
 )
-MODEL_SERVERS: Final = Resource("attache.dev", "v1alpha1", "modelservers", "ModelServer")
-MODEL_ROUTES: Final = Resource("attache.dev", "v1alpha1", "modelroutes", "ModelRoute")
-MODEL_ACCESS_POLICIES: Final = Resource("attache.dev", "v1alpha1", "modelaccesspolicies", "ModelAccessPolicy")
-GATEWAY_CONFIGS: Final = Resource("attache.dev", "v1alpha1", "gatewayconfigs", "GatewayConfig")
+MODEL_SERVERS: Final = our_resource("modelservers", "ModelServer")
+MODEL_ROUTES: Final = our_resource("modelroutes", "ModelRoute")
+MODEL_ACCESS_POLICIES: Final = our_resource("modelaccesspolicies", "ModelAccessPolicy")
+GATEWAY_CONFIGS: Final = our_resource("gatewayconfigs", "GatewayConfig")
 INFERENCE_OBJECTIVES: Final = Resource(
     "inference.networking.x-k8s.io", "v1alpha2", "inferenceobjectives", "InferenceObjective"
 )
@@ -116,21 +124,17 @@ HTTP_ROUTES: Final = Resource("gateway.networking.k8s.io", "v1", "httproutes", "
 # v1 came with release 1.5 of the Gateway API; every release serves v1beta1
 REFERENCE_GRANTS: Final = Resource("gateway.networking.k8s.io", "v1beta1", "referencegrants", "ReferenceGrant")
 ALPHA_INFERENCE_POOLS: Final = Resource("inference.networking.x-k8s.io", "v1alpha2", "inferencepools", "InferencePool")
-AUTOSCALING_POLICIES: Final = Resource("attache.dev", "v1alpha1", "autoscalingpolicies", "AutoscalingPolicy")
-AUTOSCALING_POLICY_BINDINGS: Final = Resource(
-    "attache.dev", "v1alpha1", "autoscalingpolicybindings", "AutoscalingPolicyBinding"
-)
-MODELS: Final = Resource("attache.dev", "v1alpha1", "models", "Model")
-MODEL_INFERS: Final = Resource("attache.dev", "v1alpha1", "modelinfers", "ModelInfer")
-MODEL_INFER_ROLES: Final = Resource("attache.dev", "v1alpha1", "modelinferroles", "ModelInferRole")
+AUTOSCALING_POLICIES: Final = our_resource("autoscalingpolicies", "AutoscalingPolicy")
+AUTOSCALING_POLICY_BINDINGS: Final = our_resource("autoscalingpolicybindings", "AutoscalingPolicyBinding")
+MODELS: Final = our_resource("models", "Model")
+MODEL_INFERS: Final = our_resource("modelinfers", "ModelInfer")
+MODEL_INFER_ROLES: Final = our_resource("modelinferroles", "ModelInferRole")
 VOLCANO_POD_GROUPS: Final = Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
 # of the scheduler-plugins' coscheduling
 SCHEDULER_POD_GROUPS: Final = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
-SERVING_RUNTIMES: Final = Resource("attache.dev", "v1alpha1", "servingruntimes", "ServingRuntime")
-CLUSTER_SERVING_RUNTIMES: Final = Resource(
-    "attache.dev", "v1alpha1", "clusterservingruntimes", "ClusterServingRuntime", namespaced=False
-)
-MODEL_TEMPLATES: Final = Resource("attache.dev", "v1alpha1", "modeltemplates", "ModelTemplate")
+SERVING_RUNTIMES: Final = our_resource("servingruntimes", "ServingRuntime")
+CLUSTER_SERVING_RUNTIMES: Final = our_resource("clusterservingruntimes", "ClusterServingRuntime", namespaced=False)
+MODEL_TEMPLATES: Final = our_resource("modeltemplates", "ModelTemplate")
 DAEMON_SETS: Final = Resource("apps", "v1", "daemonsets", "DaemonSet")
 JOBS: Final = Resource("batch", "v1", "jobs", "Job")
 

@@ -6,7 +6,6 @@ What no rule allows is denied, and a rule that denies wins.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
@@ -15,14 +14,14 @@ import msgspec
 from extproc.api import spec as patterns
 from extproc.api.admission import CallerNames
 from extproc.api.authentication import Claim, ModelPattern
-from extproc.api.documents import UnreadDocument
 from extproc.api.schema import suggest
-from extproc.api.spec import API_VERSION, Metadata, Name, NonEmpty, Rule, Spec, namespace_of, object_key
+from extproc.api.spec import API_VERSION, DirectoryObject, Name, NonEmpty, Rule, Spec, namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding
+    from extproc.api.documents import DirectoryObjects
+    from extproc.api.errors import Finding, Path
 
 _OURS: Final = API_VERSION.partition("/")[0]
 _GATEWAY_API: Final = "gateway.networking.k8s.io"
@@ -128,26 +127,13 @@ class ModelAccessPolicySpec(Spec, frozen=True):
     rules: Annotated[tuple[AccessRule, ...], msgspec.Meta(max_length=1000)] = ()
 
 
-class ModelAccessPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class ModelAccessPolicy(DirectoryObject, frozen=True, kw_only=True):
     """A ModelAccessPolicy document."""
 
-    metadata: Metadata
     spec: ModelAccessPolicySpec
 
 
 _WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
-
-
-class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a directory to which policies can be attached. Routes and servers by ``namespace/name``, listeners
-    by name.
-    """
-
-    model_routes: Collection[str]
-    model_servers: Collection[str]
-    http_routes: Collection[str]
-    listeners: Collection[str]
-    unread: UnreadDocument = UnreadDocument()
 
 
 def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:
@@ -165,7 +151,7 @@ def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:
                 yield ("spec", "rules", index, "from", number), message
 
 
-def check_targets(policy: ModelAccessPolicy, known: Targets) -> Iterator[Finding]:
+def check_targets(policy: ModelAccessPolicy, found: DirectoryObjects) -> Iterator[Finding]:
     """A policy whose target is misspelt would protect nothing."""
     namespace = policy.metadata.namespace
     for index, target in enumerate(policy.spec.target_refs):
@@ -177,26 +163,16 @@ def check_targets(policy: ModelAccessPolicy, known: Targets) -> Iterator[Finding
             )
             continue
         if target.kind in _WITH_LISTENERS:
-            yield from _check_listener(target, known, path)
+            yield from _check_listener(target, found.listeners, path)
             continue
-        keys = _keys(target, known)
-        if object_key(namespace, target.name) not in keys and not known.unread.may_hold(target.name):
+        keys = found.keys[target.kind]
+        if object_key(namespace, target.name) not in keys and not found.unread.may_hold(target.name):
             near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
             yield (*path, "name"), f"no {target.kind} is called '{target.name}' here; {suggest(target.name, near)}"
 
 
-def _check_listener(target: AccessTarget, known: Targets, path: tuple[str | int, ...]) -> Iterator[Finding]:
+def _check_listener(target: AccessTarget, listeners: Sequence[str], path: Path) -> Iterator[Finding]:
     if target.kind == "Gateway":
         yield (*path, "kind"), "a directory has no Gateways; write GatewayConfig, or apply the policy to a cluster"
-    elif target.section_name is not None and target.section_name not in known.listeners:
-        yield (*path, "sectionName"), f"no listener has this name; {suggest(target.section_name, known.listeners)}"
-
-
-def _keys(target: AccessTarget, known: Targets) -> Collection[str]:
-    match target.kind:
-        case "ModelRoute":
-            return known.model_routes
-        case "ModelServer":
-            return known.model_servers
-        case _:
-            return known.http_routes
+    elif target.section_name is not None and target.section_name not in listeners:
+        yield (*path, "sectionName"), f"no listener has this name; {suggest(target.section_name, listeners)}"

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import DirectoryObject, Name, NonEmpty, Rule, Spec, keyed_by
 
 # As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -254,10 +254,9 @@ class ObjectiveSpec(Spec, frozen=True):
     pool_ref: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class InferenceObjective(msgspec.Struct, frozen=True, kw_only=True):
+class InferenceObjective(DirectoryObject, frozen=True, kw_only=True):
     """A document of the Gateway API Inference Extension, or llm-d's of the same form: a priority with a name."""
 
-    metadata: Metadata
     spec: ObjectiveSpec = ObjectiveSpec()
 
 

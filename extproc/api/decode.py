@@ -8,64 +8,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.access_policy import ModelAccessPolicy, check_access_policy
-from extproc.api.admission import InferenceObjective
 from extproc.api.documents import Document, parse_document, repeats_keys, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.api.gateway_config import GatewayConfig, check_gateway, check_listeners
-from extproc.api.http_route import Backend, HTTPRoute, check_backend, check_cors, check_http_route
-from extproc.api.key_store import KEYS_FILE, KeyStore, KeyStoreSpec, check_key_store
-from extproc.api.model_route import ModelRoute, check_route
-from extproc.api.model_server import ModelServer, check_connection, check_server
+from extproc.api.gateway_config import check_has_listeners
+from extproc.api.key_store import KEYS_FILE, KeyStore, KeyStoreSpec
+from extproc.api.kinds import DOCUMENT_KINDS, DocumentKind
 from extproc.api.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
-from extproc.api.picker_flow_control import (
-    check_flow_control_section,
-    check_usage_limits,
-    flow_control_of,
-    with_usage_limits,
-)
+from extproc.api.picker_flow_control import flow_control_of, with_usage_limits
 from extproc.api.quantities import decode_quantity, decode_quantity_leniently
 from extproc.api.schema import advise_field, check_shape, suggest
-from extproc.api.spec import API_VERSION
+from extproc.api.spec import DirectoryObject
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from extproc.api.errors import Finding, Path
 
-_Ours = (
-    ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective | KeyStore
-)
-Object = _Ours | PickerFile
-_Decoded = _Ours | EndpointPickerConfig
+
+Object = DirectoryObject | PickerFile
+_Decoded = DirectoryObject | EndpointPickerConfig
 
 _CLUSTER_KINDS: Final = frozenset({"Model", "ModelInfer", "AutoscalingPolicy", "AutoscalingPolicyBinding"})
-_KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
-    {
-        "ModelRoute": ModelRoute,
-        "ModelServer": ModelServer,
-        "GatewayConfig": GatewayConfig,
-        "HTTPRoute": HTTPRoute,
-        "Backend": Backend,
-        "ModelAccessPolicy": ModelAccessPolicy,
-        "InferenceObjective": InferenceObjective,
-        "KeyStore": KeyStore,
-        PICKER_KIND: EndpointPickerConfig,
-    }
-)
-# The API versions of each kind; an EndpointPickerConfig's are part of its type.
-_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "ModelRoute": (API_VERSION,),
-        "ModelServer": (API_VERSION,),
-        "GatewayConfig": (API_VERSION,),
-        "HTTPRoute": ("gateway.networking.k8s.io/v1",),
-        "Backend": (API_VERSION,),
-        "ModelAccessPolicy": (API_VERSION,),
-        "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
-        "KeyStore": (API_VERSION,),
-    }
-)
+_KINDS: Final[Mapping[str, DocumentKind]] = MappingProxyType({kind.name: kind for kind in DOCUMENT_KINDS})
 
 
 class _Head(msgspec.Struct, frozen=True, rename="camel"):
@@ -104,7 +68,7 @@ _KNOWN_FIELDS: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(
     )
 )
 _DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
-    {name: msgspec.json.Decoder(cls, dec_hook=decode_quantity) for name, cls in _KINDS.items()}
+    {kind.name: msgspec.json.Decoder(kind.document, dec_hook=decode_quantity) for kind in DOCUMENT_KINDS}
 )
 
 
@@ -171,7 +135,8 @@ def _decode_json(document: Document) -> _Decoded | None:
     """None if there is any mistake in it."""
     try:
         head = _HEAD.decode(document.text)
-        if head.kind not in _KINDS or head.api_version not in _VERSIONS.get(head.kind, (head.api_version,)):
+        kind = _KINDS.get(head.kind)
+        if kind is None or head.api_version not in (kind.api_versions or (head.api_version,)):
             return None
         if head.kind != PICKER_KIND:
             _KNOWN_FIELDS.decode(document.text)
@@ -189,27 +154,26 @@ def _is_foreign(value: object) -> bool:
 def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     if not isinstance(value, dict):
         return None, [((), "is not a mapping; write apiVersion, kind, metadata and spec")]
-    kind = str(value.get("kind"))
     findings: list[Finding] = []
-    cls = _KINDS.get(kind)
-    if cls is None:
+    kind = _KINDS.get(str(value.get("kind")))
+    if kind is None:
         return None, [_no_kind(value)]
-    versions = _VERSIONS.get(kind, (API_VERSION,))
-    if kind != PICKER_KIND and value.get("apiVersion") not in versions:
+    cls, versions = kind.document, kind.api_versions
+    if versions and value.get("apiVersion") not in versions:
         findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
-    if kind == PICKER_KIND:
+    if cls is EndpointPickerConfig:
         value = dict(_without_nulls(value))
     try:
         decoded: _Decoded | None = msgspec.convert(value, cls, dec_hook=decode_quantity)
     except msgspec.ValidationError:
         findings.extend(check_shape(value, cls))
         decoded = _convert_leniently(value, cls) or _plugins_alone(value, cls, findings)
-    if kind != PICKER_KIND:
+    if cls is not EndpointPickerConfig:
         findings.extend(_unknown_fields(value, cls, known={path for path, _ in findings}))
     return decoded, findings
 
 
-def _unknown_fields(value: Mapping[object, object], cls: type[_Decoded], known: Collection[Path]) -> Iterator[Finding]:
+def _unknown_fields(value: Mapping[object, object], cls: type, known: Collection[Path]) -> Iterator[Finding]:
     """Fields that no object has: they would be ignored, and with them a guard or a limit that is not indented."""
     for key in map(str, value):
         if key not in _FIELDS and (key,) not in known:
@@ -242,7 +206,7 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
     return value
 
 
-def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
+def _convert_leniently(value: object, cls: type) -> _Decoded | None:
     """With placeholders for invalid durations and sizes, so that mistakes elsewhere in the document are found too."""
     try:
         found: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity_leniently)
@@ -253,7 +217,7 @@ def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
 
 def _plugins_alone(
     value: Any,  # noqa: ANN401 - plain data of any shape
-    cls: type[_Decoded],
+    cls: type,
     findings: list[Finding],
 ) -> _Decoded | None:
     """An EndpointPickerConfig without its faulty sections, so that mistakes of plugins are found too.
@@ -267,25 +231,7 @@ def _plugins_alone(
 
 
 def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:
-    match decoded:
-        case ModelServer():
-            yield from check_server(decoded.spec)
-            yield from check_connection(decoded.spec)
-        case ModelRoute():
-            yield from check_route(decoded.spec)
-        case GatewayConfig():
-            yield from check_gateway(decoded.spec)
-            yield from check_listeners(decoded.spec, may_come=listeners_may_come)
-            if decoded.spec.cors is not None:
-                yield from check_cors(decoded.spec.cors, ("spec", "cors"))
-        case HTTPRoute():
-            yield from check_http_route(decoded.spec)
-        case Backend():
-            yield from check_backend(decoded.spec)
-        case ModelAccessPolicy():
-            yield from check_access_policy(decoded.spec)
-        case KeyStore():
-            yield from check_key_store(decoded.spec)
-        case EndpointPickerConfig():
-            yield from check_flow_control_section(decoded)
-            yield from check_usage_limits(decoded)
+    checked = decoded.spec if isinstance(decoded, DirectoryObject) else decoded
+    for check in _KINDS[type(decoded).__name__].checks:
+        if not (listeners_may_come and check is check_has_listeners):
+            yield from check(checked)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 import yaml
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from extproc.api.errors import Finding, Path
 
+T = TypeVar("T")
 # Of one document. Ours are nested 10 deep; ten thousand endpoints with six labels each have 170,000 nodes.
 MAX_DEPTH: Final = 64
 MAX_NODES: Final = 250_000
@@ -406,3 +408,22 @@ class UnreadDocument(msgspec.Struct, frozen=True):
     def may_hold(self, name: str) -> bool:
         """Whether one of the documents may be the object ``name``."""
         return self.is_any_nameless or name in self.names
+
+
+class DirectoryObjects(msgspec.Struct, frozen=True, kw_only=True):
+    """The objects of a directory, for checks of what refers to them.
+
+    ``objects``: of each type with their documents, sorted by key. ``keys``: ``namespace/name`` of all objects, by kind.
+    ``listeners``: names; none if there is only ``listen``, to which every route is attached. ``pickers``: files of
+    EndpointPickerConfigs. ``unread``: the documents that are not among them because they could not be read.
+    """
+
+    objects: Mapping[type, Sequence[tuple[Document, Any]]]
+    keys: Mapping[str, Collection[str]]
+    listeners: Sequence[str]
+    pickers: Collection[str]
+    unread: UnreadDocument
+
+    def of(self, cls: type[T]) -> Sequence[tuple[Document, T]]:
+        """The objects of one type, with their documents."""
+        return self.objects[cls]

@@ -22,12 +22,12 @@ from extproc.api.authentication import Authentication, Tenant, check_authenticat
 from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.connection import CertificateFiles
 from extproc.api.guards import GuardService, check_guards
-from extproc.api.http_route import Cors
+from extproc.api.http_route import Cors, check_cors
 from extproc.api.matches import check_answer_header
 from extproc.api.model_server import CacheIsolation
 from extproc.api.payload_log import PayloadSink, check_payload_sink
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
-from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import DirectoryObject, NonEmpty, Rule, Spec, keyed_by
 from extproc.api.tracing import Tracing, check_tracing
 
 if TYPE_CHECKING:
@@ -166,10 +166,9 @@ class GatewayConfigSpec(Spec, frozen=True):
     budgets: Budgets = ()
 
 
-class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+class GatewayConfig(DirectoryObject, frozen=True, kw_only=True):
     """A GatewayConfig document."""
 
-    metadata: Metadata
     spec: GatewayConfigSpec
 
 
@@ -226,10 +225,8 @@ def _check_extproc_address(text: str, path: Path) -> Iterator[Finding]:
         yield path, f"the name of a socket file has at most {_LONGEST_SOCKET} bytes; write a shorter one"
 
 
-def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Iterator[Finding]:
-    """Listeners can be distinguished, and have what authentication needs. ``may_come``: Gateways may bring the
-    listeners, so that having none is no mistake.
-    """
+def check_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    """Listeners can be distinguished, and have what authentication needs."""
     names: set[str] = set()
     hosts: dict[tuple[tuple[str, int], str], str] = {}
     plain: dict[tuple[str, int], Listener] = {}
@@ -253,20 +250,28 @@ def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Itera
         other = hosts.setdefault((address, (one.hostname or "").lower()), one.name)
         if other != one.name:
             yield path, f"has the address and the host name of '{other}'; change one of them"
-    if spec.listeners or not may_come:
-        yield from _check_certificates_shown(spec)
-
-
-def _check_certificates_shown(spec: GatewayConfigSpec) -> Iterator[Finding]:
-    """With authentication by certificates, every listener requests them."""
-    if spec.authentication is None or not spec.authentication.client_certificates:
-        return
-    asks = "asks for no client certificate, by which callers are identified; write tls.clientCertificates"
-    if not spec.listeners:
-        yield ("spec", "listen"), f"{asks} of listeners"
-    for index, one in enumerate(spec.listeners):
+    for index, one in enumerate(spec.listeners if _needs_certificates(spec) else ()):
         if one.tls is None or one.tls.client_certificates is None:
-            yield ("spec", "listeners", index), asks
+            yield ("spec", "listeners", index), _ASKS_FOR_NONE
+
+
+def check_has_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    """With authentication by certificates, there are listeners, which request them."""
+    if not spec.listeners and _needs_certificates(spec):
+        yield ("spec", "listen"), f"{_ASKS_FOR_NONE} of listeners"
+
+
+def check_origins(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    """Those of ``cors``."""
+    if spec.cors is not None:
+        yield from check_cors(spec.cors, ("spec", "cors"))
+
+
+_ASKS_FOR_NONE: Final = "asks for no client certificate, by which callers are identified; write tls.clientCertificates"
+
+
+def _needs_certificates(spec: GatewayConfigSpec) -> bool:
+    return spec.authentication is not None and bool(spec.authentication.client_certificates)
 
 
 def unreachable_listener(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:

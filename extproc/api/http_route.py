@@ -14,7 +14,7 @@ import msgspec
 from extproc.api.addresses import check_endpoint
 from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.quantities import Duration
-from extproc.api.spec import API_VERSION, Metadata, NonEmpty, ParentReference, Port, Spec
+from extproc.api.spec import API_VERSION, DirectoryObject, NonEmpty, ParentReference, Port, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -229,10 +229,9 @@ class HTTPRouteSpec(Spec, frozen=True):
     rules: Annotated[tuple[HTTPRouteRule, ...], msgspec.Meta(max_length=16)] = (HTTPRouteRule(),)
 
 
-class HTTPRoute(msgspec.Struct, frozen=True, kw_only=True):
+class HTTPRoute(DirectoryObject, frozen=True, kw_only=True):
     """An HTTPRoute document. Between equal matches of two routes, the older decides, then the first by its key."""
 
-    metadata: Metadata
     spec: HTTPRouteSpec
 
 
@@ -247,10 +246,9 @@ class BackendSpec(Spec, frozen=True):
     unresolved: bool = False
 
 
-class Backend(msgspec.Struct, frozen=True, kw_only=True):
+class Backend(DirectoryObject, frozen=True, kw_only=True):
     """A Backend document."""
 
-    metadata: Metadata
     spec: BackendSpec
 
 

@@ -10,11 +10,13 @@ import msgspec
 
 from extproc.api import spec as patterns
 from extproc.api.authentication import ApiKey, KeyBudgets, KeyRateLimits, Models, check_key_limits
-from extproc.api.spec import Metadata, Name, NonEmpty, Spec
+from extproc.api.gateway_config import GatewayConfig
+from extproc.api.spec import DirectoryObject, Name, NonEmpty, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.api.documents import DirectoryObjects
     from extproc.api.errors import Finding, Path
     from extproc.api.gateway_config import GatewayConfigSpec
 
@@ -91,10 +93,9 @@ class KeyStoreSpec(Spec, frozen=True):
     cache_secret: Annotated[str, msgspec.Meta(min_length=16, max_length=512)] | None = None
 
 
-class KeyStore(msgspec.Struct, frozen=True, kw_only=True):
+class KeyStore(DirectoryObject, frozen=True, kw_only=True):
     """A KeyStore document."""
 
-    metadata: Metadata
     spec: KeyStoreSpec = KeyStoreSpec()
 
 
@@ -124,16 +125,16 @@ def with_virtual_keys(gateway: GatewayConfigSpec, store: KeyStoreSpec | None) ->
     )
 
 
-def check_known_keys(gateway: GatewayConfigSpec, store: KeyStoreSpec) -> Iterator[Finding]:
+def check_known_keys(store: KeyStore, found: DirectoryObjects) -> Iterator[Finding]:
     """They are used, and none has the name or the digest of a key of the GatewayConfig."""
-    given = gateway.authentication
+    given = next((gateway.spec.authentication for _, gateway in found.of(GatewayConfig)), None)
     if given is None or given.virtual_keys is None:
-        if store.keys:
+        if store.spec.keys:
             message = "are used by nobody; write authentication: {virtualKeys: {}} in the GatewayConfig, or remove them"
             yield ("spec", "keys"), message
         return
     names, digests = {one.name for one in given.api_keys}, {one.digest for one in given.api_keys}
-    for index, key in enumerate(store.keys):
+    for index, key in enumerate(store.spec.keys):
         path: Path = ("spec", "keys", index)
         if key.name in names:
             yield (*path, "name"), f"apiKeys of the GatewayConfig have a '{key.name}', too; rename that one"

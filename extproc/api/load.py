@@ -8,36 +8,30 @@ import os
 import stat
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import xxhash
 
-from extproc.api.access_policy import ModelAccessPolicy
-from extproc.api.admission import InferenceObjective
 from extproc.api.decode import Object, decode
-from extproc.api.documents import Document, UnreadDocument, split_documents
+from extproc.api.documents import DirectoryObjects, Document, UnreadDocument, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.gateway_config import GatewayConfig, GatewayConfigSpec
-from extproc.api.http_route import Backend, HTTPRoute
-from extproc.api.key_store import KeyStore, check_known_keys, with_virtual_keys
-from extproc.api.model_route import ModelRoute
-from extproc.api.model_server import ModelServer
+from extproc.api.key_store import KeyStore, with_virtual_keys
+from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.picker_config import PickerFile, check_shape_alone
-from extproc.api.references import DirectoryObjects, check_model_names, check_names, check_policies, check_references
+from extproc.api.references import check_model_names, check_names
 from extproc.api.snapshot import Snapshot
 from extproc.api.status_pages import content_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from extproc.api.kinds import DocumentKind
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
-T = TypeVar(
-    "T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective, KeyStore
-)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -144,10 +138,7 @@ def _version(digests: Mapping[str, str]) -> str:
 
 def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_picker: PickerCheck) -> Snapshot:
     """Raises ConfigInvalid."""
-    routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
-    gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
-    http_routes, backends = _of(readings, HTTPRoute), _of(readings, Backend)
-    policies = _of(readings, ModelAccessPolicy)
+    objects: dict[type, list[tuple[Document, Any]]] = {kind.document: [] for kind in DOCUMENT_KINDS}
     pickers: dict[str, PickerFile] = {}
     mistakes = [mistake for reading in readings for mistake in reading.mistakes]
     for one in readings:
@@ -157,41 +148,45 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_pi
                 mistakes.extend(one.document.mistakes([((), second)]))
             pickers[one.document.file] = one.object
             mistakes.extend(_of_picker(one.object, check_picker))
-    for document, _ in gateways[1:]:
-        second = "a second GatewayConfig; a directory takes one, merge the two"
-        mistakes.extend(document.mistakes([(("kind",), second)]))
-    stores = _of(readings, KeyStore)
-    for document, _ in stores[1:]:
-        mistakes.extend(document.mistakes([(("kind",), "a second KeyStore; a directory takes one")]))
-    gateway, store = gateways[0][1].spec if gateways else GatewayConfigSpec(), None
-    if stores:
-        document, store = stores[0][0], stores[0][1].spec
-        mistakes.extend(document.mistakes(check_known_keys(gateway, store)))
-    unread = UnreadDocument.of(one.document for one in readings if one.object is None and one.mistakes)
-    found = DirectoryObjects(routes, servers, gateways, http_routes, backends, policies, pickers, unread)
-    mistakes.extend(check_references(found))
-    mistakes.extend(check_policies(found))
-    mistakes.extend(check_names(routes, "ModelRoute"))
-    mistakes.extend(check_names(servers, "ModelServer"))
-    mistakes.extend(check_names(http_routes, "HTTPRoute"))
-    mistakes.extend(check_names(backends, "Backend"))
-    mistakes.extend(check_names(policies, "ModelAccessPolicy"))
-    mistakes.extend(check_names(objectives, "InferenceObjective"))
+        elif one.object is not None:
+            objects[type(one.object)].append((one.document, one.object))
+    for pairs in objects.values():
+        pairs.sort(key=lambda pair: pair[1].metadata.key)
+    gateway = next((one.spec for _, one in objects[GatewayConfig]), GatewayConfigSpec())
+    found = DirectoryObjects(
+        objects=objects,
+        keys={kind.name: {one.metadata.key for _, one in objects[kind.document]} for kind in DOCUMENT_KINDS},
+        listeners=[one.name for one in gateway.listeners],
+        pickers=pickers,
+        unread=UnreadDocument.of(one.document for one in readings if one.object is None and one.mistakes),
+    )
+    for kind in DOCUMENT_KINDS:
+        mistakes.extend(_check_together(kind, found))
     mistakes.extend(check_model_names(found))
     if mistakes:
         raise ConfigInvalid(mistakes)
+    fields: dict[str, Any] = {
+        kind.field: tuple(one for _, one in objects[kind.document]) for kind in DOCUMENT_KINDS if kind.field
+    }
+    fields["picker_files"] = pickers
     return Snapshot(
         version=_version(digests),
         digests=digests,
-        routes=tuple(route for _, route in routes),
-        servers=tuple(server for _, server in servers),
-        gateway=with_virtual_keys(gateway, store),
-        objectives=tuple(objective for _, objective in objectives),
-        http_routes=tuple(route for _, route in http_routes),
-        backends=tuple(backend for _, backend in backends),
-        access_policies=tuple(policy for _, policy in policies),
-        picker_files=pickers,
+        gateway=with_virtual_keys(gateway, next((one.spec for _, one in found.of(KeyStore)), None)),
+        **fields,
     )
+
+
+def _check_together(kind: DocumentKind, found: DirectoryObjects) -> Iterator[Mistake]:
+    """The objects of one kind have names of their own, and what they refer to exists."""
+    pairs = found.objects[kind.document]
+    for document, one in pairs:
+        for check in kind.references:
+            yield from document.mistakes(check(one, found))
+    if not kind.second:
+        yield from check_names(pairs, kind.name)
+    for document, _ in pairs[1:] if kind.second else ():
+        yield from document.mistakes([(("kind",), kind.second)])
 
 
 def _of_picker(file: PickerFile, check_picker: PickerCheck) -> Sequence[Mistake]:
@@ -200,11 +195,6 @@ def _of_picker(file: PickerFile, check_picker: PickerCheck) -> Sequence[Mistake]
     except ConfigInvalid as error:
         return error.mistakes
     return ()
-
-
-def _of(readings: Sequence[_Reading], cls: type[T]) -> list[tuple[Document, T]]:
-    found = [(one.document, one.object) for one in readings if isinstance(one.object, cls)]
-    return sorted(found, key=lambda pair: pair[1].metadata.key)
 
 
 SUFFIXES: Final = (".yaml", ".yml", ".json")

@@ -15,7 +15,7 @@ from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.objectives import Slos, check_slo
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
+from extproc.api.spec import DirectoryObject, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
 from extproc.api.tiers import NO_CHOICE, Tiers, check_tiers
 
 if TYPE_CHECKING:
@@ -114,10 +114,9 @@ class ModelRouteSpec(Spec, frozen=True):
     guard: RouteGuard | None = None
 
 
-class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
+class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
     """A ModelRoute document."""
 
-    metadata: Metadata
     spec: ModelRouteSpec
 
     def server_key(self, target: TargetModel) -> str:

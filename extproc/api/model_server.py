@@ -15,7 +15,7 @@ from extproc.api.matches import check_header_name
 from extproc.api.pricing import PriceSpec, check_pricing
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
 from extproc.api.spec import (
-    Metadata,
+    DirectoryObject,
     NonEmpty,
     Rule,
     Spec,
@@ -292,10 +292,9 @@ class ModelServerSpec(Spec, frozen=True):
         return self.listed or ()
 
 
-class ModelServer(msgspec.Struct, frozen=True, kw_only=True):
+class ModelServer(DirectoryObject, frozen=True, kw_only=True):
     """A ModelServer document."""
 
-    metadata: Metadata
     spec: ModelServerSpec
 
 

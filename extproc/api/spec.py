@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
@@ -116,6 +116,13 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """``namespace/name``: the one spelling in memory, metrics, headers and Envoy's configuration."""
         return object_key(self.namespace, self.name)
+
+
+class DirectoryObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A document of the configuration directory. Each kind is a subclass of that name, with its type of ``spec``."""
+
+    metadata: Metadata
+    spec: Any
 
 
 def keyed_by(*fields: str) -> dict[str, object]:

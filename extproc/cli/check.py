@@ -17,6 +17,7 @@ from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.errors import ConfigInvalid
 from extproc.api.files import open_regular
 from extproc.api.gateway_config import unreachable_listener
+from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.load import Loader, load_directory, max_bytes
 from extproc.api.matches import ANY_HOST, have_common_hosts
 from extproc.api.picker_config import PICKER_KIND
@@ -312,16 +313,9 @@ def _summary(snapshot: Snapshot) -> str:
         pluralize(len(snapshot.routes), "ModelRoute"),
         f"{pluralize(len(snapshot.servers), 'ModelServer')} with {pluralize(endpoints, 'endpoint')}",
     ]
-    if snapshot.http_routes:
-        parts.append(pluralize(len(snapshot.http_routes), "HTTPRoute"))
-    if snapshot.backends:
-        parts.append(pluralize(len(snapshot.backends), "Backend"))
-    if snapshot.objectives:
-        parts.append(pluralize(len(snapshot.objectives), "InferenceObjective"))
-    if snapshot.access_policies:
-        parts.append(pluralize(len(snapshot.access_policies), "ModelAccessPolicy"))
-    if snapshot.picker_files:
-        parts.append(pluralize(len(snapshot.picker_files), "EndpointPickerConfig"))
+    others = [kind for kind in DOCUMENT_KINDS if kind.field and kind.field not in ("routes", "servers")]
+    counts = ((len(getattr(snapshot, kind.field)), kind.name) for kind in others)
+    parts.extend(pluralize(count, name) for count, name in counts if count)
     if snapshot.gateway.listeners:
         parts.append(pluralize(len(snapshot.gateway.listeners), "listener"))
     authentication = snapshot.gateway.authentication

@@ -24,6 +24,7 @@ import yaml
 from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
 from controller.webhooks.admission.checks import read_review, review_object
+from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.load import load_directory
 from extproc.llmd.pickers import InstalledPlugins
 from tests.docs_examples import EXAMPLES, Example
@@ -73,16 +74,7 @@ FOREIGN: Final[Mapping[str, str]] = {
 OF_CLUSTERS: Final = {"autoscaling.md", "autoscaling-export.md", "kubernetes.md", "migrating.md", "models.md"}
 
 
-DIRECTORY_KINDS: Final = {
-    "Backend",
-    "EndpointPickerConfig",
-    "GatewayConfig",
-    "HTTPRoute",
-    "InferenceObjective",
-    "ModelAccessPolicy",
-    "ModelRoute",
-    "ModelServer",
-}
+DIRECTORY_KINDS: Final = {kind.name for kind in DOCUMENT_KINDS}
 
 
 def objects_of(text: str) -> list[dict[str, Any]]:

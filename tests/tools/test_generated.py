@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tools import generated
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_what_is_missing_different_or_made_by_nothing_is_named_and_generate_mends_it(
@@ -37,3 +37,11 @@ def test_what_is_missing_different_or_made_by_nothing_is_named_and_generate_mend
     assert generated.main([]) == 0
     assert generated.main(["--check"]) == 0
     assert sorted(path.name for path in tmp_path.rglob("*.md")) == ["new.md", "old.md", "other.md", "same.md"]
+
+
+def test_a_list_below_its_comment_is_written_anew_and_what_stands_around_it_stays() -> None:
+    text = "- a:\n  # x, by make generate\n  - old\n  b: [c]\n- d:\n    # y, by make generate\n  - e\n"
+    found = generated.with_lists(text, {"x": ["one", "two"], "y": ["three"]})
+    assert found == text.replace("- old\n", "- one\n  - two\n").replace("  - e\n", "    - three\n  - e\n")
+    with pytest.raises(ValueError, match="unpack"):
+        generated.with_lists(text, {"z": []})

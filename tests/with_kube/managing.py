@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bench.cluster.control_plane import apply_crds
-from controller.api.crds.kinds import GROUP, KINDS, VERSION, definition_of
 from controller.kube.client import Client, connect
 from controller.kube.errors import NotFound
 from controller.kube.informer import InformerTiming
+from controller.kube.kinds import KINDS, definition_of
 from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.metrics import ManagerMetrics
 from controller.kube.queue import QueueTiming
-from controller.kube.resources import CRDS, EVENTS, MODEL_INFERS, PODS, Resource
+from controller.kube.resources import CRDS, EVENTS, MODEL_INFERS, PODS
 from controller.manager.role import CONTROLLER, Leader, ManagerRole, kopf_source
 from controller.models.controller import DecisionFunctions, ModelControllerSettings
 from controller.models.model.reconcile import reconcile
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.kube.access import ClusterAccess
-    from controller.kube.resources import Object
+    from controller.kube.resources import Object, Resource
     from controller.models.adapter import Loads
     from controller.models.controller import Source
     from controller.models.model_infer_adapter import Decide
@@ -109,9 +109,7 @@ async def managing(
             await managed.stop()
 
 
-OUR_KINDS: Final[Mapping[str, Resource]] = {
-    kind.name: Resource(GROUP, VERSION, kind.plural, kind.name, namespaced=kind.scope == "Namespaced") for kind in KINDS
-}
+OUR_KINDS: Final[Mapping[str, Resource]] = {kind.name: kind.resource for kind in KINDS}
 _DEFINED: Final[set[tuple[str, Path | None]]] = set()
 
 
@@ -127,7 +125,7 @@ async def define_kinds(client: Client) -> None:
 async def _serves_ours(client: Client) -> bool:
     # a fake server may have the port of one that has ended
     try:
-        served = await client.served_resources(f"{GROUP}/{VERSION}")
+        served = await client.served_resources(MODEL_INFERS.api_version)
     except NotFound:
         return False
     return {one.plural for one in OUR_KINDS.values()} <= {one["name"] for one in served}

@@ -11,10 +11,11 @@ import yaml
 from msgspec import inspect
 
 from controller.api.crds import field_docs
-from controller.api.crds import kinds as crds
+from controller.kube import kinds as crds
 from extproc.api.admission import InferenceObjective
-from extproc.api.http_route import Backend, HTTPRoute
-from extproc.api.key_store import KeyStore
+from extproc.api.http_route import HTTPRoute
+from extproc.api.kinds import DOCUMENT_KINDS
+from extproc.api.picker_config import EndpointPickerConfig
 from extproc.api.spec import API_VERSION, NAME, NAMESPACE
 
 if TYPE_CHECKING:
@@ -138,12 +139,12 @@ def _lengths(kind: inspect.VarTupleType | inspect.ListType | inspect.DictType) -
     return f", at least {low:,}" if low else ""
 
 
+_CLASSES: Final = (*(kind.document for kind in DOCUMENT_KINDS), *(kind.document for kind in crds.KINDS))
+# EndpointPickerConfig is llm-d's, and has pages of its own.
 KINDS: Final[Mapping[str, type]] = {
-    **{re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.name).lower(): kind.document for kind in crds.KINDS},
-    "inference-objective": InferenceObjective,
-    "http-route": HTTPRoute,
-    "backend": Backend,
-    "key-store": KeyStore,
+    re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower(): cls
+    for cls in _CLASSES
+    if cls is not EndpointPickerConfig
 }
 # Kubernetes' own; and the foreign kind has the apiVersions of those who define it.
 _METADATA: Final = "metadata"

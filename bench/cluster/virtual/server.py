@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from bench.cluster.fake.kinds import Kinds, ServedKind
 from bench.cluster.fake.objects import Objects, ResourcePath, WriteOptions
 from bench.cluster.fake.storage import ObjectChange, Storage
-from controller.api.crds.kinds import KINDS, definition_of
+from controller.kube.kinds import KINDS, definition_of
 from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key
 
 if TYPE_CHECKING:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From structs to CustomResourceDefinitions: schemas, defaults, CEL rules, printer columns."""
+"""From structs to the schemas of CustomResourceDefinitions: defaults, CEL rules, descriptions."""

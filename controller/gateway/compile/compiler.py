@@ -20,11 +20,11 @@ from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
 from controller.gateway.compile.grace import KINDS as GRACED_KINDS
 from controller.gateway.compile.grace import RESTRICTIONS, Grace
-from controller.gateway.compile.policies import PolicyResult, PolicySet, PolicyTargets
+from controller.gateway.compile.policies import PolicyResult, PolicySet, PolicyTargets, compile_policies
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer, bounded_name
 from controller.gateway.compile.servers import ServerSet, empty_server
-from controller.gateway.compile.sources import DOCUMENT_KINDS, SourceObject, source_of
+from controller.gateway.compile.sources import SOURCE_KINDS, SourceObject, source_of
 from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, WantedCondition, WantedStatus, fails, holds
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.load import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
@@ -68,6 +68,8 @@ def size_problem(files: Mapping[str, bytes]) -> str:
 
 
 GATEWAY_FILE: Final = "gateway.json"
+# Kinds whose objects are attached to others, by what compiles them.
+_POLICIES: Final = {"ModelAccessPolicy": compile_policies}
 
 
 class CompileResult(msgspec.Struct, frozen=True):
@@ -105,12 +107,12 @@ class Compiler:
         networks: Sequence[Network] | None = None,
     ) -> None:
         self._gateway = gateway
-        self._sources: dict[str, dict[str, SourceObject]] = {kind: {} for kind in DOCUMENT_KINDS}
+        self._sources: dict[str, dict[str, SourceObject]] = {kind: {} for kind in SOURCE_KINDS}
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
-        self._policy_set = PolicySet()
-        self._policies: Mapping[str, PolicyResult] = {}
+        self._policy_sets = {kind: PolicySet(compile_all) for kind, compile_all in _POLICIES.items()}
+        self._policies: Mapping[tuple[str, str], PolicyResult] = {}
         self._api = GatewayApi(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
         self._documents = GatewayDocuments(self._api.resolve_pointer)
         self._servers = ServerSet(check_picker, self._api.resolve_pointer, networks)
@@ -144,8 +146,11 @@ class Compiler:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
         documents = dict(self._routing())
-        self._policies = self._policy_set.compile(self._served(documents))
-        has_policies = any(one.document is not None for one in self._policies.values())
+        served = self._served(documents)
+        self._policies = {
+            (kind, key): one for kind, set_ in self._policy_sets.items() for key, one in set_.compile(served).items()
+        }
+        has_policies = any(kind in RESTRICTIONS and one.document for (kind, _), one in self._policies.items())
         gateway = self._documents.make(
             self._config_in_effect(), self._api.listener_documents(), has_policies=has_policies
         )
@@ -159,8 +164,8 @@ class Compiler:
         if kind in GRACED_KINDS:
             self._put_state(kind, key, self._grace.update(kind, key, source, now_s))
             return
-        if kind == "ModelAccessPolicy":
-            self._policy_set.put(key, source)
+        if kind in self._policy_sets:
+            self._policy_sets[kind].put(key, source)
             return
         self._put_known(kind, key, source)
         if kind == "GatewayConfig":
@@ -193,9 +198,9 @@ class Compiler:
                 yield file_name(objective.kind, objective.key), objective.document()
         # before what they protect, which must not be served without them: until it is there, readers use nothing of
         # this
-        for key, policy in self._policies.items():
+        for (kind, key), policy in self._policies.items():
             if policy.document is not None:
-                yield file_name("ModelAccessPolicy", key), policy.document
+                yield file_name(kind, key), policy.document
         for (kind, key), document in documents.items():
             yield file_name(kind, key), document
 

@@ -13,12 +13,13 @@ from typing import Final
 import msgspec
 
 from controller.gateway.compile.sources import SourceObject
+from controller.kube.kinds import KINDS as CUSTOM_RESOURCES
 from extproc.api.model_server import ModelServer
 from extproc.api.spec import namespace_of
 
 KINDS: Final = ("ModelRoute", "ModelServer")
 # What says who may use routes and servers: one that is deleted together with these must not be outlived by them.
-RESTRICTIONS: Final = ("Gateway", "GatewayConfig", "ModelAccessPolicy")
+RESTRICTIONS: Final = ("Gateway", *(kind.name for kind in CUSTOM_RESOURCES if kind.restricts_access))
 _OF_ALL_NAMESPACES: Final = ("Gateway", "GatewayConfig")
 # For so long requests wait for the engines of a ModelServer that came back; after that they are refused at once.
 _HOLDS_S: Final = 600.0

@@ -19,7 +19,7 @@ from extproc.api.snapshot import access_restrictions
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from controller.gateway.compile.sources import SourceObject
     from extproc.api.gateway_config import GatewayConfigSpec
@@ -52,12 +52,16 @@ class PolicyResult(msgspec.Struct, frozen=True):
     status: WantedStatus
 
 
-class PolicySet:
-    """All policies; compiled again where they, or their targets, have changed."""
+Policies = Mapping[str, PolicyResult]
 
-    def __init__(self) -> None:
+
+class PolicySet:
+    """All policies of a kind; ``compile_all`` compiles them again where they, or their targets, have changed."""
+
+    def __init__(self, compile_all: Callable[[Iterable[SourceObject], PolicyTargets], Policies]) -> None:
+        self._compile_all = compile_all
         self._sources: dict[str, SourceObject] = {}
-        self._compiled: tuple[PolicyTargets, dict[str, SourceObject], dict[str, PolicyResult]] | None = None
+        self._compiled: tuple[PolicyTargets, dict[str, SourceObject], Policies] | None = None
 
     def put(self, key: str, source: SourceObject | None) -> None:
         """A policy as it is now; None: it is gone."""
@@ -66,11 +70,11 @@ class PolicySet:
         else:
             self._sources[key] = source
 
-    def compile(self, served: PolicyTargets) -> Mapping[str, PolicyResult]:
+    def compile(self, served: PolicyTargets) -> Policies:
         """Every policy by its key."""
         known = self._compiled
         if known is None or known[0] != served or known[1] != self._sources:
-            known = self._compiled = served, dict(self._sources), compile_policies(self._sources.values(), served)
+            known = self._compiled = served, dict(self._sources), self._compile_all(self._sources.values(), served)
         return known[2]
 
 

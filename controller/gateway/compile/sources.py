@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from controller.kube.kinds import GATEWAY_KINDS
 from extproc.api.decode import Object as Decoded
 from extproc.api.decode import decode
 from extproc.api.documents import Document
@@ -16,7 +17,7 @@ from extproc.api.errors import Mistake
 from extproc.api.spec import object_key
 
 # Kinds whose objects are documents of the directory, too.
-DOCUMENT_KINDS: Final = ("GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy", "InferenceObjective")
+SOURCE_KINDS: Final = (*(kind.name for kind in GATEWAY_KINDS), "InferenceObjective")
 
 
 class SourceObject(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.api.autoscaling import GATEWAY_METRICS, schedule_mistakes
-from controller.api.autoscaling_binding import AutoscalingPolicyBinding
-from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicy, AutoscalingPolicySpec
+from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicySpec
 from controller.api.common import is_of_kind
-from controller.api.model import Model, ModelTemplate
-from controller.api.model_infer import ModelInfer
 from controller.api.model_infer import mistakes as model_infer_mistakes
-from controller.api.serving_runtime import ServingRuntime, ServingRuntimeSpec
+from controller.api.serving_runtime import ServingRuntimeSpec
 from controller.gateway.compile.pools import PREFIX
 from controller.gateway.compile.servers import LABEL, compile_picker
 from controller.gateway.compile.sources import source_of
+from controller.kube.kinds import GATEWAY_KINDS, KINDS
 from controller.models.runtimes.mistakes import mistakes as model_mistakes
 from controller.models.runtimes.settings import NAMES, unknown_settings
 from extproc.api.quantities import decode_quantity
@@ -213,17 +211,9 @@ def users_of(kind: str, key: str, known: Known) -> Iterator[str]:
                 yield f"AutoscalingPolicyBinding {other} still names it; its targets are not scaled any more"
 
 
-_DOCUMENTS: Final = frozenset({"GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy"})
+_DOCUMENTS: Final = frozenset(kind.name for kind in GATEWAY_KINDS)
 _OTHERS: Final[Mapping[str, type]] = MappingProxyType(
-    {
-        "AutoscalingPolicy": AutoscalingPolicy,
-        "AutoscalingPolicyBinding": AutoscalingPolicyBinding,
-        "ClusterServingRuntime": ServingRuntime,
-        "Model": Model,
-        "ModelInfer": ModelInfer,
-        "ModelTemplate": ModelTemplate,
-        "ServingRuntime": ServingRuntime,
-    }
+    {kind.name: kind.document for kind in KINDS if kind.is_reviewed and kind not in GATEWAY_KINDS}
 )
 # Fields with an object's desired state; other fields, such as labels and finalizers, may change in spite of mistakes.
 _ASKING: Final = ("spec", "data")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import msgspec.inspect
 import pytest
 
-from extproc.api.decode import _KINDS, decode
+from extproc.api.decode import decode
 from extproc.api.documents import Document
+from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.spec import ADVICE, Metadata, full_key, namespace_of
 
 
@@ -50,7 +51,7 @@ def test_there_is_advice_for_each_pattern_of_the_directorys_kinds() -> None:
                 for one in value if isinstance(value, tuple) else (value,):
                     walk(one)
 
-    for one in msgspec.inspect.multi_type_info(_KINDS.values()):
+    for one in msgspec.inspect.multi_type_info([kind.document for kind in DOCUMENT_KINDS]):
         walk(one)
     assert len(found) > 9
     assert found <= ADVICE.keys()

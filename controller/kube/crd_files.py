@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from controller.api.crds.kinds import GROUP, KINDS, definition_of
+from controller.kube.kinds import KINDS, definition_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def files() -> Mapping[str, str]:
     """Every definition as YAML, by the name of its file, and the list of them for kustomize."""
-    found = {f"{GROUP}_{kind.plural}.yaml": _to_yaml(definition_of(kind)) for kind in KINDS}
+    found = {f"{kind.resource.group}_{kind.resource.plural}.yaml": _to_yaml(definition_of(kind)) for kind in KINDS}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds: struct, status, plural, printer columns, subresources; and each as the CustomResourceDefinition."""
+"""The custom resources, a row each: struct, status, printer columns, subresources; and their definitions."""
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import inspect
@@ -15,11 +15,13 @@ from controller.api.crds.schema import schema_of
 from controller.api.model import Model, ModelTemplate, ModelTemplateStatus
 from controller.api.model_infer import ModelInfer, ModelInferRole
 from controller.api.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus
+from controller.kube import resources
+from controller.kube.resources import Resource
 from extproc.api.access_policy import ModelAccessPolicy
 from extproc.api.gateway_config import GatewayConfig
+from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer
-from extproc.api.spec import API_VERSION
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -32,20 +34,28 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """How a kind is defined. ``spec_of``: the struct of its documents. ``scaled_by``: the paths of its replicas in spec
-    and status, and of the status' label selector, if it has a scale subresource. ``scope``: whether objects are in
-    namespaces.
+    """How a kind is defined. If it is a kind of the directory too, the gateway role watches its objects and writes
+    their statuses.
+
+    ``document``: the struct of its objects. ``scaled_by``: the paths of its replicas in spec and status, and of the
+    status' label selector, if it has a scale subresource. ``is_reviewed``: users write its objects, so a webhook checks
+    them. ``restricts_access``: its objects decide who may use what.
     """
 
-    name: str
-    plural: str
+    resource: Resource
     short_names: tuple[str, ...]
     document: type
     status: type
     columns: tuple[Column, ...]
     scaled_by: tuple[str, str, str] | None = None
     needs_spec: bool = True
-    scope: Literal["Namespaced", "Cluster"] = "Namespaced"
+    is_reviewed: bool = True
+    restricts_access: bool = False
+
+    @property
+    def name(self) -> str:
+        """As objects have it in ``kind``."""
+        return self.resource.kind
 
 
 def _condition(name: str) -> Column:
@@ -63,8 +73,7 @@ _RUNTIME_COLUMNS: Final = (
 )
 KINDS: Final[tuple[Kind, ...]] = (
     Kind(
-        name="ModelRoute",
-        plural="modelroutes",
+        resource=resources.MODEL_ROUTES,
         short_names=("mr",),
         document=ModelRoute,
         status=statuses.ModelRouteStatus,
@@ -79,8 +88,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         ),
     ),
     Kind(
-        name="ModelServer",
-        plural="modelservers",
+        resource=resources.MODEL_SERVERS,
         short_names=("ms",),
         document=ModelServer,
         status=statuses.ModelServerStatus,
@@ -96,8 +104,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         ),
     ),
     Kind(
-        name="GatewayConfig",
-        plural="gatewayconfigs",
+        resource=resources.GATEWAY_CONFIGS,
         short_names=("gwc",),
         document=GatewayConfig,
         status=statuses.GatewayConfigStatus,
@@ -110,10 +117,10 @@ KINDS: Final[tuple[Kind, ...]] = (
             _AGE,
         ),
         needs_spec=False,
+        restricts_access=True,
     ),
     Kind(
-        name="ModelAccessPolicy",
-        plural="modelaccesspolicies",
+        resource=resources.MODEL_ACCESS_POLICIES,
         short_names=("map",),
         document=ModelAccessPolicy,
         status=statuses.ModelAccessPolicyStatus,
@@ -126,10 +133,10 @@ KINDS: Final[tuple[Kind, ...]] = (
             _AGE,
         ),
         needs_spec=False,
+        restricts_access=True,
     ),
     Kind(
-        name="ModelInfer",
-        plural="modelinfers",
+        resource=resources.MODEL_INFERS,
         short_names=("mi",),
         document=ModelInfer,
         status=statuses.ModelInferStatus,
@@ -145,8 +152,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
     ),
     Kind(
-        name="ModelInferRole",
-        plural="modelinferroles",
+        resource=resources.MODEL_INFER_ROLES,
         short_names=("mir",),
         document=ModelInferRole,
         status=statuses.ModelInferRoleStatus,
@@ -158,10 +164,10 @@ KINDS: Final[tuple[Kind, ...]] = (
             _AGE,
         ),
         scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
+        is_reviewed=False,
     ),
     Kind(
-        name="Model",
-        plural="models",
+        resource=resources.MODELS,
         short_names=(),
         document=Model,
         status=statuses.ModelStatus,
@@ -177,8 +183,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         ),
     ),
     Kind(
-        name="ModelTemplate",
-        plural="modeltemplates",
+        resource=resources.MODEL_TEMPLATES,
         short_names=("mt",),
         document=ModelTemplate,
         status=ModelTemplateStatus,
@@ -186,25 +191,21 @@ KINDS: Final[tuple[Kind, ...]] = (
         needs_spec=False,
     ),
     Kind(
-        name="ServingRuntime",
-        plural="servingruntimes",
+        resource=resources.SERVING_RUNTIMES,
         short_names=("srt",),
         document=ServingRuntime,
         status=ServingRuntimeStatus,
         columns=_RUNTIME_COLUMNS,
     ),
     Kind(
-        name="ClusterServingRuntime",
-        plural="clusterservingruntimes",
+        resource=resources.CLUSTER_SERVING_RUNTIMES,
         short_names=("csrt",),
         document=ClusterServingRuntime,
         status=ServingRuntimeStatus,
         columns=_RUNTIME_COLUMNS,
-        scope="Cluster",
     ),
     Kind(
-        name="AutoscalingPolicy",
-        plural="autoscalingpolicies",
+        resource=resources.AUTOSCALING_POLICIES,
         short_names=("asp",),
         document=AutoscalingPolicy,
         status=statuses.AutoscalingPolicyStatus,
@@ -218,8 +219,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         needs_spec=False,
     ),
     Kind(
-        name="AutoscalingPolicyBinding",
-        plural="autoscalingpolicybindings",
+        resource=resources.AUTOSCALING_POLICY_BINDINGS,
         short_names=("aspb",),
         document=AutoscalingPolicyBinding,
         status=statuses.AutoscalingPolicyBindingStatus,
@@ -233,22 +233,26 @@ KINDS: Final[tuple[Kind, ...]] = (
         ),
     ),
 )
+_DOCUMENTS: Final = {one.document for one in DOCUMENT_KINDS}
+# Those that are kinds of the directory too.
+GATEWAY_KINDS: Final = tuple(kind for kind in KINDS if kind.document in _DOCUMENTS)
 
-GROUP, _, VERSION = API_VERSION.partition("/")
 _NAMES: Final = {"apiVersion": "The version of this schema.", "kind": "What this object is."}
 
 
 def definition_of(kind: Kind) -> dict[str, Any]:
     """The whole object, as plain data."""
-    names: dict[str, Any] = {"kind": kind.name, "plural": kind.plural, "singular": kind.name.lower()}
-    names |= {"listKind": f"{kind.name}List", "categories": ["attache"]}
+    of = kind.resource
+    scope = "Namespaced" if of.namespaced else "Cluster"
+    names: dict[str, Any] = {"kind": of.kind, "plural": of.plural, "singular": of.kind.lower()}
+    names |= {"listKind": f"{of.kind}List", "categories": ["attache"]}
     if kind.short_names:
         names["shortNames"] = list(kind.short_names)
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{kind.plural}.{GROUP}"},
-        "spec": {"group": GROUP, "names": names, "scope": kind.scope, "versions": [_version(kind)]},
+        "metadata": {"name": f"{of.plural}.{of.group}"},
+        "spec": {"group": of.group, "names": names, "scope": scope, "versions": [_version(kind)]},
     }
 
 
@@ -258,7 +262,7 @@ def _version(kind: Kind) -> dict[str, Any]:
         fields = ("specReplicasPath", "statusReplicasPath", "labelSelectorPath")
         subresources["scale"] = dict(zip(fields, kind.scaled_by, strict=True))
     return {
-        "name": VERSION,
+        "name": kind.resource.version,
         "served": True,
         "storage": True,
         "schema": {"openAPIV3Schema": _schema(kind)},

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.api.crds.files import files
-from controller.api.crds.kinds import KINDS, Kind, definition_of
+from controller.kube.crd_files import files
+from controller.kube.kinds import KINDS, Kind, definition_of
 from extproc.api.decode import decode
 from extproc.api.documents import split_documents
 from tests.rule_cases import CASES, Case
@@ -19,7 +19,7 @@ from tests.rule_cases import CASES, Case
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FOLDER = Path(__file__).parents[4] / "manifests" / "crds"
+FOLDER = Path(__file__).parents[3] / "manifests" / "crds"
 files_once = cache(files)
 
 
