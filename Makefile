@@ -108,7 +108,7 @@ check: $(VENV)/ready ## lint, format, layers, types, generated files, what pages
 check-rest:
 	$(VENV)/bin/lint-imports
 	$(RUN) -m tools.generated --check
-	$(RUN) -m tools.words
+	$(RUN) -m tools.style
 	@$(RUN) -m pytest --collect-only -qq tests >.cache/collected.txt || { cat .cache/collected.txt; exit 1; }
 	$(RUN) $(RECORDED) -q -n 2 tests/pages
 

@@ -34,6 +34,17 @@ if TYPE_CHECKING:
 
     from bench.lab.trial import Conditions
 
+# Errors that are printed as a message, without a traceback.
+_SAID: Final = (
+    TraceInvalid,
+    ConfigInvalid,
+    HardwareUnknown,
+    PolicyFailed,
+    TrialFailed,
+    export.NotComparable,
+    ValueError,
+)
+
 
 class Program(msgspec.Struct, frozen=True):
     """One command: its summary, its options, and what it does with them."""
@@ -147,17 +158,6 @@ def _validate(options: argparse.Namespace, console: Console) -> int:
         raise ValueError(msg)
     return validate(options.traces or TRACES, console)
 
-
-# Errors that are printed as a message, without a traceback.
-_SAID: Final = (
-    TraceInvalid,
-    ConfigInvalid,
-    HardwareUnknown,
-    PolicyFailed,
-    TrialFailed,
-    export.NotComparable,
-    ValueError,
-)
 
 _PROGRAMS: Final = (
     Program(

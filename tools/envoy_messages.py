@@ -37,6 +37,26 @@ _SCALARS: Final = {
     betterproto2.TYPE_BYTES: FieldDescriptorProto.TYPE_BYTES,
     betterproto2.TYPE_ENUM: FieldDescriptorProto.TYPE_INT32,
 }
+_HEAD: Final = '''"""Generated from envoy-data-plane by `make generate`; do not edit."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from google.protobuf.internal.containers import (
+    MessageMap,
+    RepeatedCompositeFieldContainer,
+    RepeatedScalarFieldContainer,
+    ScalarMap,
+)
+from google.protobuf.message import Message
+'''
+_PYTHON: Final = {
+    FieldDescriptorProto.TYPE_BOOL: "bool",
+    FieldDescriptorProto.TYPE_STRING: "str",
+    FieldDescriptorProto.TYPE_BYTES: "bytes",
+    FieldDescriptorProto.TYPE_FLOAT: "float",
+    FieldDescriptorProto.TYPE_DOUBLE: "float",
+}
 
 
 def describe(roots: Iterable[type[betterproto2.Message]] = ROOTS) -> FileDescriptorSet:
@@ -115,28 +135,6 @@ def _describe_map(
     field.type = FieldDescriptorProto.TYPE_MESSAGE
     field.type_name = f".{message.name}.{entry.name}"
     return _set_type(value, map_meta[1], value_cls)
-
-
-_HEAD: Final = '''"""Generated from envoy-data-plane by `make generate`; do not edit."""
-
-from collections.abc import Iterable, Mapping
-from typing import Literal
-
-from google.protobuf.internal.containers import (
-    MessageMap,
-    RepeatedCompositeFieldContainer,
-    RepeatedScalarFieldContainer,
-    ScalarMap,
-)
-from google.protobuf.message import Message
-'''
-_PYTHON: Final = {
-    FieldDescriptorProto.TYPE_BOOL: "bool",
-    FieldDescriptorProto.TYPE_STRING: "str",
-    FieldDescriptorProto.TYPE_BYTES: "bytes",
-    FieldDescriptorProto.TYPE_FLOAT: "float",
-    FieldDescriptorProto.TYPE_DOUBLE: "float",
-}
 
 
 def render_stubs(described: FileDescriptorSet) -> str:

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 _OLDEST = (3, 11)
 _LISTEN = "127.0.0.1:8080"
-
-
-class Preparation(NamedTuple):
-    """Something that is made once, at ``path``. ``takes``: on two cores. ``disk_gb``: here. ``cache_gb``: in the caches
-    of Go, which builds it; 0: it is fetched.
-    """
-
-    what: str
-    path: Path
-    takes: str
-    disk_gb: float
-    cache_gb: float = 0.0
-
-
 # What each target needs, in the order in which it is made.
 TARGETS = {
     "run": ("venv", "envoy"),
@@ -46,6 +32,18 @@ TARGETS = {
     "test-vllm": ("venv", "envoy", "vllm"),
     "image": (),
 }
+
+
+class Preparation(NamedTuple):
+    """Something that is made once, at ``path``. ``takes``: on two cores. ``disk_gb``: here. ``cache_gb``: in the caches
+    of Go, which builds it; 0: it is fetched.
+    """
+
+    what: str
+    path: Path
+    takes: str
+    disk_gb: float
+    cache_gb: float = 0.0
 
 
 def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Preparation]:

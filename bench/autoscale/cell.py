@@ -36,6 +36,17 @@ if TYPE_CHECKING:
 
 # In a namespace of its own, with the ModelServer.
 _GATEWAY: Final = "default/lab"
+WINDOWS: Final = 12
+# Interval at which the core's demand is read.
+_DEMAND_S: Final = 1.0
+# The share of engines' time at which a fleet counts as overloaded.
+_FULL: Final = 1.0
+# The share of engines' time that the load of the first minute takes of the initial fleet.
+_AT_FIRST: Final = 0.8
+# Scalers observe the load for so long before their decisions are applied and measured: none begins with empty windows.
+WARM_UP_S: Final = 60.0
+# The attainment that operators require; of the settings that reach it in tuning, the cheapest is taken.
+GOAL: Final = 0.95
 
 
 class Pictures:
@@ -103,9 +114,6 @@ def _engines(replicas: Iterable[Replica], said: Mapping[str, EngineSignal]) -> I
         yield Engine(one.name, state, one.created_at_s, one.ready_at_s, report)
 
 
-WINDOWS: Final = 12
-
-
 class Window(msgspec.Struct, frozen=True, array_like=True):
     """``due``: requests of a part of the run. ``met``: those of them that met both targets."""
 
@@ -168,16 +176,6 @@ def overload_to_order_s(need: Sequence[float], orders: Sequence[tuple[float, flo
         elif began_at_s is None:
             began_at_s = float(second)
     return delays
-
-
-# Interval at which the core's demand is read.
-_DEMAND_S: Final = 1.0
-# The share of engines' time at which a fleet counts as overloaded.
-_FULL: Final = 1.0
-# The share of engines' time that the load of the first minute takes of the initial fleet.
-_AT_FIRST: Final = 0.8
-# Scalers observe the load for so long before their decisions are applied and measured: none begins with empty windows.
-WARM_UP_S: Final = 60.0
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -325,10 +323,6 @@ def _result(
         hours=(load.duration_s - WARM_UP_S) / 3600,
         cpu_s=round(cpu_s, 2),
     )
-
-
-# The attainment that operators require; of the settings that reach it in tuning, the cheapest is taken.
-GOAL: Final = 0.95
 
 
 class ComparisonPlan(msgspec.Struct, frozen=True):

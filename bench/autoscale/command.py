@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.autoscale.cell import Cell
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 # What decides, what is decided about, and what turns runs into numbers.
@@ -38,6 +37,10 @@ _SOURCES: Final = (
 )
 # Modules that only choose cells and format the output; the fingerprint leaves them out.
 _WITHOUT_EFFECT: Final = frozenset(f"bench/autoscale/{name}.py" for name in ("command", "page", "report"))
+# The level doubles 20 s after decisions of scalers are first applied.
+_QUICK_LOADS: Final = ("quick", "quick-kinds")
+_QUICK_S: Final = 130.0
+_QUICK_START_S: Final = 20.0
 
 
 def code_fingerprint(root: Path = _ROOT) -> str:
@@ -111,12 +114,6 @@ def line_of(result: CellResult) -> str:
         f"{cell.load}/{cell.half} {cell.policy} at {cell.knob:g}, seed {cell.seed}: {result.attainment:.1%} in target, "
         f"{result.bill.cost / result.hours:.2f} engines' cost, {result.cpu_s:.0f} s"
     )
-
-
-# The level doubles 20 s after decisions of scalers are first applied.
-_QUICK_LOADS: Final = ("quick", "quick-kinds")
-_QUICK_S: Final = 130.0
-_QUICK_START_S: Final = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

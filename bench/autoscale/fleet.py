@@ -33,6 +33,20 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
 
 BLOCK_SIZE: Final = 64
+_STEPS: Final = 60
+_HOUR_S = 3600.0
+# More addresses than any fleet uses: a replica that is gone does not lend its own to another.
+_ADDRESSES: Final = 2000
+# Requests wait in front of the engines, in a queue that new engines take from. None is refused for waiting.
+_FLOW_CONTROL: Final[Mapping[str, Any]] = {
+    "timeout": "30m",
+    "noEndpointTimeout": "30m",
+    "maxRequests": 1_000_000,
+    "maxBytes": "64Gi",
+    "bands": [{"name": "all", "priority": -(2**31), "share": 1, "maxRequests": 1_000_000, "maxBytes": "64Gi"}],
+}
+# And without any engine, for the first one.
+_ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 100_000, "maxBytes": "64Gi"}
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -77,8 +91,6 @@ class Variant(msgspec.Struct, frozen=True):
 # ``bench.autoscale.fleet`` the H100s carry 2.7 times as much.
 ONE: Final = (Variant("a100", "a100x2", cost=1.0, accelerators=2),)
 SEVERAL: Final = (*ONE, Variant("h100", "h100x2", cost=2.6, accelerators=2, start_s=90.0, max_replicas=3))
-
-_STEPS: Final = 60
 
 
 class Mean(msgspec.Struct, frozen=True):
@@ -132,9 +144,6 @@ def _has_steps(kind: EngineKind, mean: Mean, tpot_s: float, rate: float) -> bool
         if batch > headroom:
             return False
     return steps >= 1 / tpot_s
-
-
-_HOUR_S = 3600.0
 
 
 class Replica(msgspec.Struct):
@@ -211,20 +220,6 @@ def victims(replicas: Sequence[Replica], count: int, in_flight: dict[str, int]) 
     ready = [one for one in replicas if one.is_ready]
     ready.sort(key=lambda one: (in_flight.get(one.address, 0), -one.created_at_s))
     return [*starting, *ready][:count]
-
-
-# More addresses than any fleet uses: a replica that is gone does not lend its own to another.
-_ADDRESSES: Final = 2000
-# Requests wait in front of the engines, in a queue that new engines take from. None is refused for waiting.
-_FLOW_CONTROL: Final[Mapping[str, Any]] = {
-    "timeout": "30m",
-    "noEndpointTimeout": "30m",
-    "maxRequests": 1_000_000,
-    "maxBytes": "64Gi",
-    "bands": [{"name": "all", "priority": -(2**31), "share": 1, "maxRequests": 1_000_000, "maxBytes": "64Gi"}],
-}
-# And without any engine, for the first one.
-_ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 100_000, "maxBytes": "64Gi"}
 
 
 class ScaleOrder(msgspec.Struct, frozen=True):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Of a day in the life of a service, by hour; scaled to a mean of 1.
 _DAY: Final = (3, 2, 2, 2, 2, 3, 4, 6, 9, 11, 12, 12, 10, 11, 13, 13, 12, 10, 8, 7, 7, 6, 5, 4)
+# Rounding of sums of capacities.
+_NOTHING = 1e-9
 
 
 class Shape(Protocol):
@@ -290,10 +292,6 @@ QUICK_LOADS: Final[Mapping[str, LoadProfile]] = MappingProxyType(
 def load_named(name: str) -> LoadProfile:
     """Raises KeyError."""
     return LOADS[name] if name in LOADS else QUICK_LOADS[name]
-
-
-# Rounding of sums of capacities.
-_NOTHING = 1e-9
 
 
 def worths(load: LoadProfile) -> dict[str, float]:

@@ -41,12 +41,31 @@ from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from bench.autoscale.fleet import Variant
     from bench.autoscale.peers.peer import Peer
     from controller.autoscaler.decision.memory import Memory
     from controller.autoscaler.decision.situation import Situation
+
+# The percentile of latencies in the policies' objective.
+PERCENTILE: Final = 90.0
+# Arrivals are averaged over so long, so that chance alone adds no replica.
+WINDOW_S: Final = 15.0
+# Of the epoch: the lab's clock begins at 0, and schedules need a day.
+_BEGIN_S: Final = 1_700_000_000.0
+# Shorter than the default of ten minutes, because the lab's idle times are short.
+_TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
+_IN_FLIGHT: Final = (6.0, 8.0, 12.0, 16.0, 22.0)
+# What a replica of the lab's second kind carries, about, in replicas of the first: only a grid is spread by it.
+_SECOND_CARRIES: Final = 2.7
+# On loads with several kinds of engine, peers that support one also get a fleet of the second kind.
+_ONE_KIND: Final = frozenset({"hpa-running-waiting", "kpa", "llmd-keda", "llmd-slo", "aibrix-apa", "dynamo"})
+OURS: Final = "attache"
+# Ours with another strategy is no peer.
+OWN: Final = frozenset({OURS, "attache-utilization"})
+# Policies with knowledge of the future.
+BOUNDS: Final = frozenset({"oracle"})
 
 
 class Scaler(Protocol):
@@ -69,10 +88,6 @@ class Setup(msgspec.Struct, frozen=True):
     period_s: float
     min_replicas: int = 1
     initial: int = 1
-
-
-# The percentile of latencies in the policies' objective.
-PERCENTILE: Final = 90.0
 
 
 def objective_of(setup: Setup, share: float = 1.0) -> LatencyObjective:
@@ -100,10 +115,6 @@ class Policy(msgspec.Struct, frozen=True):
     native_period_s: float
     has_zero: bool = False
     kind: int = 0
-
-
-# Arrivals are averaged over so long, so that chance alone adds no replica.
-WINDOW_S: Final = 15.0
 
 
 def work_by_second(load: LoadProfile, workload: Workload) -> list[float]:
@@ -186,12 +197,6 @@ def _several_kinds(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
     return {name: orders_ahead([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
 
 
-# Of the epoch: the lab's clock begins at 0, and schedules need a day.
-_BEGIN_S: Final = 1_700_000_000.0
-# Shorter than the default of ten minutes, because the lab's idle times are short.
-_TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
-
-
 class LiveAutoscaler:
     """One binding with all variants of the load as its targets."""
 
@@ -235,11 +240,6 @@ def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strateg
         period=Duration(f"{setup.period_s:g}s"),
         scale_to_zero=None if setup.min_replicas else _TO_ZERO,
     )
-
-
-_IN_FLIGHT: Final = (6.0, 8.0, 12.0, 16.0, 22.0)
-# What a replica of the lab's second kind carries, about, in replicas of the first: only a grid is spread by it.
-_SECOND_CARRIES: Final = 2.7
 
 
 class OfPeer:
@@ -352,15 +352,7 @@ def _second(policy: Policy) -> Policy:
     )
 
 
-# On loads with several kinds of engine, peers that support one also get a fleet of the second kind.
-_ONE_KIND: Final = frozenset({"hpa-running-waiting", "kpa", "llmd-keda", "llmd-slo", "aibrix-apa", "dynamo"})
 SECOND_POLICIES: Final = tuple(_second(one) for one in PEER_POLICIES if one.name in _ONE_KIND)
-
-OURS: Final = "attache"
-# Ours with another strategy is no peer.
-OWN: Final = frozenset({OURS, "attache-utilization"})
-# Policies with knowledge of the future.
-BOUNDS: Final = frozenset({"oracle"})
 
 
 class PolicyUnknown(ValueError):

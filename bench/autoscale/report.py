@@ -31,6 +31,33 @@ if TYPE_CHECKING:
     from bench.autoscale.cell import Cell
 
 _DRAWS: Final = 1000
+# What we promise: so much less than the best peer in the mean of the loads, and nowhere so much more.
+LESS_IN_THE_MEAN: Final = 0.15
+MORE_IN_A_CELL: Final = 0.03
+_HEADINGS: Final = (
+    "policy",
+    "setting",
+    "in target",
+    "95%",
+    "cost/h",
+    "TTFT p99 s",
+    "TPOT p99 ms",
+    "orders/h",
+    "turns/h",
+    "to order s",
+    "wasted GPU h",
+)
+_COLUMNS: Final = 3
+# Colours that differ also for people who see few of them, then by lightness.
+_COLOURS: Final = (
+    "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#8c564b", "#7f7f7f", "#bcbd22", "#9467bd", "#17becf",
+)  # fmt: skip
+_OURS: Final = "#0033cc"
+_SECOND: Final = "-second"
+# Settings below this, and below those that are judged, are outside the panel, so that the others can be distinguished.
+_FLOOR: Final = 60.0
+_WIDTH: Final = 118
+_UNKNOWN: Final = "unknown code"
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -129,24 +156,6 @@ def _drawn_attainment(results: Sequence[CellResult], seed: int) -> np.ndarray:
     due, met = np.array([one.due for one in windows], float), np.array([one.met for one in windows], float)
     drawn = np.random.default_rng(seed).integers(0, len(windows), (_DRAWS, len(windows)))
     return np.asarray(met[drawn].sum(axis=1) / np.maximum(1.0, due[drawn].sum(axis=1)))
-
-
-# What we promise: so much less than the best peer in the mean of the loads, and nowhere so much more.
-LESS_IN_THE_MEAN: Final = 0.15
-MORE_IN_A_CELL: Final = 0.03
-_HEADINGS: Final = (
-    "policy",
-    "setting",
-    "in target",
-    "95%",
-    "cost/h",
-    "TTFT p99 s",
-    "TPOT p99 ms",
-    "orders/h",
-    "turns/h",
-    "to order s",
-    "wasted GPU h",
-)
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -347,17 +356,6 @@ def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[
     return said
 
 
-_COLUMNS: Final = 3
-# Colours that differ also for people who see few of them, then by lightness.
-_COLOURS: Final = (
-    "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#8c564b", "#7f7f7f", "#bcbd22", "#9467bd", "#17becf",
-)  # fmt: skip
-_OURS: Final = "#0033cc"
-_SECOND: Final = "-second"
-# Settings below this, and below those that are judged, are outside the panel, so that the others can be distinguished.
-_FLOOR: Final = 60.0
-
-
 def write_plot(
     loads: Mapping[str, Mapping[str, Sequence[Line]]], tuned: Mapping[str, Mapping[str, Line]], file: Path
 ) -> None:
@@ -420,10 +418,6 @@ def _add_legend(axes: Axes, policies: Iterable[str]) -> None:
         Line2D([], [], color="grey", marker="o", linestyle="", markersize=8, label="the setting that is judged")
     )
     axes.figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
-
-
-_WIDTH: Final = 118
-_UNKNOWN: Final = "unknown code"
 
 
 class NothingToReport(ValueError):

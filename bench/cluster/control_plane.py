@@ -29,8 +29,30 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
     from bench.cluster.assets import ClusterBinaries
-    from controller.kube.client import Client
     from controller.kube.resources import Object
+
+log = logging.getLogger(__name__)
+_SERVED_S: Final = 60.0
+_PAUSE_S: Final = 0.05
+# the parser in C is ten times faster, where PyYAML was built with it
+_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Between two looks for processes that have ended.
+_RESTART_S: Final = 1.0
+API_SERVER: Final = "kube-apiserver"
+CONTROLLERS: Final = "kube-controller-manager"
+SCHEDULER: Final = "kube-scheduler"
+ETCD: Final = "etcd"
+ADMIN: Final = "admin"
+NOBODY: Final = "nobody"
+_MANAGER: Final = "bench"
+_FRONT_PROXY: Final = "front-proxy"
+# users of the token file and their groups; Kubernetes' own roles bind the names that begin with system:
+_USERS: Final[Mapping[str, str]] = {
+    ADMIN: "system:masters",
+    NOBODY: "",
+    "system:kube-controller-manager": "",
+    "system:kube-scheduler": "",
+}
 
 
 def write_kubeconfig(path: Path, access: ClusterAccess) -> Path:
@@ -50,10 +72,6 @@ def write_kubeconfig(path: Path, access: ClusterAccess) -> Path:
         "current-context": "bench",
     }
     return write_private(path, yaml.safe_dump(content, sort_keys=False))
-
-
-_SERVED_S: Final = 60.0
-_PAUSE_S: Final = 0.05
 
 
 async def apply_crds(client: Client, folders: Iterable[Path]) -> int:
@@ -88,29 +106,6 @@ def _crds_in(folder: Path) -> list[Object]:
     for file in sorted(folder.rglob("*.yaml")):
         documents += yaml.load_all(file.read_text(), Loader=_Loader)
     return [one for one in documents if one and one.get("kind") == CRDS.kind]
-
-
-# the parser in C is ten times faster, where PyYAML was built with it
-_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-log = logging.getLogger(__name__)
-# Between two looks for processes that have ended.
-_RESTART_S: Final = 1.0
-API_SERVER: Final = "kube-apiserver"
-CONTROLLERS: Final = "kube-controller-manager"
-SCHEDULER: Final = "kube-scheduler"
-ETCD: Final = "etcd"
-ADMIN: Final = "admin"
-NOBODY: Final = "nobody"
-_MANAGER: Final = "bench"
-_FRONT_PROXY: Final = "front-proxy"
-# users of the token file and their groups; Kubernetes' own roles bind the names that begin with system:
-_USERS: Final[Mapping[str, str]] = {
-    ADMIN: "system:masters",
-    NOBODY: "",
-    "system:kube-controller-manager": "",
-    "system:kube-scheduler": "",
-}
 
 
 class ControlPlaneOptions(msgspec.Struct, frozen=True):

@@ -322,7 +322,7 @@ def _model_infer(number: int) -> Object:
 
 
 async def _mark_pods_ready(client: Client) -> None:
-    """Run until cancelled."""
+    """Report every new pod as ready, until cancelled."""
     pods = Informer(client, PODS, Selection(_NAMESPACE))
     queue: asyncio.Queue[str] = asyncio.Queue()
     pods.subscribe(queue.put_nowait)
@@ -385,7 +385,7 @@ SCENARIOS: Final = {
         count=500,
         world=_bindings,
         starts=(ManagerStart("without scaling", ("--no-scaling",), reconciles=False), ManagerStart("with scaling")),
-        reconciles="attache_scaling_looks_total",
+        reconciles="attache_scaling_reconciles_total",
         least_rate=lambda options: options.count / options.period_s,
         sample_s=10.0,
         quiet_s=60.0,

@@ -16,7 +16,7 @@ import yaml
 from bench.cluster.assets import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 Outcome = Literal["passed", "failed", "skipped"]
 _OUTCOMES: Final[Mapping[str, Outcome]] = {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped"}
@@ -28,6 +28,30 @@ _ERROR: Final = re.compile(r"^\s+(?:Error|Messages):\s+(.*\S)\s*$")
 # the last line of a case's output, without its time; lines of its cleanup are no reason
 _FATAL: Final = re.compile(r"^\s+[\w-]+\.go:\d+: (?:[\dT:.-]+Z: )?+(?!Deleting|Creating|Updating|Applying)(.*\S)\s*$")
 _LONGEST: Final = 300
+_SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
+_ORDER: Final[Sequence[Outcome]] = ("failed", "skipped", "passed")
+_WIDTH: Final = 118
+_UNSUPPORTED: Final = re.compile(r"does not support (\w+)$")
+_HEAD: Final = """\
+# Conformance
+
+<!-- Written by `make conformance` from the suites' own reports. Do not edit; what we say of a case stands in
+bench/conformance/remarks.toml. -->
+
+The conformance suites of the [Gateway API](https://gateway-api.sigs.k8s.io/concepts/conformance/) and of its
+[Inference Extension](https://gateway-api-inference-extension.sigs.k8s.io/) run as they are published, against the
+GatewayClass of controller `attache.dev/gateway`, on the
+[cluster on one machine](kubernetes.md#a-cluster-on-one-machine): a real API server, pods in network namespaces of their
+own, and the gateway as `manifests/gateway` deploys it. `make conformance` builds and runs them and writes this page;
+the suites' own reports lie in `docs/conformance/`.
+
+The suite of the Gateway API runs with the profile `GATEWAY-HTTP` and the features that our GatewayClass names in its
+status. Cases of other features are skipped by the suite itself, and each says which feature it needs.
+"""
+PAGE: Final = ROOT / "docs" / "conformance.md"
+REPORTS: Final = ROOT / "docs" / "conformance"
+_REPORT: Final = ".report.yaml"
+_CASES: Final = ".cases.yaml"
 
 
 class SuiteCase(msgspec.Struct, frozen=True):
@@ -124,28 +148,6 @@ def _why(outcome: Outcome, lines: Sequence[str]) -> str:
     return message if len(message) <= _LONGEST else message[: _LONGEST - 1] + "…"
 
 
-_SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
-_ORDER: Final[Sequence[Outcome]] = ("failed", "skipped", "passed")
-_WIDTH: Final = 118
-_UNSUPPORTED: Final = re.compile(r"does not support (\w+)$")
-_HEAD: Final = """\
-# Conformance
-
-<!-- Written by `make conformance` from the suites' own reports. Do not edit; what we say of a case stands in
-bench/conformance/remarks.toml. -->
-
-The conformance suites of the [Gateway API](https://gateway-api.sigs.k8s.io/concepts/conformance/) and of its
-[Inference Extension](https://gateway-api-inference-extension.sigs.k8s.io/) run as they are published, against the
-GatewayClass of controller `attache.dev/gateway`, on the
-[cluster on one machine](kubernetes.md#a-cluster-on-one-machine): a real API server, pods in network namespaces of their
-own, and the gateway as `manifests/gateway` deploys it. `make conformance` builds and runs them and writes this page;
-the suites' own reports lie in `docs/conformance/`.
-
-The suite of the Gateway API runs with the profile `GATEWAY-HTTP` and the features that our GatewayClass names in its
-status. Cases of other features are skipped by the suite itself, and each says which feature it needs.
-"""
-
-
 class Remarks(msgspec.Struct, frozen=True):
     """Our remarks beside the suites' messages: on suites by their kind, on features and cases by their name."""
 
@@ -210,12 +212,6 @@ def _quoted(words: str) -> str:
 
 def _anchor(name: str) -> str:
     return name.replace(".", "")
-
-
-PAGE: Final = ROOT / "docs" / "conformance.md"
-REPORTS: Final = ROOT / "docs" / "conformance"
-_REPORT: Final = ".report.yaml"
-_CASES: Final = ".cases.yaml"
 
 
 class _Kept(msgspec.Struct, frozen=True):

@@ -40,6 +40,25 @@ _IMPLEMENTATION: Final = {
     "contact": "https://attache.dev",
     "version": "main",
 }
+_QUICK: Final = ";".join(
+    f"{name}:15"
+    for name in (
+        "GatewayMustHaveAddress",
+        "GatewayMustHaveCondition",
+        "GatewayStatusMustHaveListeners",
+        "GatewayListenersMustHaveConditions",
+        "HTTPRouteMustNotHaveParents",
+        "HTTPRouteMustHaveCondition",
+        "RouteMustHaveParents",
+        "MaxTimeToConsistency",
+        "LatestObservedGenerationSet",
+        "DefaultTestTimeout",
+    )
+)
+_MANIFESTS: Final = ROOT / "bench" / "conformance" / "manifests"
+_NODES: Final = 2
+_TAKEN_S: Final = 120
+_SUITE: Final = "suite"
 
 
 class Suite(msgspec.Struct, frozen=True):
@@ -118,28 +137,6 @@ def arguments(suite: Suite, report: Path, usable_address: str, wishes: SuiteOpti
 
 def _only(names: Sequence[str]) -> str:
     return f"/^({'|'.join(names)})$" if names else ""
-
-
-_QUICK: Final = ";".join(
-    f"{name}:15"
-    for name in (
-        "GatewayMustHaveAddress",
-        "GatewayMustHaveCondition",
-        "GatewayStatusMustHaveListeners",
-        "GatewayListenersMustHaveConditions",
-        "HTTPRouteMustNotHaveParents",
-        "HTTPRouteMustHaveCondition",
-        "RouteMustHaveParents",
-        "MaxTimeToConsistency",
-        "LatestObservedGenerationSet",
-        "DefaultTestTimeout",
-    )
-)
-
-_MANIFESTS: Final = ROOT / "bench" / "conformance" / "manifests"
-_NODES: Final = 2
-_TAKEN_S: Final = 120
-_SUITE: Final = "suite"
 
 
 async def run_suite(suite: Suite, out: Path, range_: str, wishes: SuiteOptions) -> SuiteResult:

@@ -10,6 +10,8 @@ import msgspec
 from aiohttp import web
 
 _GARBAGE = b"<html>It works!</html>"
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 async def answer_wrongly(http: web.Request, kind: str) -> web.StreamResponse:
@@ -24,10 +26,6 @@ async def answer_wrongly(http: web.Request, kind: str) -> web.StreamResponse:
     while True:
         await response.write(b":")
         await asyncio.sleep(1)
-
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Refuse(msgspec.Struct, frozen=True, tag_field="fault", tag="refuse"):

@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 Tokens = Annotated[int, msgspec.Meta(ge=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Json = dict[str, Any]
+_RESPONSE: Final[Mapping[str, Any]] = {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
+# Of events, where their index, text and finish reason go: no text has these characters.
+_INDEX, _TEXT, _REASON = "\ue000", "\ue001", "\ue002"
+_BILLING = "x-anthropic-billing-header"
+_STOP_REASONS: Final[Mapping[str, str]] = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
 class StreamOptions(msgspec.Struct):
     """``stream_options`` of a streamed request."""
 
     include_usage: bool = False
-
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Function(msgspec.Struct):
@@ -44,10 +49,6 @@ class ChatTool(msgspec.Struct):
     """One of ``tools`` of a chat."""
 
     function: Function
-
-
-Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
-Json = dict[str, Any]
 
 
 class ChatRequest(msgspec.Struct):
@@ -378,9 +379,6 @@ class ResponsesFormat:
         return f"event: {name}\n".encode() + _event({"type": name, "sequence_number": number, **fields})
 
 
-_RESPONSE: Final[Mapping[str, Any]] = {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
-
-
 def _output_text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
 
@@ -415,10 +413,6 @@ def error_response(message: str, *, status: int = 400, kind: str = "BadRequestEr
 def _closing(head: dict[str, Any], requests: Sequence[Request], choices: int, *, wants_usage: bool) -> bytes:
     usage = _event({**head, "choices": [], "usage": chat_usage(requests, choices)}) if wants_usage else b""
     return usage + b"data: [DONE]\n\n"
-
-
-# Of events, where their index, text and finish reason go: no text has these characters.
-_INDEX, _TEXT, _REASON = "\ue000", "\ue001", "\ue002"
 
 
 def _event_template(head: dict[str, Any], content: dict[str, Any]) -> str:
@@ -501,9 +495,6 @@ class GenerateFormat:
 def _choice(text: str, *, is_last: bool) -> dict[str, Any]:
     reason = "length" if is_last else None
     return {"index": 0, "logprobs": None, "finish_reason": reason, "token_ids": tokens_of(text.encode())}
-
-
-_BILLING = "x-anthropic-billing-header"
 
 
 class Block(msgspec.Struct):
@@ -649,9 +640,6 @@ class MessagesFormat:
 
     def _use(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"type": "tool_use", "id": "toolu_1", "name": self._tool, "input": given}
-
-
-_STOP_REASONS: Final[Mapping[str, str]] = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
 def _stop_reason(request: Request) -> str:

@@ -33,6 +33,27 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# Share of the peak bandwidth at which weights stream: 0.70 to 0.85 (BLIS 0.73, A100 kernels 0.69 to 0.80).
+WEIGHT_STREAMING: Final = 0.75
+# Share of the peak bandwidth at which decode attention reads the KV cache: BLIS 0.51, LLMServingSim 0.43 to 0.49.
+KV_READING: Final = 0.5
+# Share of the dense bf16 peak that prefill's matrix products reach: 0.60 to 0.70 on data-centre GPUs (Vidur, llm-d).
+PREFILL_GEMM: Final = 0.65
+# The same for a mixture of experts, whose matrices are small: fitted to llm-d's 39,065 tokens/s of gpt-oss-120b on one
+# H100.
+MOE_GEMM: Final = 0.5
+# The same for prefill attention: about 0.4 (LLMServingSim's attention profiles).
+PREFILL_ATTENTION: Final = 0.4
+# Overheads that do not depend on the work (BLIS's coefficients b5, b6 and alpha).
+PER_LAYER_S: Final = 32e-6
+PER_STEP_S: Final = 126e-6
+PER_REQUEST_S: Final = 4.4e-6
+API_S: Final = 15.6e-3
+# The share of GPU memory that vLLM takes (its default), and what activations and CUDA graphs take of that.
+MEMORY_SHARE: Final = 0.9
+ACTIVATIONS_BYTES: Final = 2 * 2**30
+BYTES_PER_VALUE: Final = 2  # bf16
+
 
 class Link(msgspec.Struct, frozen=True):
     """``bandwidth``: of all-reduces, bytes/s. ``latency_s``: of one all-reduce of a few bytes."""
@@ -56,27 +77,6 @@ LINKS: Final[Mapping[str, Link]] = MappingProxyType(
 )
 # What kernels measured one by one do not include.
 NO_EXCHANGE: Final = Link(bandwidth=float("inf"), latency_s=0.0)
-
-# Share of the peak bandwidth at which weights stream: 0.70 to 0.85 (BLIS 0.73, A100 kernels 0.69 to 0.80).
-WEIGHT_STREAMING: Final = 0.75
-# Share of the peak bandwidth at which decode attention reads the KV cache: BLIS 0.51, LLMServingSim 0.43 to 0.49.
-KV_READING: Final = 0.5
-# Share of the dense bf16 peak that prefill's matrix products reach: 0.60 to 0.70 on data-centre GPUs (Vidur, llm-d).
-PREFILL_GEMM: Final = 0.65
-# The same for a mixture of experts, whose matrices are small: fitted to llm-d's 39,065 tokens/s of gpt-oss-120b on one
-# H100.
-MOE_GEMM: Final = 0.5
-# The same for prefill attention: about 0.4 (LLMServingSim's attention profiles).
-PREFILL_ATTENTION: Final = 0.4
-# Overheads that do not depend on the work (BLIS's coefficients b5, b6 and alpha).
-PER_LAYER_S: Final = 32e-6
-PER_STEP_S: Final = 126e-6
-PER_REQUEST_S: Final = 4.4e-6
-API_S: Final = 15.6e-3
-# The share of GPU memory that vLLM takes (its default), and what activations and CUDA graphs take of that.
-MEMORY_SHARE: Final = 0.9
-ACTIVATIONS_BYTES: Final = 2 * 2**30
-BYTES_PER_VALUE: Final = 2  # bf16
 
 
 class Gpu(msgspec.Struct, frozen=True):

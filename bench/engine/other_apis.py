@@ -26,6 +26,10 @@ _EMBEDDING_SIZE: Final = 64
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # A job as the finished request, or as the answer that it cannot be done.
 Compute = Callable[[Job], Awaitable[Request | web.Response]]
+_SAMPLE_RATE: Final = 16_000
+_TOKENS_PER_S: Final = 25
+_CHARACTERS_PER_S: Final = 15
+_BYTES_PER_S: Final = 8_000
 
 
 class PoolingApi(msgspec.Struct, frozen=True):
@@ -133,11 +137,6 @@ POOLING: Final[Mapping[Api, PoolingApi]] = {
     Api.RERANK: PoolingApi(RerankRequest, _rerank_job, _rerank),
     Api.SCORE: PoolingApi(ScoreRequest, _score_job, _score),
 }
-
-_SAMPLE_RATE: Final = 16_000
-_TOKENS_PER_S: Final = 25
-_CHARACTERS_PER_S: Final = 15
-_BYTES_PER_S: Final = 8_000
 
 
 class SpeechRequest(msgspec.Struct):

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_MAX_BODY: Final = 256 * 1024 * 1024
+_SHUTDOWN_S: Final = 0.1
+
 
 class Driver:
     """One engine core in real time. ``speed``: engine seconds per second of the wall clock."""
@@ -187,10 +190,6 @@ class Driver:
                 queue = self._answers.get(token.request.key)
                 if queue is not None:
                     queue.put_nowait(token)
-
-
-_MAX_BODY: Final = 256 * 1024 * 1024
-_SHUTDOWN_S: Final = 0.1
 
 
 class EngineSettings(msgspec.Struct, frozen=True):

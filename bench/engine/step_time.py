@@ -94,7 +94,7 @@ class Roofline:
         self._fixed_s = shape.layers * gpu.per_layer_s + latency_s + PER_STEP_S
 
     def seconds(self, batch: StepBatch) -> float:
-        """See the class."""
+        """The duration of a step with this batch."""
         weights = self._weights_s if not self._hardware.model.experts else self._weights_read(batch.tokens)
         return (
             max(self._token_s * batch.tokens, weights)

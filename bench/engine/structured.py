@@ -23,6 +23,23 @@ FinishReason = Literal["length", "stop", "tool_calls"]
 _ANY_OBJECT: Final = '{"text": "%s"}'
 # Tokens of it without its text.
 _FRAME_TOKENS: Final = 3
+# Below it, what a schema does not require is left out: schemas may refer to themselves.
+_FULL_DEPTH: Final = 4
+_DEEPEST: Final = 32
+_MOST_VALUES: Final = 10_000
+_MOST_CHARACTERS: Final = 100_000
+_FORMATS: Final = {
+    "date": "2026-01-31",
+    "date-time": "2026-01-31T12:00:00Z",
+    "time": "12:00:00Z",
+    "duration": "PT1H",
+    "email": "someone@example.com",
+    "hostname": "host.example.com",
+    "ipv4": "192.0.2.1",
+    "ipv6": "2001:db8::1",
+    "uri": "https://example.com/",
+    "uuid": "12345678-1234-4234-8234-123456789abc",
+}
 
 
 class Structure(msgspec.Struct, frozen=True):
@@ -88,25 +105,6 @@ def forced_call(functions: Mapping[str, Any], name: str | None, *, reason: Finis
 
 class StructureInvalid(msgspec.ValidationError):
     """No answer can have this form here; the message has the reason."""
-
-
-# Below it, what a schema does not require is left out: schemas may refer to themselves.
-_FULL_DEPTH: Final = 4
-_DEEPEST: Final = 32
-_MOST_VALUES: Final = 10_000
-_MOST_CHARACTERS: Final = 100_000
-_FORMATS: Final = {
-    "date": "2026-01-31",
-    "date-time": "2026-01-31T12:00:00Z",
-    "time": "12:00:00Z",
-    "duration": "PT1H",
-    "email": "someone@example.com",
-    "hostname": "host.example.com",
-    "ipv4": "192.0.2.1",
-    "ipv6": "2001:db8::1",
-    "uri": "https://example.com/",
-    "uuid": "12345678-1234-4234-8234-123456789abc",
-}
 
 
 def value_of(schema: Any, rng: random.Random) -> Any:  # noqa: ANN401 - JSON

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from bench.engine.blocks import BlockPool
 
 Key = TypeVar("Key", bound="Hashable")
+# vLLM's kv_lease_duration; a heartbeat, one every 5 s, adds the extension to what is left, from the time it comes.
+LEASE_S: Final = 30.0
+LEASE_EXTENSION_S: Final = 20.0
+HEARTBEAT_S: Final = 5.0
 
 
 class Network(msgspec.Struct, frozen=True):
@@ -45,10 +49,6 @@ NETWORKS: Final[Mapping[str, Network]] = MappingProxyType(
         "10gb": Network(1.25e9),
     }
 )
-# vLLM's kv_lease_duration; a heartbeat, one every 5 s, adds the extension to what is left, from the time it comes.
-LEASE_S: Final = 30.0
-LEASE_EXTENSION_S: Final = 20.0
-HEARTBEAT_S: Final = 5.0
 
 
 class SharedLink(Generic[Key]):

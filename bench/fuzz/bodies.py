@@ -36,11 +36,22 @@ from bench.stack.stack import ALIAS, EngineFlags, running_stack
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from bench.fuzz.mutants import FuzzCase
     from bench.stack.stack import Stack
 
 _READ_BYTES: Final = 65_536
 _ASIDE: Final = frozenset({"connection", "expect"})
+# Short answers: 4,096 tokens is all that an engine holds.
+FLAGS: Final = EngineFlags(count=3, speed=100.0, kv_blocks=256, stream_headers="first-token", adapters=("sql",))
+# Limits and queues that are never reached: each request passes through them.
+ROUTE: Final = {"rateLimits": [{"per": "Tenant", "requests": 10**12, "totalTokens": 10**15}]}
+SERVER: Final[Mapping[str, object]] = {"flowControl": {}}
+_INNOCENT_PAUSE_S: Final = 0.2
+_WATCHED: Final = ("extproc", "envoy")
+_MIB: Final = 1024 * 1024
+# Lines of errors, and the last ones of tracebacks.
+_EXCEPTIONS: Final = re.compile(r"^(?:\S+ \S+ ERROR .*|[\w.]+(?:Error|Exception)\b.*)$", re.MULTILINE)
+# Requests that clients left end a little later.
+_QUIET_S: Final = 15.0
 
 
 class FuzzResponse(msgspec.Struct):
@@ -230,20 +241,6 @@ def _fault_of_refusal(answer: FuzzResponse) -> str:
     except (ValueError, KeyError, TypeError):
         is_readable = False
     return "" if is_readable else f"{answer.status}: the refusal is no error object"
-
-
-# Short answers: 4,096 tokens is all that an engine holds.
-FLAGS: Final = EngineFlags(count=3, speed=100.0, kv_blocks=256, stream_headers="first-token", adapters=("sql",))
-# Limits and queues that are never reached: each request passes through them.
-ROUTE: Final = {"rateLimits": [{"per": "Tenant", "requests": 10**12, "totalTokens": 10**15}]}
-SERVER: Final[Mapping[str, object]] = {"flowControl": {}}
-_INNOCENT_PAUSE_S: Final = 0.2
-_WATCHED: Final = ("extproc", "envoy")
-_MIB: Final = 1024 * 1024
-# Lines of errors, and the last ones of tracebacks.
-_EXCEPTIONS: Final = re.compile(r"^(?:\S+ \S+ ERROR .*|[\w.]+(?:Error|Exception)\b.*)$", re.MULTILINE)
-# Requests that clients left end a little later.
-_QUIET_S: Final = 15.0
 
 
 class FuzzSettings(msgspec.Struct, frozen=True):

@@ -26,6 +26,42 @@ _MULTIPART: Final = (
     b'--cut\r\ncontent-disposition: form-data; name="model"\r\n\r\nllama\r\n--cut\r\ncontent-disposition: form-data; '
     b'name="file"; filename="a.wav"\r\ncontent-type: audio/wav\r\n\r\nRIFF$\0\0\0WAVEfmt \x10\0\0\0\r\n--cut--\r\n'
 )
+# In place of any value.
+ODD_VALUES: Final[tuple[bytes, ...]] = (
+    *(b"null", b"true", b"false", b'""', b"[]", b"{}", b"0", b"-1", b"-0", b"0.5", b"1e400", b"-1e308", b"1E+2"),
+    *(b"9" * 400, b"-" + b"9" * 30, b"9007199254740993", b"2147483648", b"-2147483649", b"1" + b"0" * 30 + b".5"),
+    *(b"NaN", b"Infinity", b"-Infinity", b"0x10", b"01", b"1.", b".5", b"+1", b"1_000", b"undefined", b"'a'"),
+    *(b'"\\ud800"', b'"\\udc00\\ud800"', b'"\\u0000"', b'"\xff\xfe"', b'"\xc0\x80"', b'"\xed\xa0\x80"', b'"\\x41"'),
+    *(b'"' + b"a" * 70_000 + b'"', b'"' + b"\\n" * 10_000 + b'"', b'"\n"', b'"\xf0\x9f\x98\x80"', b'"llama"'),
+    *(b"[" * 100 + b"]" * 100, b"[" * 20_000, b'{"a":' * 5_000 + b"1" + b"}" * 5_000, b"[" + b"{}," * 40_000 + b"{}]"),
+    *(b"[0," * 300 + b"0" + b"]" * 300, b"[" + b"1," * 50_000 + b"1]", b'{"":""}', b'{"role":"user","content":null}'),
+)
+# Anywhere between bytes.
+SPECIAL: Final[tuple[bytes, ...]] = (
+    *(b"\xef\xbb\xbf", b"\0", b"\xff", b"\xc3", b"\xe2\x80\xa8", b"\x1b[2J", b"\x7f", b"\r\n", b"\r\n\r\n", b"\x85"),
+    *(b"{", b"}", b"[", b"]", b'"', b"\\", b",", b":", b"\\u", b"//", b"/* */", b"#", b"--cut--", b"data: [DONE]\n\n"),
+)
+# Fields that steer something, added beside the others.
+FIELDS: Final = (
+    *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "best_of", "priority", "user"),
+    *("kv_transfer_params", "bootstrap_host", "data_parallel_rank", "cache_salt", "request_id", "lora_request"),
+    *("messages", "prompt", "input", "", "__proto__", "a" * 1000, "mod\u200bel", "Model"),
+)
+ODD_HEADERS: Final[tuple[tuple[str, str], ...]] = (
+    *(("content-encoding", one) for one in ("gzip", "deflate", "br", "identity", "gzip, gzip", "x")),
+    *(("content-type", one) for one in ("text/plain", "", "application/json; charset=utf-16", "a" * 500, "/")),
+    *(("accept", "text/event-stream"), ("accept-encoding", "gzip"), ("expect", "100-continue"), ("te", "trailers")),
+    *(("authorization", "Bearer x"), ("authorization", ""), ("x-request-id", "a" * 5000), ("cookie", "a=b; " * 500)),
+    *(("x-attache-tenant", "t"), ("x-attache-server", "default/llama"), ("x_attache_server", "default/llama")),
+    *(("x-envoy-upstream-rq-timeout-ms", "1"), ("x-envoy-max-retries", "100"), ("x-data-parallel-rank", "7")),
+    *(("x-gateway-destination-endpoint", "127.0.0.1:1"), ("x-session-id", "\xff\xfe"), ("x-slo-ttft-ms", "-1")),
+    *(("x-llm-d-inference-objective", "a" * 3000), ("forwarded", "for=_x"), ("traceparent", "00-0-0-0")),
+)
+# Window of a new HTTP/2 connection, less something: larger bodies go over HTTP/1.1.
+_MOST_BY_HTTP2: Final = 60_000
+_PLACEHOLDER: Final = "\ue000"
+Transport = Literal["length", "chunked", "http2"]
+_TRANSPORTS: Final[tuple[Transport, ...]] = ("length", "length", "chunked", "http2")
 
 
 class Seed(msgspec.Struct, frozen=True):
@@ -95,43 +131,6 @@ SEEDS: Final = (
     Seed("/v1/models", method="GET"),
     Seed(f"/v1/models/{ALIAS}", method="GET"),
 )
-# In place of any value.
-ODD_VALUES: Final[tuple[bytes, ...]] = (
-    *(b"null", b"true", b"false", b'""', b"[]", b"{}", b"0", b"-1", b"-0", b"0.5", b"1e400", b"-1e308", b"1E+2"),
-    *(b"9" * 400, b"-" + b"9" * 30, b"9007199254740993", b"2147483648", b"-2147483649", b"1" + b"0" * 30 + b".5"),
-    *(b"NaN", b"Infinity", b"-Infinity", b"0x10", b"01", b"1.", b".5", b"+1", b"1_000", b"undefined", b"'a'"),
-    *(b'"\\ud800"', b'"\\udc00\\ud800"', b'"\\u0000"', b'"\xff\xfe"', b'"\xc0\x80"', b'"\xed\xa0\x80"', b'"\\x41"'),
-    *(b'"' + b"a" * 70_000 + b'"', b'"' + b"\\n" * 10_000 + b'"', b'"\n"', b'"\xf0\x9f\x98\x80"', b'"llama"'),
-    *(b"[" * 100 + b"]" * 100, b"[" * 20_000, b'{"a":' * 5_000 + b"1" + b"}" * 5_000, b"[" + b"{}," * 40_000 + b"{}]"),
-    *(b"[0," * 300 + b"0" + b"]" * 300, b"[" + b"1," * 50_000 + b"1]", b'{"":""}', b'{"role":"user","content":null}'),
-)
-# Anywhere between bytes.
-SPECIAL: Final[tuple[bytes, ...]] = (
-    *(b"\xef\xbb\xbf", b"\0", b"\xff", b"\xc3", b"\xe2\x80\xa8", b"\x1b[2J", b"\x7f", b"\r\n", b"\r\n\r\n", b"\x85"),
-    *(b"{", b"}", b"[", b"]", b'"', b"\\", b",", b":", b"\\u", b"//", b"/* */", b"#", b"--cut--", b"data: [DONE]\n\n"),
-)
-# Fields that steer something, added beside the others.
-FIELDS: Final = (
-    *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "best_of", "priority", "user"),
-    *("kv_transfer_params", "bootstrap_host", "data_parallel_rank", "cache_salt", "request_id", "lora_request"),
-    *("messages", "prompt", "input", "", "__proto__", "a" * 1000, "mod\u200bel", "Model"),
-)
-ODD_HEADERS: Final[tuple[tuple[str, str], ...]] = (
-    *(("content-encoding", one) for one in ("gzip", "deflate", "br", "identity", "gzip, gzip", "x")),
-    *(("content-type", one) for one in ("text/plain", "", "application/json; charset=utf-16", "a" * 500, "/")),
-    *(("accept", "text/event-stream"), ("accept-encoding", "gzip"), ("expect", "100-continue"), ("te", "trailers")),
-    *(("authorization", "Bearer x"), ("authorization", ""), ("x-request-id", "a" * 5000), ("cookie", "a=b; " * 500)),
-    *(("x-attache-tenant", "t"), ("x-attache-server", "default/llama"), ("x_attache_server", "default/llama")),
-    *(("x-envoy-upstream-rq-timeout-ms", "1"), ("x-envoy-max-retries", "100"), ("x-data-parallel-rank", "7")),
-    *(("x-gateway-destination-endpoint", "127.0.0.1:1"), ("x-session-id", "\xff\xfe"), ("x-slo-ttft-ms", "-1")),
-    *(("x-llm-d-inference-objective", "a" * 3000), ("forwarded", "for=_x"), ("traceparent", "00-0-0-0")),
-)
-
-# Window of a new HTTP/2 connection, less something: larger bodies go over HTTP/1.1.
-_MOST_BY_HTTP2: Final = 60_000
-_PLACEHOLDER: Final = "\ue000"
-Transport = Literal["length", "chunked", "http2"]
-_TRANSPORTS: Final[tuple[Transport, ...]] = ("length", "length", "chunked", "http2")
 
 
 class FuzzCase(msgspec.Struct, frozen=True):

@@ -298,6 +298,20 @@ metadata:
 data: {{template: {{roles: []}}}}
 revision: 1
 """
+_PICKER_OBJECTS: Final = """
+apiVersion: inference.networking.x-k8s.io/v1alpha2
+kind: InferenceObjective
+metadata: {name: objective}
+spec: {priority: 10, poolRef: {name: pool}}
+---
+apiVersion: inference.networking.x-k8s.io/v1alpha2
+kind: InferenceModelRewrite
+metadata: {name: rewrite}
+spec:
+  poolRef: {name: pool}
+  rules:
+  - {matches: [{model: {type: Exact, value: a}}], targets: [{modelRewrite: b, weight: 1}, {modelRewrite: c}]}
+"""
 
 
 def _objects(text: str, namespace: str) -> list[Object]:
@@ -430,22 +444,6 @@ def _put(compiler: Compiler, store: Mapping[str, Store], thing: Object) -> None:
         compiler.update_object(kind, key, known.objects.get(key))
     else:
         compiler.update_object(kind, key, thing)
-
-
-_PICKER_OBJECTS: Final = """
-apiVersion: inference.networking.x-k8s.io/v1alpha2
-kind: InferenceObjective
-metadata: {name: objective}
-spec: {priority: 10, poolRef: {name: pool}}
----
-apiVersion: inference.networking.x-k8s.io/v1alpha2
-kind: InferenceModelRewrite
-metadata: {name: rewrite}
-spec:
-  poolRef: {name: pool}
-  rules:
-  - {matches: [{model: {type: Exact, value: a}}], targets: [{modelRewrite: b, weight: 1}, {modelRewrite: c}]}
-"""
 
 
 def _picker() -> Attempt:

@@ -67,6 +67,113 @@ _PACK_MARKS: Final = (
     *(b"\xcb\x7f\xf8\0\0\0\0\0\0", b"\xd9\x03\xff\xfe\xfd", b"\xcf" + b"\xff" * 8, b"\xd3" + b"\x80" + b"\0" * 7),
 )
 _TEXT_MARKS: Final = (b"\n", b": ", b"- ", b"&a ", b"*a", b"!!int ", b"---\n", b"\t", b"\0", b"\xff", b"{", b"[" * 99)
+_SIZE: Final = 4
+_HONEST_TOKENS: Final = tuple(range(4 * _SIZE))
+_SCRAPED: Final = tuple(ENGINE_TYPES.values())
+_JSON: Final[Mapping[str, object]] = {
+    "models": {
+        "object": "list",
+        "data": [
+            {"id": "m", "object": "model", "parent": None, "root": "m", "permission": [{"id": "p"}]},
+            {"id": "sql", "parent": "m", "root": "/adapters/sql"},
+        ],
+    },
+    "repository": [{"name": "m", "version": "1", "state": "READY"}, {"name": "n", "state": "UNAVAILABLE"}],
+    "error": {"error": {"message": "maximum number of adapters", "type": "BadRequestError", "code": 400}},
+    "loaded": {"status": "ok", "evicted": ["sql"]},
+    "tokens": {"count": 3, "max_model_len": 4096, "tokens": [1, 2, 3]},
+    "server_info": {"model_path": "m", "internal_states": [{"load": 1, "memory_usage": {"kvcache": 1.0}}]},
+    "loads": [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 0, "num_tokens": 100}],
+}
+SERVER: Final = "default/llama"
+ADDRESS: Final = "10.0.0.1:8000"
+_DIRECTORY: Final = b"""apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  endpoints: [{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}]
+  scrapeInterval: 1s
+  flowControl: {}
+  adapterLoading: {slots: 2, timeout: 10s, adapters: [{name: sql, source: /sql}]}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: chat
+  loraAdapters: [sql]
+  rateLimits: [{per: Tenant, unit: second, requests: 1000000000, scope: Local}]
+  rules: [{targetModels: [{modelServerName: llama}]}]
+"""
+_CHAT: Final = b'{"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}'
+_PICKER: Final[Mapping[str, object]] = {
+    "apiVersion": "llm-d.ai/v1alpha1",
+    "kind": "EndpointPickerConfig",
+    "plugins": [
+        {"type": "queue-scorer"},
+        {"type": "max-score-picker"},
+        {"type": "prefix-cache-scorer", "parameters": {"blockSize": 16, "maxPrefixBlocksToMatch": 256}},
+        {"type": "file-discovery", "name": "files", "parameters": {"path": "endpoints.yaml", "watchFile": True}},
+        {"type": "redis-syncer", "parameters": {"address": "127.0.0.1:1", "db": 1}},
+        {"type": "metrics-data-source", "parameters": {"scheme": "http", "port": 9000}},
+    ],
+    "schedulingProfiles": [
+        {"name": "default", "plugins": [{"pluginRef": "queue-scorer", "weight": 2}, {"pluginRef": "max-score-picker"}]}
+    ],
+    "dataLayer": {
+        "discovery": {"pluginRef": "files"},
+        "sources": [{"pluginRef": "metrics-data-source", "extractors": [{"pluginRef": "queue-scorer"}]}],
+    },
+    "featureGates": ["flowControl"],
+    "flowControl": {"maxBytes": "10G", "priorityBands": [{"priority": 1, "maxRequests": 10}]},
+    "saturationDetector": {"queueDepthThreshold": 5},
+}
+_ENDPOINTS: Final[Mapping[str, object]] = {
+    "endpoints": [
+        {"name": "a", "namespace": "default", "address": "10.0.0.1", "port": "8000", "labels": {"x": "y"}},
+        {"name": "b", "address": "fd00::1", "port": 8000},
+    ]
+}
+_WORDS: Final = (
+    *(
+        "",
+        "0",
+        "-1",
+        "--5",
+        "65535",
+        "65536",
+        "99999999999",
+        "²",
+        "٣",
+        "true",
+        "maybe",
+        "200ms",
+        "5",
+        "1h1",
+        "a/b",
+        "a",
+    ),
+    *(
+        "default",
+        "epp",
+        "A b",
+        "..",
+        "/",
+        "\0",
+        "\n",
+        "x" * 300,
+        "a=b",
+        "a=b,c=d",
+        "=",
+        ",",
+        "8000,8001",
+        "https",
+        "http",
+    ),
+    *("vllm:num_requests_waiting", "nv_trt_llm_request_metrics", "inference.networking.k8s.io", "VersionTLS13", "{}"),
+    *("TLS_AES_128_GCM_SHA256", "/metrics", "metrics", "info"),
+)
 
 
 class Wrong(AssertionError):
@@ -79,9 +186,6 @@ def _must(holds: object, message: str) -> None:
 
 
 # KV events
-
-_SIZE: Final = 4
-_HONEST_TOKENS: Final = tuple(range(4 * _SIZE))
 
 
 def _stored(number: int) -> dict[str, object]:
@@ -162,9 +266,6 @@ def _take(stream: KvStream, number: int, payload: bytes, rng: random.Random) -> 
 
 
 # engines' pages
-
-
-_SCRAPED: Final = tuple(ENGINE_TYPES.values())
 
 
 def metrics_page(dialect: Dialect) -> bytes:
@@ -260,22 +361,6 @@ def _cut(content: bytes, rng: random.Random) -> list[bytes]:
 
 # engines' JSON
 
-_JSON: Final[Mapping[str, object]] = {
-    "models": {
-        "object": "list",
-        "data": [
-            {"id": "m", "object": "model", "parent": None, "root": "m", "permission": [{"id": "p"}]},
-            {"id": "sql", "parent": "m", "root": "/adapters/sql"},
-        ],
-    },
-    "repository": [{"name": "m", "version": "1", "state": "READY"}, {"name": "n", "state": "UNAVAILABLE"}],
-    "error": {"error": {"message": "maximum number of adapters", "type": "BadRequestError", "code": 400}},
-    "loaded": {"status": "ok", "evicted": ["sql"]},
-    "tokens": {"count": 3, "max_model_len": 4096, "tokens": [1, 2, 3]},
-    "server_info": {"model_path": "m", "internal_states": [{"load": 1, "memory_usage": {"kvcache": 1.0}}]},
-    "loads": [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 0, "num_tokens": 100}],
-}
-
 
 def broken_json(rng: random.Random, *, of: str = "") -> bytes:
     """An answer of an engine, mostly with something odd in it. ``of``: which one; any by default."""
@@ -322,29 +407,6 @@ def _token_answers() -> Attempt:
 
 
 # messages of other processes
-
-SERVER: Final = "default/llama"
-ADDRESS: Final = "10.0.0.1:8000"
-_DIRECTORY: Final = b"""apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-  endpoints: [{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}]
-  scrapeInterval: 1s
-  flowControl: {}
-  adapterLoading: {slots: 2, timeout: 10s, adapters: [{name: sql, source: /sql}]}
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: chat
-  loraAdapters: [sql]
-  rateLimits: [{per: Tenant, unit: second, requests: 1000000000, scope: Local}]
-  rules: [{targetModels: [{modelServerName: llama}]}]
-"""
-_CHAT: Final = b'{"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}'
 
 
 class Scene:
@@ -452,36 +514,6 @@ def _state_files() -> Attempt:
     return attempt
 
 
-_PICKER: Final[Mapping[str, object]] = {
-    "apiVersion": "llm-d.ai/v1alpha1",
-    "kind": "EndpointPickerConfig",
-    "plugins": [
-        {"type": "queue-scorer"},
-        {"type": "max-score-picker"},
-        {"type": "prefix-cache-scorer", "parameters": {"blockSize": 16, "maxPrefixBlocksToMatch": 256}},
-        {"type": "file-discovery", "name": "files", "parameters": {"path": "endpoints.yaml", "watchFile": True}},
-        {"type": "redis-syncer", "parameters": {"address": "127.0.0.1:1", "db": 1}},
-        {"type": "metrics-data-source", "parameters": {"scheme": "http", "port": 9000}},
-    ],
-    "schedulingProfiles": [
-        {"name": "default", "plugins": [{"pluginRef": "queue-scorer", "weight": 2}, {"pluginRef": "max-score-picker"}]}
-    ],
-    "dataLayer": {
-        "discovery": {"pluginRef": "files"},
-        "sources": [{"pluginRef": "metrics-data-source", "extractors": [{"pluginRef": "queue-scorer"}]}],
-    },
-    "featureGates": ["flowControl"],
-    "flowControl": {"maxBytes": "10G", "priorityBands": [{"priority": 1, "maxRequests": 10}]},
-    "saturationDetector": {"queueDepthThreshold": 5},
-}
-_ENDPOINTS: Final[Mapping[str, object]] = {
-    "endpoints": [
-        {"name": "a", "namespace": "default", "address": "10.0.0.1", "port": "8000", "labels": {"x": "y"}},
-        {"name": "b", "address": "fd00::1", "port": 8000},
-    ]
-}
-
-
 def _text(value: object, rng: random.Random) -> str:
     if rng.random() < 0.8:
         value = spoiled(value, rng, JSON_VALUES)
@@ -513,47 +545,6 @@ def _discovered_pools() -> Attempt:
         return found is not None
 
     return attempt
-
-
-_WORDS: Final = (
-    *(
-        "",
-        "0",
-        "-1",
-        "--5",
-        "65535",
-        "65536",
-        "99999999999",
-        "²",
-        "٣",
-        "true",
-        "maybe",
-        "200ms",
-        "5",
-        "1h1",
-        "a/b",
-        "a",
-    ),
-    *(
-        "default",
-        "epp",
-        "A b",
-        "..",
-        "/",
-        "\0",
-        "\n",
-        "x" * 300,
-        "a=b",
-        "a=b,c=d",
-        "=",
-        ",",
-        "8000,8001",
-        "https",
-        "http",
-    ),
-    *("vllm:num_requests_waiting", "nv_trt_llm_request_metrics", "inference.networking.k8s.io", "VersionTLS13", "{}"),
-    *("TLS_AES_128_GCM_SHA256", "/metrics", "metrics", "info"),
-)
 
 
 def _flags() -> Attempt:

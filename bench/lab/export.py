@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
     from bench.lab.trial import RequestRow, TrialReport
 
+OURS: Final = "attache"
+_MEASURES: Final[Mapping[str, Callable[[RequestColumns], Sequence[float]]]] = {
+    "TTFT, s": lambda requests: requests.ttft_s,
+    "excess TTFT, s": lambda requests: [
+        max(0.0, ttft - ideal) for ttft, ideal in zip(requests.ttft_s, requests.ideal_ttft_s, strict=True)
+    ],
+    "TPOT, s": lambda requests: requests.tpot_s,
+    "E2E, s": lambda requests: requests.e2e_s,
+    "cached tokens": lambda requests: requests.cached_tokens,
+}
+
 
 class RequestColumns(msgspec.Struct, frozen=True):
     """Every request's numbers as columns, in the order of sessions and turns; 0 for an error."""
@@ -174,9 +185,6 @@ def _line(trial: TrialResult) -> Mapping[str, object]:
     return line
 
 
-OURS: Final = "attache"
-
-
 class NotComparable(Exception):
     """Two results that cannot be compared; the message has what is missing."""
 
@@ -188,17 +196,6 @@ class Difference(msgspec.Struct, frozen=True):
     first: float
     second: float
     change: Interval
-
-
-_MEASURES: Final[Mapping[str, Callable[[RequestColumns], Sequence[float]]]] = {
-    "TTFT, s": lambda requests: requests.ttft_s,
-    "excess TTFT, s": lambda requests: [
-        max(0.0, ttft - ideal) for ttft, ideal in zip(requests.ttft_s, requests.ideal_ttft_s, strict=True)
-    ],
-    "TPOT, s": lambda requests: requests.tpot_s,
-    "E2E, s": lambda requests: requests.e2e_s,
-    "cached tokens": lambda requests: requests.cached_tokens,
-}
 
 
 def read_side(name: str) -> list[TrialResult]:

@@ -44,6 +44,33 @@ PATIENT: Final[Mapping[str, object]] = {"timeout": "59m", "maxRequests": 1_000_0
 NO_QUEUE: Final = None
 FCFS: Final[Mapping[str, object]] = {"fairness": "GlobalStrict"}
 VTC: Final[Mapping[str, object]] = {"fairness": "VirtualTokenCounter"}
+INPUT_WEIGHT: Final = 1.0
+OUTPUT_WEIGHT: Final = 2.0
+# As by default: cached tokens cost the engine next to nothing.
+CACHED_WEIGHT: Final = 0.1
+Control = Mapping[str, object] | None
+FLOODER: Final = "t0"
+FLOOD_POLICIES: Final[Mapping[str, Control]] = {"no queue": NO_QUEUE, "FCFS": FCFS, "VTC": VTC}
+ORDERS: Final[Mapping[str, Mapping[str, object]]] = {
+    "FirstCome": {"order": "FirstCome"},
+    "Deadline": {"order": "Deadline", "ageing": "1h"},
+    "ShortestFirst, no ageing": {"order": "ShortestFirst", "ageing": "1h"},
+    "ShortestFirst": {"order": "ShortestFirst", "ageing": "10s"},
+}
+AGEING_S: Final = 10.0
+BANDS: Final[Mapping[str, int]] = {"critical": 10, "high": 5, "standard": 0, "best-effort": -1}
+QUANTUM: Final = 20_000
+# With the default saturation limits: a shorter wait in the engine would cost locality more than it gives fairness.
+LOCAL_POLICIES: Final[Mapping[str, Control]] = {
+    "no queue": NO_QUEUE,
+    "FCFS": {**FCFS, "saturation": {}},
+    "VTC": {**VTC, "saturation": {}},
+    "DLPM": {"fairness": "DeficitLocality", "quantum": QUANTUM, "saturation": {}},
+}
+# Both tenants wait for so long.
+_SHOWN_S: Final = 20.0
+# Of tenants, in the order of their names.
+_STYLES: Final = ("-", "--", "-.", ":")
 
 
 class LengthRanges(msgspec.Struct, frozen=True):
@@ -140,12 +167,6 @@ def ttfts_without(results: Iterable[RequestResult], tenant: str) -> list[float]:
     return ttfts_s(one for one in results if one.label != tenant)
 
 
-INPUT_WEIGHT: Final = 1.0
-OUTPUT_WEIGHT: Final = 2.0
-# As by default: cached tokens cost the engine next to nothing.
-CACHED_WEIGHT: Final = 0.1
-
-
 class _Pair(msgspec.Struct):
     """The least and the most difference between two tenants' service while both wait."""
 
@@ -231,10 +252,6 @@ class ServiceObserver:
         self.widest = max(self.widest, pair.most - pair.least)
 
 
-Control = Mapping[str, object] | None
-FLOODER: Final = "t0"
-
-
 class FloodResult(msgspec.Struct, frozen=True):
     """p90 TTFT of the tenants that do not flood: before one floods, and during the flood.
 
@@ -250,9 +267,6 @@ class FloodResult(msgspec.Struct, frozen=True):
     def slowdown(self) -> float:
         """During the flood over before."""
         return self.during_s / self.before_s
-
-
-FLOOD_POLICIES: Final[Mapping[str, Control]] = {"no queue": NO_QUEUE, "FCFS": FCFS, "VTC": VTC}
 
 
 def flood(
@@ -289,15 +303,6 @@ class OrderResult(msgspec.Struct, frozen=True):
     longest_ttft_s: float
 
 
-ORDERS: Final[Mapping[str, Mapping[str, object]]] = {
-    "FirstCome": {"order": "FirstCome"},
-    "Deadline": {"order": "Deadline", "ageing": "1h"},
-    "ShortestFirst, no ageing": {"order": "ShortestFirst", "ageing": "1h"},
-    "ShortestFirst": {"order": "ShortestFirst", "ageing": "10s"},
-}
-AGEING_S: Final = 10.0
-
-
 def orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[OrderResult]:
     """One tenant overloads the engines for a while; deadlines of first tokens are 1 to 20 s after arrival."""
     lengths = LengthRanges((500, 12_000), (20, 60))
@@ -319,9 +324,6 @@ def orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> li
             )
         )
     return found
-
-
-BANDS: Final[Mapping[str, int]] = {"critical": 10, "high": 5, "standard": 0, "best-effort": -1}
 
 
 class SharesResult(msgspec.Struct, frozen=True):
@@ -354,16 +356,6 @@ class LocalityResult(msgspec.Struct, frozen=True):
     widest_gap: float
     mean_ttft_s: float
     light_p90_ttft_s: float
-
-
-QUANTUM: Final = 20_000
-# With the default saturation limits: a shorter wait in the engine would cost locality more than it gives fairness.
-LOCAL_POLICIES: Final[Mapping[str, Control]] = {
-    "no queue": NO_QUEUE,
-    "FCFS": {**FCFS, "saturation": {}},
-    "VTC": {**VTC, "saturation": {}},
-    "DLPM": {"fairness": "DeficitLocality", "quantum": QUANTUM, "saturation": {}},
-}
 
 
 def locality(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[LocalityResult]:
@@ -473,12 +465,6 @@ def _flood_table(name: str, floods: Sequence[FloodResult]) -> Table:
         ["", "p90 TTFT of others before, s", "while one floods, s", "factor"],
         [[one.policy, f"{one.before_s:.3f}", f"{one.during_s:.3f}", f"{one.slowdown:.2f}"] for one in floods],
     )
-
-
-# Both tenants wait for so long.
-_SHOWN_S: Final = 20.0
-# Of tenants, in the order of their names.
-_STYLES: Final = ("-", "--", "-.", ":")
 
 
 def write_report(report: FairnessReport, directory: Path, made_by: MadeBy) -> Path:

@@ -34,6 +34,8 @@ _MARKERS: Final = "os^DvPX*"
 _LINES: Final = ("-", "--", ":", "-.")
 _WIDTH_INCHES: Final = 5.0
 _LEGEND_COLUMNS: Final = 3
+_NOT_IN_NAMES: Final = re.compile(r"[^a-z0-9.]+")
+_LONGEST_NAME: Final = 120
 
 
 class Sweep(msgspec.Struct, frozen=True):
@@ -110,10 +112,6 @@ def write_figures(reports: Sequence[TrialReport], folder: Path) -> list[Path]:
         _draw_distribution(by_policy(found), files, styles)
         written += files
     return written
-
-
-_NOT_IN_NAMES: Final = re.compile(r"[^a-z0-9.]+")
-_LONGEST_NAME: Final = 120
 
 
 def _files(folder: Path, title: str) -> list[Path]:

@@ -38,6 +38,10 @@ T = TypeVar("T")
 _Above0 = Annotated[float, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+# Dynamo's mocked engines: 16,384 blocks of 64 tokens.
+MOCKER: Final = "dynamo-mocker"
+_MOCKER_TOKENS: Final = 16_384 * 64
+_PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?|[^+*]+?\.ya?ml)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
 
 
 class OwnLink(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -153,12 +157,6 @@ def _number(value: object) -> object:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-# Dynamo's mocked engines: 16,384 blocks of 64 tokens.
-MOCKER: Final = "dynamo-mocker"
-_MOCKER_TOKENS: Final = 16_384 * 64
-_PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?|[^+*]+?\.ya?ml)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
 
 
 class HardwareUnknown(Exception):

@@ -61,6 +61,23 @@ _POLICIES: Final = (
 )
 # Bounds, and not policies that can be deployed.
 _BOUNDS: Final = frozenset({"oracle"})
+_WHERE: Final = "kvcache-ai/Mooncake, FAST25-release/traces"
+_HEADINGS: Final = (
+    "policy",
+    "TTFT mean",
+    "95%",
+    "against",
+    "95%",
+    "p50",
+    "p90",
+    "p99",
+    "excess",
+    "TPOT, ms",
+    "E2E",
+    "cached",
+    "goodput",
+    "errors",
+)
 
 
 class TraceLoads(msgspec.Struct, frozen=True):
@@ -99,7 +116,6 @@ _GENERATED: Final = (
     TraceLoads(name="chat", files=(), skip=0, limit=0, rates={"x1": 1.0, "x2": 2.0, "x4": 4.0}),
     TraceLoads(name="shared-prefix", files=(), skip=0, limit=0, rates={"x0.5": 0.5, "x1": 1.0, "x1.5": 1.5}),
 )
-_WHERE: Final = "kvcache-ai/Mooncake, FAST25-release/traces"
 
 
 class PolicyLine(msgspec.Struct, frozen=True):
@@ -272,24 +288,6 @@ def _lines(
         for policy, found in zip(policies, reports, strict=True)
     ]
     return sorted(lines, key=lambda line: line.ttft_s.value)
-
-
-_HEADINGS: Final = (
-    "policy",
-    "TTFT mean",
-    "95%",
-    "against",
-    "95%",
-    "p50",
-    "p90",
-    "p99",
-    "excess",
-    "TPOT, ms",
-    "E2E",
-    "cached",
-    "goodput",
-    "errors",
-)
 
 
 def _cells(line: PolicyLine) -> list[str]:

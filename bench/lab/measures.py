@@ -18,6 +18,24 @@ if TYPE_CHECKING:
     from bench.lab.trial import RequestRow
     from bench.reporting.results import Interval
 
+# Seconds, unless a heading has a unit.
+COLUMNS: Final[Mapping[str, Callable[[Measures], str]]] = {
+    "TTFT mean": lambda one: f"{one.ttft_s.mean:.3f}",
+    "p50": lambda one: f"{one.ttft_s.p50:.3f}",
+    "p90": lambda one: f"{one.ttft_s.p90:.3f}",
+    "p99": lambda one: f"{one.ttft_s.p99:.2f}",
+    "excess": lambda one: f"{one.excess_ttft_s.mean:.3f}",
+    "TPOT, ms": lambda one: f"{1000 * one.tpot_s.mean:.1f}",
+    "E2E": lambda one: f"{one.e2e_s.mean:.2f}",
+    "cached": lambda one: f"{one.cached_token_ratio:.1%}",
+    "goodput, 1/s": lambda one: f"{one.goodput:.2f}",
+    "errors": lambda one: str(one.errors),
+    "imbalance": lambda one: f"{one.imbalance:.2f}",
+    "fairness": lambda one: f"{one.fairness:.3f}",
+}
+# What fits on a terminal.
+NARROW: Final = tuple(COLUMNS)[:10]
+
 
 class LatencyObjective(msgspec.Struct, frozen=True):
     """What counts for goodput: the first token within ``ttft_s``, each further one within ``tpot_s`` on average."""
@@ -102,25 +120,6 @@ def _fairness(rows: Sequence[RequestRow]) -> float:
     means = [sum(values) / len(values) for values in by_label.values()]
     squares = sum(mean * mean for mean in means)
     return sum(means) ** 2 / (len(means) * squares) if squares else 1.0
-
-
-# Seconds, unless a heading has a unit.
-COLUMNS: Final[Mapping[str, Callable[[Measures], str]]] = {
-    "TTFT mean": lambda one: f"{one.ttft_s.mean:.3f}",
-    "p50": lambda one: f"{one.ttft_s.p50:.3f}",
-    "p90": lambda one: f"{one.ttft_s.p90:.3f}",
-    "p99": lambda one: f"{one.ttft_s.p99:.2f}",
-    "excess": lambda one: f"{one.excess_ttft_s.mean:.3f}",
-    "TPOT, ms": lambda one: f"{1000 * one.tpot_s.mean:.1f}",
-    "E2E": lambda one: f"{one.e2e_s.mean:.2f}",
-    "cached": lambda one: f"{one.cached_token_ratio:.1%}",
-    "goodput, 1/s": lambda one: f"{one.goodput:.2f}",
-    "errors": lambda one: str(one.errors),
-    "imbalance": lambda one: f"{one.imbalance:.2f}",
-    "fairness": lambda one: f"{one.fairness:.3f}",
-}
-# What fits on a terminal.
-NARROW: Final = tuple(COLUMNS)[:10]
 
 
 def policy_table(

@@ -46,6 +46,14 @@ if TYPE_CHECKING:
 
     from bench.lab.trial import Conditions, Trial
 
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_OURS: Final = frozenset({"attache", "bench", "controller", "extproc"})
+_CHUNK: Final = 1 << 20
+# The libraries whose numbers a simulation takes over.
+_LIBRARIES: Final = ("numpy", "msgspec", "xxhash")
+# What the user can mend; the message is enough.
+_SAID: Final = (ConfigInvalid, HardwareUnknown, PolicyFailed, TraceInvalid)
+
 
 @contextlib.contextmanager
 def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
@@ -63,13 +71,6 @@ def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
                 one.kill()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-_ROOT: Final = Path(__file__).resolve().parents[2]
-_OURS: Final = frozenset({"attache", "bench", "controller", "extproc"})
-_CHUNK: Final = 1 << 20
-# The libraries whose numbers a simulation takes over.
-_LIBRARIES: Final = ("numpy", "msgspec", "xxhash")
 
 
 def key_of(trial: Trial) -> str:
@@ -216,10 +217,6 @@ def _is_users(file: str) -> bool:
     """Not of Python, of its packages or of the system; bytecode stands for a source that is known already."""
     system = (sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev", str(_ROOT / "bench"), str(_ROOT / "extproc"))
     return not file.endswith(".pyc") and not any(file.startswith(one + os.sep) for one in system)
-
-
-# What the user can mend; the message is enough.
-_SAID: Final = (ConfigInvalid, HardwareUnknown, PolicyFailed, TraceInvalid)
 
 
 class TrialFailed(Exception):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.scheduling.picker import Pick, Picker, View
 
+_CHUNK: Final = 8192
+
 
 class LowerBound:
     """A RequestObserver. ``kind``: the fastest engine of the trial."""
@@ -76,9 +78,6 @@ class LowerBound:
         """Record the blocks of the answer."""
         del now
         self._seen.update(request.text.hashes)
-
-
-_CHUNK: Final = 8192
 
 
 class Conditions(msgspec.Struct, frozen=True):

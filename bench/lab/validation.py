@@ -52,6 +52,12 @@ _EACH_LAYER: Final = {
     "down_proj": 1,
 }
 _ONCE: Final = ("embedding", "final_layernorm")
+# Relative errors beyond which the check fails: with measured kernels, and by the roofline.
+_BANDS: Final = {"TTFT": (0.15, 0.25), "TPOT": (0.05, 0.20), "makespan": (0.10, 0.20)}
+_STEP_BAND: Final = 0.20
+_WHERE: Final = "casys-kaist/LLMServingSim, bench/examples and profiler/perf, as vllm_run_* and vllm_profile_*"
+# Vidur measured kernels one by one: its figures are without all-reduces.
+_A100: Final = msgspec.structs.replace(GPUS["a100"], link=NO_EXCHANGE)
 
 
 class Curve:
@@ -110,7 +116,7 @@ class MeasuredKernels:
         self._together = _share_of_sum(attention, self._prefill, self._decode)
 
     def seconds(self, batch: StepBatch) -> float:
-        """See the module."""
+        """The duration of a step with this batch, from the measured curves."""
         us = sum(count * curve.at(batch.tokens) for curve, count in self._dense)
         us += sum(curve.at(batch.requests) for curve in self._last)
         overhead_s = PER_STEP_S + PER_REQUEST_S * batch.requests
@@ -225,12 +231,6 @@ def _summary(times: Sequence[tuple[float, float, float, int]], start_at_s: float
     )
 
 
-# Relative errors beyond which the check fails: with measured kernels, and by the roofline.
-_BANDS: Final = {"TTFT": (0.15, 0.25), "TPOT": (0.05, 0.20), "makespan": (0.10, 0.20)}
-_STEP_BAND: Final = 0.20
-_WHERE: Final = "casys-kaist/LLMServingSim, bench/examples and profiler/perf, as vllm_run_* and vllm_profile_*"
-
-
 class RecordedRun(msgspec.Struct, frozen=True):
     """A run of a real vLLM. ``name``: as in its files. ``limits``: the flags it ran with."""
 
@@ -298,8 +298,6 @@ def _decodes(count: int) -> tuple[Work, ...]:
     return (Work(1, 0),) * count
 
 
-# Vidur measured kernels one by one: its figures are without all-reduces.
-_A100: Final = msgspec.structs.replace(GPUS["a100"], link=NO_EXCHANGE)
 _PUBLISHED: Final = (
     PublishedStep(
         what="32B, 2 x H100, prefill of 8,192",

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
     from bench.reporting.results import Distribution
 
+POLICIES = ("PrefixAware", "RoundRobin")
+# Above this the client, Envoy and the engines wait for processors, and times measure them rather than policies.
+_BUSY_LIMIT = 0.85
+
 
 class PolicyRun(msgspec.Struct, frozen=True):
     """One policy's run.
@@ -164,11 +168,6 @@ def _ms(seconds: float) -> str:
 
 def _percentiles(found: Distribution) -> str:
     return " / ".join(map(_ms, (found.p50, found.p90, found.p99)))
-
-
-POLICIES = ("PrefixAware", "RoundRobin")
-# Above this the client, Envoy and the engines wait for processors, and times measure them rather than policies.
-_BUSY_LIMIT = 0.85
 
 
 class ComparisonSettings(msgspec.Struct, frozen=True):

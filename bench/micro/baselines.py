@@ -52,6 +52,9 @@ _OPTIONS: Final = (
 SERVER: Final = SERVER_CLUSTER + "default/llama"
 PASS_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 _PASS_ANSWER_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
+_OVERWRITE: Final = 2  # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_CHOICES: Final = 4
+_ASKED, _RENAMED = f'"model": "{ALIAS}"'.encode(), f'"model": "{MODEL}"'.encode()
 
 
 def _naming_the_server() -> bytes:
@@ -134,11 +137,6 @@ async def serve(listen: str, process: Process, *, reads_logs: bool = False) -> N
     await server.start()
     await health.set(READINESS, health_pb2.HealthCheckResponse.SERVING)
     await asyncio.Event().wait()
-
-
-_OVERWRITE: Final = 2  # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-_CHOICES: Final = 4
-_ASKED, _RENAMED = f'"model": "{ALIAS}"'.encode(), f'"model": "{MODEL}"'.encode()
 
 
 class Responder:

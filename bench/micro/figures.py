@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 BASELINE = "no-op"
 EXTPROC = "extproc"
 ENGINE = "engine"
+_ANSWERING: Final = "answering"
+_GATEWAY: Final = "SGLang's gateway"
+_HEAD: Final = """\
+| | added latency, ms | | | | requests/s, of the no-op's | | CPU of a request, µs | | |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+| prompt, endpoints | no-op | answering | extproc | SGLang's gateway | answering | extproc | no-op | answering | extproc |
+"""  # noqa: E501 - a line of a table
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -206,15 +213,6 @@ def threads(found: Sequence[ServerFigures]) -> list[str]:
         parts = [f"{name} {us:.0f}" for name, us in busy.threads_us.items() if us >= 1]
         lines.append(f"{one.case}: extproc's threads, µs for a request, {BUSY.name}: {', '.join(parts)}")
     return lines
-
-
-_ANSWERING: Final = "answering"
-_GATEWAY: Final = "SGLang's gateway"
-_HEAD: Final = """\
-| | added latency, ms | | | | requests/s, of the no-op's | | CPU of a request, µs | | |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
-| prompt, endpoints | no-op | answering | extproc | SGLang's gateway | answering | extproc | no-op | answering | extproc |
-"""  # noqa: E501 - a line of a table
 
 
 def markdown(found: Iterable[ServerFigures]) -> str:

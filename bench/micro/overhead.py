@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
     from bench.micro.servers import MeasuredServer
 
+CASES: Final = (
+    MeasuredCase(2_000, 8),
+    MeasuredCase(2_000, 100),
+    MeasuredCase(100_000, 8),
+    MeasuredCase(100_000, 100),
+    MeasuredCase(400_000, 8),
+    MeasuredCase(400_000, 100),
+    MeasuredCase(2_000, 8, renamed=False),
+    MeasuredCase(2_000, 100, renamed=False, in_pieces=True),
+    MeasuredCase(400_000, 100, renamed=False, in_pieces=True),
+)
+QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
+
 
 class Phase(msgspec.Struct, frozen=True):
     """A way to load a server.
@@ -35,19 +48,6 @@ ALONE: Final = Phase("one at a time", 1)
 BUSY: Final = Phase("24 at once", 24, by_envoy=True)
 WHOLE: Final = Phase("32 at once", 32)
 PHASES: Final = (ALONE, BUSY, WHOLE)
-
-CASES: Final = (
-    MeasuredCase(2_000, 8),
-    MeasuredCase(2_000, 100),
-    MeasuredCase(100_000, 8),
-    MeasuredCase(100_000, 100),
-    MeasuredCase(400_000, 8),
-    MeasuredCase(400_000, 100),
-    MeasuredCase(2_000, 8, renamed=False),
-    MeasuredCase(2_000, 100, renamed=False, in_pieces=True),
-    MeasuredCase(400_000, 100, renamed=False, in_pieces=True),
-)
-QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
 
 
 class Effort(msgspec.Struct, frozen=True):

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 KINDS = ("a100", "h100")
+RULES = {
+    "cost": Rules(),
+    "spot": Rules(min_on_demand=0.5),
+    "accelerators": Rules(accelerators={"a100": 100, "h100": 200}),
+    "everything": Rules(min_on_demand=0.3, cost_per_hour=300.0, free={"a100": 16, "h100": 32}),
+}
 
 
 def variants(seed: int) -> list[Variant]:
@@ -34,14 +40,6 @@ def variants(seed: int) -> list[Variant]:
         )
         for index in range(8)
     ]
-
-
-RULES = {
-    "cost": Rules(),
-    "spot": Rules(min_on_demand=0.5),
-    "accelerators": Rules(accelerators={"a100": 100, "h100": 200}),
-    "everything": Rules(min_on_demand=0.3, cost_per_hour=300.0, free={"a100": 16, "h100": 32}),
-}
 
 
 @pytest.mark.parametrize("rules", RULES)

@@ -36,6 +36,22 @@ if TYPE_CHECKING:
 
 SIZES = [2_000, 400_000]
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+# Four amounts each: a route with two rate limits, and one with two budgets, of tokens and of money.
+CHARGED: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "two rate limits": {
+        "rateLimits": [
+            {"per": "Tenant", "unit": "day", "totalTokens": 10**12, "requests": 10**9},
+            {"per": "User", "unit": "day", "totalTokens": 10**12, "requests": 10**9},
+        ]
+    },
+    "two budgets": {
+        "budgets": [
+            {"name": "team", "window": "Month", "timeZone": "Europe/Berlin", "max": {"money": 10**9, "tokens": 10**12}},
+            {"name": "one", "per": "User", "window": "Day", "max": {"money": 10**9, "tokens": 10**12}},
+        ]
+    },
+}
 
 
 def body(size: int, key: str = "a") -> bytes:
@@ -167,24 +183,6 @@ def test_an_endpoint_that_leaves_with_ranks_of_twenty_thousand_blocks(benchmark:
         return index.blocks_held(0)
 
     assert benchmark(fill_and_forget) == 0
-
-
-# Four amounts each: a route with two rate limits, and one with two budgets, of tokens and of money.
-CHARGED: dict[str, dict[str, object]] = {
-    "nothing": {},
-    "two rate limits": {
-        "rateLimits": [
-            {"per": "Tenant", "unit": "day", "totalTokens": 10**12, "requests": 10**9},
-            {"per": "User", "unit": "day", "totalTokens": 10**12, "requests": 10**9},
-        ]
-    },
-    "two budgets": {
-        "budgets": [
-            {"name": "team", "window": "Month", "timeZone": "Europe/Berlin", "max": {"money": 10**9, "tokens": 10**12}},
-            {"name": "one", "per": "User", "window": "Day", "max": {"money": 10**9, "tokens": 10**12}},
-        ]
-    },
-}
 
 
 @pytest.mark.parametrize("charged", CHARGED)

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 # as many as OpenAI's client sends through Envoy
 HEADERS = [(":authority", "gateway"), (":path", "/v1/chat/completions"), (":method", "POST"), (":scheme", "https")]
 HEADERS += [(f"x-stainless-{number}", f"a value of some length {number}") for number in range(16)]
-
-
-def request_headers() -> bytes:
-    message = ProcessingRequest()
-    for key, value in HEADERS:
-        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    return message.SerializeToString()
-
-
 USAGE = UsageContext(
     ticket="abcdef123456-1f",
     tenant="acme",
@@ -50,6 +41,13 @@ USAGE = UsageContext(
     input_tokens=500,
     output_tokens=200,
 )
+
+
+def request_headers() -> bytes:
+    message = ProcessingRequest()
+    for key, value in HEADERS:
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    return message.SerializeToString()
 
 
 def decision(changed_bytes: int, usage: UsageContext | None = None) -> Decision:

@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
+_LATEX: Final = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{one: f"\\{one}" for one in "&%$#_{}"},
+    }
+)
+_MINUS: Final = re.compile(r"(?<!\w)-(?=\d)")
+# So that the same figures have the same bytes.
+_UNDATED: Final = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+# An installed package may be inside another repository.
+_ROOT: Final = Path(__file__).resolve().parents[2]
+
 
 class Table(msgspec.Struct, frozen=True):
     """Text in rows under ``headings``. The first column names what a row is about; the others hold its values.
@@ -73,24 +87,9 @@ class Table(msgspec.Struct, frozen=True):
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-_LATEX: Final = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        **{one: f"\\{one}" for one in "&%$#_{}"},
-    }
-)
-_MINUS: Final = re.compile(r"(?<!\w)-(?=\d)")
-
-
 def _latex(text: str) -> str:
     """With what LaTeX would take as its own escaped, and real minus signs."""
     return _MINUS.sub("$-$", text.translate(_LATEX))
-
-
-# So that the same figures have the same bytes.
-_UNDATED: Final = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
 
 @contextlib.contextmanager
@@ -148,10 +147,6 @@ def log_axis(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", rotation=45)
-
-
-# An installed package may be inside another repository.
-_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class MadeBy(msgspec.Struct, frozen=True):

@@ -17,6 +17,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+_DRAWS: Final = 2000
+WINDOWS: Final = 12
+
 
 class RequestResult(msgspec.Struct, frozen=True):
     """One request, from the instant at which it was due to its last token.
@@ -80,10 +83,6 @@ def distribution(values: Iterable[float]) -> Distribution:
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
     """The percentile of sorted values by the nearest rank. ``share``: above 0, at most 1. Needs at least one value."""
     return ordered[math.ceil(share * len(ordered)) - 1]
-
-
-_DRAWS: Final = 2000
-WINDOWS: Final = 12
 
 
 class Interval(msgspec.Struct, frozen=True):

@@ -41,6 +41,25 @@ _READY_S: Final = 300.0
 _PROBE_S: Final = 0.002
 # For a probe that is still on its way when the work is done.
 _LAST_PROBE_S: Final = 0.1
+# What a row of the table is called, in its order.
+_ROWS: Final = {
+    "check_s": "`attache check`, s",
+    "first_bundle_s": "first bundle, s",
+    "extproc_start_s": "extproc until it is ready, s",
+    "envoy_start_s": "Envoy until it is ready, s",
+    "bundle_mib": "memory of the bundle's writer, MiB",
+    "extproc_mib": "memory of extproc, MiB",
+    "envoy_mib": "memory of Envoy, MiB",
+    "idle_core_share": "extproc without requests, share of a core",
+    "route_change_s": "a route's change until both use it, s",
+    "route_change_lag_ms": "extproc's longest turn during that, ms",
+    "endpoint_change_s": "an endpoint's change until both use it, s",
+    "request_p50_ms": "a request, median, ms",
+    "extproc_cpu_ms": "extproc's CPU for a request, ms",
+    "envoy_cpu_ms": "Envoy's CPU for a request, ms",
+    "metrics_page_s": "a page of extproc's metrics, s",
+    "metrics_page_lag_ms": "extproc's longest turn during a page of metrics, ms",
+}
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -67,27 +86,6 @@ class Figures(msgspec.Struct, frozen=True):
     envoy_cpu_ms: float
     metrics_page_s: float
     metrics_page_lag_ms: float
-
-
-# What a row of the table is called, in its order.
-_ROWS: Final = {
-    "check_s": "`attache check`, s",
-    "first_bundle_s": "first bundle, s",
-    "extproc_start_s": "extproc until it is ready, s",
-    "envoy_start_s": "Envoy until it is ready, s",
-    "bundle_mib": "memory of the bundle's writer, MiB",
-    "extproc_mib": "memory of extproc, MiB",
-    "envoy_mib": "memory of Envoy, MiB",
-    "idle_core_share": "extproc without requests, share of a core",
-    "route_change_s": "a route's change until both use it, s",
-    "route_change_lag_ms": "extproc's longest turn during that, ms",
-    "endpoint_change_s": "an endpoint's change until both use it, s",
-    "request_p50_ms": "a request, median, ms",
-    "extproc_cpu_ms": "extproc's CPU for a request, ms",
-    "envoy_cpu_ms": "Envoy's CPU for a request, ms",
-    "metrics_page_s": "a page of extproc's metrics, s",
-    "metrics_page_lag_ms": "extproc's longest turn during a page of metrics, ms",
-}
 
 
 class RunningStack:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from bench.soak.verdict import Check, Sample, SoakRecord
+    from bench.soak.verdict import Check, Sample
 
 _MARKS = {True: "ok", False: "FAILED", None: "not judged"}
+_OUT: Final = ROOT / "bench" / "out" / "soak"
 
 
 def lines(checks: Sequence[Check]) -> str:
@@ -105,9 +106,6 @@ def _adoptions(axes: Axes, record: SoakRecord) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), ".", markersize=3, label=f"change until used by {side[:-2]}")
     axes.set_ylabel("s")
-
-
-_OUT: Final = ROOT / "bench" / "out" / "soak"
 
 
 def main(arguments: list[str] | None = None) -> int:

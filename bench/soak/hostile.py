@@ -38,6 +38,14 @@ REPLAY_OFFSET: Final = 1
 Pieces = AsyncIterator[bytes]
 # Given the port of the trap.
 Answer = Callable[[int], Pieces]
+_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+_CHAT: Final = "/v1/chat/completions"
+_METRICS: Final = "/metrics"
+_MODELS: Final = "/v1/models"
+_LOAD: Final = "/v1/load_lora_adapter"
+_LONG_REPLAY: Final = tuple((b"", number.to_bytes(8, "big"), _PIECE) for number in range(512))
+# Mixed with honest ones in one ModelServer: requests that it fails can be tried elsewhere.
+MIXED: Final = "resets"
 
 
 class _Reset(Exception):
@@ -86,13 +94,6 @@ def _redirect(path: str) -> Answer:
         return _whole(b"", status="307 Temporary Redirect", more=location)(trap)
 
     return pieces
-
-
-_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
-_CHAT: Final = "/v1/chat/completions"
-_METRICS: Final = "/metrics"
-_MODELS: Final = "/v1/models"
-_LOAD: Final = "/v1/load_lora_adapter"
 
 
 async def _negative_chunk(_: int) -> Pieces:
@@ -177,7 +178,6 @@ def _blocks(number: int, *, size: int = 1, medium: str = "GPU") -> dict[str, Any
     }
 
 
-_LONG_REPLAY: Final = tuple((b"", number.to_bytes(8, "big"), _PIECE) for number in range(512))
 _ODD_REPLAY: Final = ((b"", bytes(8), _stored(token_ids=[-1])()), (b"", _END, b""))
 
 
@@ -235,8 +235,6 @@ HOSTILE: Final[Mapping[str, Hostile]] = {
     ),
 }
 GROUPS: Final = tuple(dict.fromkeys(one.group for one in HOSTILE.values()))
-# Mixed with honest ones in one ModelServer: requests that it fails can be tried elsewhere.
-MIXED: Final = "resets"
 
 
 def hostile_host(name: str) -> str:

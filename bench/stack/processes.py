@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+_READY_S: Final = 180.0
+_END_S: Final = 10.0
+# Below those that Linux gives to outgoing connections, one of which might take the port between the check and its use.
+_PORTS: Final = range(10_000, 32_000)
+# How long a port is kept for the program that is to listen there.
+_RESERVED_S: Final = 60.0
+# The file descriptors that keep them, the oldest first, and until when.
+_RESERVED: Final = deque[tuple[float, int]]()
+
 
 class CpuTime(msgspec.Struct, frozen=True):
     """Seconds of all processors since the machine started."""
@@ -97,10 +106,6 @@ def busy_share(before: CpuTime, after: CpuTime) -> float:
     """Share of all processors that was at work between two moments, 0 to 1."""
     total = after.total_s - before.total_s
     return (after.busy_s - before.busy_s) / total if total else 0.0
-
-
-_READY_S: Final = 180.0
-_END_S: Final = 10.0
 
 
 class StartFailed(Exception):
@@ -253,10 +258,6 @@ class Processes:
         return "\n".join(line[:500] for line in lines[-15:]) or "(empty)"
 
 
-# Below those that Linux gives to outgoing connections, one of which might take the port between the check and its use.
-_PORTS: Final = range(10_000, 32_000)
-
-
 def _candidates() -> Iterator[int]:
     """All ports in turn. Each process begins elsewhere, so that two which search at once seldom find the same."""
     begin = random.randrange(len(_PORTS))
@@ -264,12 +265,6 @@ def _candidates() -> Iterator[int]:
 
 
 _CANDIDATES: Final = _candidates()
-
-
-# How long a port is kept for the program that is to listen there.
-_RESERVED_S: Final = 60.0
-# The file descriptors that keep them, the oldest first, and until when.
-_RESERVED: Final = deque[tuple[float, int]]()
 
 
 def free_ports(count: int) -> list[int]:

@@ -30,6 +30,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
 ALIAS: Final = "llama"
 _ENVOY_BINARY: Final = "one with `attache envoy --fetch` (`make envoy-binary` in a clone), or set ENVOY to its path"
+_P = ParamSpec("_P")
 
 
 class EngineFlags(msgspec.Struct, frozen=True):
@@ -153,9 +154,6 @@ def documents(
         ],
         sort_keys=False,
     )
-
-
-_P = ParamSpec("_P")
 
 
 def is_port_taken(error: StartFailed) -> bool:

@@ -23,8 +23,6 @@ from extproc.protocol import TENANT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bench.workload.traces import Excerpt
-
 
 class Conversations(msgspec.Struct, frozen=True):
     """Many users chat with a few assistants: shared system prompts, several turns, pauses to think.

@@ -47,6 +47,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 Count = Annotated[int, msgspec.Meta(ge=0)]
+_BLOCK: Final = 512
+_BAILIAN_BLOCK: Final = 16
+SESSIONS_PER_S: Final = 0.05
+ARENA_COLUMNS = (
+    "req_time",
+    "adapter_dir",
+    "prompt_len",
+    "output_len",
+    "FCFS_first_token_latency",
+    "VTC_first_token_latency",
+)
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
+# Words in a file's name that identify its format.
+_GUESSES: Final = {
+    "agentic": "agentic",
+    "trace_": "agentic",
+    "arena": "arena",
+    "vtc": "arena",
+    "burst": "burstgpt",
+    "blksz_16": "bailian",
+    "bailian": "bailian",
+}
 
 
 class TraceInvalid(Exception):
@@ -109,10 +132,6 @@ def open_trace(path: Path) -> TextIO:
     """Open plain or gzipped text."""
 
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-
-
-_BLOCK: Final = 512
-_BAILIAN_BLOCK: Final = 16
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
@@ -202,9 +221,6 @@ def pieces_of(key: str, runs: Iterable[tuple[int, int]], block: int, tokens: int
         tokens -= length
 
 
-SESSIONS_PER_S: Final = 0.05
-
-
 class AgentRequest(msgspec.Struct, frozen=True, tag_field="type", tag="s"):
     """A streamed request. Lengths in tokens. ``hash_runs``: ids in a row, as the first id and their number."""
 
@@ -269,16 +285,6 @@ def _flat(requests: Iterable[AgentRequest | PlainRequest | SubAgent]) -> Iterato
             yield one
 
 
-ARENA_COLUMNS = (
-    "req_time",
-    "adapter_dir",
-    "prompt_len",
-    "output_len",
-    "FCFS_first_token_latency",
-    "VTC_first_token_latency",
-)
-
-
 class ArenaRow(msgspec.Struct, frozen=True):
     """``at_s``: arrival, from the start. Lengths in tokens. TTFT as measured under two schedulers, FCFS and VTC."""
 
@@ -310,9 +316,6 @@ def arena_sessions(rows: Rows) -> list[Session]:
     ]
 
 
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
 class AzureRow(msgspec.Struct, frozen=True):
     """``at``: arrival as ISO 8601 without a zone. Lengths in tokens."""
 
@@ -339,9 +342,6 @@ def azure_sessions(rows: Rows) -> list[Session]:
         )
         for number, row in enumerate(read, rows.excerpt.skip)
     ]
-
-
-BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 
 
 class BurstRow(msgspec.Struct, frozen=True):
@@ -378,16 +378,6 @@ FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType
         "arena": arena_sessions,
     }
 )
-# Words in a file's name that identify its format.
-_GUESSES: Final = {
-    "agentic": "agentic",
-    "trace_": "agentic",
-    "arena": "arena",
-    "vtc": "arena",
-    "burst": "burstgpt",
-    "blksz_16": "bailian",
-    "bailian": "bailian",
-}
 
 
 def read_trace(path: Path, excerpt: Excerpt, format_name: str | None = None) -> Workload:

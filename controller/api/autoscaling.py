@@ -17,6 +17,15 @@ from extproc.api.spec import Name, NonEmpty, Rule, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+GATEWAY_METRICS: Final = (
+    "requests_in_flight",
+    "requests_queued",
+    "requests_running",
+    "tokens_in_flight",
+    "kv_usage",
+    "requests_per_second",
+)
+
 
 class PrometheusSource(Spec, frozen=True):
     """A query. ``address``: of the server, with http or https. ``query``: in PromQL, with one number as its answer; a
@@ -147,14 +156,6 @@ class Staleness(Spec, frozen=True):
     hard: Duration = Duration("60s")
 
 
-GATEWAY_METRICS: Final = (
-    "requests_in_flight",
-    "requests_queued",
-    "requests_running",
-    "tokens_in_flight",
-    "kv_usage",
-    "requests_per_second",
-)
 """Metrics of source Gateway, by their names in a policy."""
 
 

@@ -22,6 +22,9 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 IntOrPercent = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | Percentage
 # A label of DNS that leaves room for the names that are made from it.
 ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$", max_length=20)]
+# Vendor prefixes do not distinguish names.
+_VENDORS: Final = frozenset({"amd", "google", "habana", "huawei", "intel", "nvidia"})
+_BETWEEN_WORDS: Final = re.compile(r"[-_ ]+")
 
 
 class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):
@@ -77,11 +80,6 @@ class EnvVar(Spec, frozen=True):
     name: NonEmpty
     value: str | None = None
     value_from: dict[str, Any] | None = None
-
-
-# Vendor prefixes do not distinguish names.
-_VENDORS: Final = frozenset({"amd", "google", "habana", "huawei", "intel", "nvidia"})
-_BETWEEN_WORDS: Final = re.compile(r"[-_ ]+")
 
 
 def is_of_kind(name: str, kind: str) -> bool:

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 Workers = Annotated[int, msgspec.Meta(ge=0, le=1000)]
+# Most pods of one object: the manager serves all users, and one large number must not exhaust its memory.
+MOST_PODS: Final = 10_000
+LONGEST_NAME: Final = 63
+_DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+# Digits reserved in names: groups and replicas may be scaled later, when names cannot change.
+_GROUP_DIGITS: Final = 3
+_REPLICA_DIGITS: Final = 2
 
 
 class Role(Spec, frozen=True):
@@ -158,15 +165,6 @@ class ModelInferRole(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata
     spec: ModelInferRoleSpec
     status: ModelInferRoleStatus = ModelInferRoleStatus()
-
-
-# Most pods of one object: the manager serves all users, and one large number must not exhaust its memory.
-MOST_PODS: Final = 10_000
-LONGEST_NAME: Final = 63
-_DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
-# Digits reserved in names: groups and replicas may be scaled later, when names cannot change.
-_GROUP_DIGITS: Final = 3
-_REPLICA_DIGITS: Final = 2
 
 
 def mistakes(found: ModelInfer) -> Iterator[str]:

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _Maps = list[dict[str, Any]] | None
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
+_FACTORS: Final = {
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+    "k": 1e3,
+    **{letter: 1000.0**power for power, letter in enumerate("MGTPE", start=2)},
+    **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)},
+}
 
 
 class _Camel(msgspec.Struct, rename="camel"):
@@ -117,17 +126,6 @@ def _wrong(value: object, type_: Any, where: str) -> Iterator[str]:  # noqa: ANN
         msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         yield f"{where} is no part of a PodSpec: {error}"
-
-
-_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
-_FACTORS: Final = {
-    "n": 1e-9,
-    "u": 1e-6,
-    "m": 1e-3,
-    "k": 1e3,
-    **{letter: 1000.0**power for power, letter in enumerate("MGTPE", start=2)},
-    **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)},
-}
 
 
 def quantity(value: object) -> float:

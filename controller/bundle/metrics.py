@@ -98,7 +98,9 @@ class BundleSeries(Collector):
         if sync.acknowledgements is None:
             return
         verdict = sync.acknowledgements.verdict
-        status = GaugeMetricFamily("attache_bundle_uptake", "1 for what Envoy does with the bundle.", labels=["status"])
+        status = GaugeMetricFamily(
+            "attache_bundle_acknowledgement", "1 for what Envoy does with the bundle.", labels=["status"]
+        )
         for name in get_args(Status):
             status.add_metric([name], name == verdict.status)
         yield status

@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 _MAX_BYTES: Final = 4 * 1024 * 1024
 # Warning time before certificates expire: enough to repair their renewal.
 _WARN_BEFORE_S: Final = 7 * 86400
+_Content = tuple[bytes | None, ...]
+_MOST_KEY_BYTES: Final = 1_000_000
+_NO_CONNECTION: Final = EngineConnection()
 
 
 class _Secret(msgspec.Struct, frozen=True):
@@ -53,9 +56,6 @@ class _Secret(msgspec.Struct, frozen=True):
 
     file: str
     ends_at: datetime | None
-
-
-_Content = tuple[bytes | None, ...]
 
 
 class SecretFiles:
@@ -194,9 +194,6 @@ def _read_file(name: str, most_bytes: int) -> tuple[bytes, int]:
     """Content and mode. Raises OSError."""
     with open_regular(name) as opened:
         return opened.read(most_bytes), os.fstat(opened.fileno()).st_mode
-
-
-_MOST_KEY_BYTES: Final = 1_000_000
 
 
 class KeyFiles:
@@ -339,8 +336,6 @@ _ADVICE: Final[Mapping[Callable[[bytes], str], str]] = {
     _digest_in: "name a file that holds one key of 8 to 512 characters",
     _key_set_in: "name a file that holds a JSON Web Key Set with an RSA, EC, OKP or oct key",
 }
-
-_NO_CONNECTION: Final = EngineConnection()
 
 
 def without_unusable(snapshot: Snapshot, unusable: Mapping[SecretSource, Mistake]) -> Snapshot:

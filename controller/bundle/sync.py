@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
 
+log = logging.getLogger(__name__)
+
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
 _TAKEN_UP_S: Final = 0.3
 # Digests of API keys, and key sets, which may hold signing keys: readable only by the owner, who also runs Envoy.
@@ -45,6 +47,15 @@ _SECRET_FILES: Final = frozenset(AUTHENTICATION_FILES)
 # mallopt's parameter in glibc
 _M_MMAP_THRESHOLD: Final = -3
 _LARGE_BYTES: Final = 1024 * 1024
+_POLL_S: Final = 0.2
+_RETRY_S: Final = 10.0
+# A bundle of a thousand models takes Envoy seconds to read. It is waited for so long, or so long without an answer.
+_LONGEST_STEP_S: Final = 30.0
+_SILENCE_S: Final = 5.0
+# extproc uses a removed server until Envoy has the new ones, for which it waits 18 s at most.
+_LINGER_S: Final = 30.0
+# Where the golden bundles expect to be mounted.
+GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
 def return_large_texts() -> None:
@@ -133,18 +144,6 @@ def remove_orphans(out: Path, snapshot: Snapshot, changed: FileChanged = unrecor
         for file in (out / folder).rglob("*.json"):
             if file not in known:
                 remove_file(file, changed)
-
-
-log = logging.getLogger(__name__)
-_POLL_S: Final = 0.2
-_RETRY_S: Final = 10.0
-# A bundle of a thousand models takes Envoy seconds to read. It is waited for so long, or so long without an answer.
-_LONGEST_STEP_S: Final = 30.0
-_SILENCE_S: Final = 5.0
-# extproc uses a removed server until Envoy has the new ones, for which it waits 18 s at most.
-_LINGER_S: Final = 30.0
-# Where the golden bundles expect to be mounted.
-GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
 def write_once(

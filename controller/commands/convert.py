@@ -27,9 +27,9 @@ from extproc.cli.system import pluralize, print_mistakes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controller.convert.fields import Object
 
 _OURS: Final = {"AutoscalingPolicy": AutoscalingPolicy, "AutoscalingPolicyBinding": AutoscalingPolicyBinding}
+_LIST: Final = "List"
 
 
 def convert(objects: Sequence[Object]) -> ConversionResult:
@@ -63,9 +63,6 @@ def validate_objects(thing: Object) -> None:
         )
     except msgspec.ValidationError as error:
         raise ConversionFailed(f"{title(thing)}: cannot be written here: {error}") from None
-
-
-_LIST: Final = "List"
 
 
 def parser(prog: str = "attache convert") -> argparse.ArgumentParser:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from controller.kube.access import ClusterAccess
     from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
 
+log = logging.getLogger(__name__)
+
 # Of extproc: the Redis by which processes share what they know, with its password.
 REDIS_VARIABLE: Final = "ATTACHE_REDIS"
 POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
@@ -51,6 +53,15 @@ _METRIC_FLAGS: Final = (
     "total-running-requests-metric",
     "kv-cache-usage-percentage-metric",
 )
+DESCRIPTION: Final = (
+    "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of"
+    " llm-d's endpoint picker, so that its image can be replaced by this one. With file-discovery in the"
+    " EndpointPickerConfig it needs no cluster."
+)
+_ROLE_RETRY_S: Final = 1.0
+# Of extproc's pages, where they are guarded.
+_SOCKET: Final = "pages.sock"
+_EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 - a pod's ports are for others
 
 
 class EppPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,18 +266,6 @@ def _fixed_pool(namespace: str, selector: str, ports: str) -> Mapping[str, Any]:
     spec = {"selector": {"matchLabels": labels}, "targetPorts": [{"number": int(one)} for one in numbers]}
     metadata = {"name": _SELECTED, "namespace": namespace}
     return {"apiVersion": f"{POOL_GROUPS[0]}/v1", "kind": KIND, "metadata": metadata, "spec": spec}
-
-
-DESCRIPTION: Final = (
-    "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of"
-    " llm-d's endpoint picker, so that its image can be replaced by this one. With file-discovery in the"
-    " EndpointPickerConfig it needs no cluster."
-)
-_ROLE_RETRY_S: Final = 1.0
-# Of extproc's pages, where they are guarded.
-_SOCKET: Final = "pages.sock"
-_EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 - a pod's ports are for others
-log = logging.getLogger(__name__)
 
 
 def parser(prog: str = "attache epp") -> argparse.ArgumentParser:

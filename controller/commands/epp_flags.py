@@ -15,6 +15,31 @@ if TYPE_CHECKING:
 
 Sort = Literal["text", "number", "truth", "duration"]
 Fate = Literal["obeyed", "accepted", "refused"]
+_NUMBER: Final = re.compile("-?[0-9]{1,18}")
+_VERSIONS: Final = ("VersionTLS10", "VersionTLS11", "VersionTLS12", "VersionTLS13")
+# Go's names of suites of TLS 1.2, and OpenSSL's.
+_SUITES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
+        "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
+        "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-ECDSA-CHACHA20-POLY1305",
+        "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA": "ECDHE-ECDSA-AES128-SHA",
+        "TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA": "ECDHE-ECDSA-AES256-SHA",
+        "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256": "ECDHE-RSA-AES128-GCM-SHA256",
+        "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384": "ECDHE-RSA-AES256-GCM-SHA384",
+        "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-RSA-CHACHA20-POLY1305",
+        "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA": "ECDHE-RSA-AES128-SHA",
+        "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA": "ECDHE-RSA-AES256-SHA",
+        "TLS_RSA_WITH_AES_128_GCM_SHA256": "AES128-GCM-SHA256",
+        "TLS_RSA_WITH_AES_256_GCM_SHA384": "AES256-GCM-SHA384",
+        "TLS_RSA_WITH_AES_128_CBC_SHA": "AES128-SHA",
+        "TLS_RSA_WITH_AES_256_CBC_SHA": "AES256-SHA",
+    }
+)
+# These cannot be chosen in llm-d either.
+_SUITES_OF_TLS_13: Final = frozenset(
+    {"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"}
+)
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -186,9 +211,6 @@ def _kebab(name: str) -> str:
     return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)
 
 
-_NUMBER: Final = re.compile("-?[0-9]{1,18}")
-
-
 def _check(flag: Flag, value: str) -> None:
     if flag.sort == "truth" and value not in {"true", "false", "1", "0", "t", "f"}:
         raise FlagInvalid(f"--{flag.name}={value}: write true or false")
@@ -199,32 +221,6 @@ def _check(flag: Flag, value: str) -> None:
 def is_true(value: str) -> bool:
     """As Go's ParseBool."""
     return value in {"true", "1", "t"}
-
-
-_VERSIONS: Final = ("VersionTLS10", "VersionTLS11", "VersionTLS12", "VersionTLS13")
-# Go's names of suites of TLS 1.2, and OpenSSL's.
-_SUITES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
-        "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
-        "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-ECDSA-CHACHA20-POLY1305",
-        "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA": "ECDHE-ECDSA-AES128-SHA",
-        "TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA": "ECDHE-ECDSA-AES256-SHA",
-        "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256": "ECDHE-RSA-AES128-GCM-SHA256",
-        "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384": "ECDHE-RSA-AES256-GCM-SHA384",
-        "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-RSA-CHACHA20-POLY1305",
-        "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA": "ECDHE-RSA-AES128-SHA",
-        "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA": "ECDHE-RSA-AES256-SHA",
-        "TLS_RSA_WITH_AES_128_GCM_SHA256": "AES128-GCM-SHA256",
-        "TLS_RSA_WITH_AES_256_GCM_SHA384": "AES256-GCM-SHA384",
-        "TLS_RSA_WITH_AES_128_CBC_SHA": "AES128-SHA",
-        "TLS_RSA_WITH_AES_256_CBC_SHA": "AES256-SHA",
-    }
-)
-# These cannot be chosen in llm-d either.
-_SUITES_OF_TLS_13: Final = frozenset(
-    {"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"}
-)
 
 
 def tls_options(values: Mapping[str, str]) -> tuple[str, ...]:

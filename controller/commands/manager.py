@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerCheck
 
 SERVICE: Final = "attache-manager"
+__all__ = ["main", "parser"]
+_API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
 
 
 def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
@@ -229,10 +231,6 @@ def _positive(text: str) -> int:
     if number < 1:
         raise ValueError(text)
     return number
-
-
-__all__ = ["main", "parser"]
-_API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:

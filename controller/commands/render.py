@@ -54,6 +54,10 @@ _CLUSTER_SCOPED: Final = frozenset({"GatewayClass", "Namespace", "CustomResource
 _POINTED_AT: Final = frozenset({"ConfigMap", "Secret"})
 # Conditions that are False where an object's spec is not served as written.
 _JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
+_SETTINGS = ModelSettings()
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+# An API server that does not answer is not waited for any longer.
+_PATIENCE_S: Final = 20.0
 
 
 class RenderResult(msgspec.Struct, frozen=True):
@@ -189,9 +193,6 @@ def _plain(conditions: Iterable[WantedCondition]) -> list[Any]:
     return [msgspec.to_builtins(one) for one in conditions]
 
 
-_SETTINGS = ModelSettings()
-
-
 class RenderedModel(msgspec.Struct, frozen=True):
     """``key``: of the Model. ``children``: what is made of it. ``engines``: runtime, settings and config by backend and
     role. ``problem``: why nothing is made, empty if something is.
@@ -272,11 +273,6 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002 - as the base class has it
         return True
-
-
-_SUFFIXES: Final = (".yaml", ".yml", ".json")
-# An API server that does not answer is not waited for any longer.
-_PATIENCE_S: Final = 20.0
 
 
 def parser(prog: str = "attache render") -> argparse.ArgumentParser:

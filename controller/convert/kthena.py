@@ -28,6 +28,23 @@ _PERCENT: Final = 100
 _PERIOD: Final = "15s"
 _PANIC_THRESHOLD: Final = 200
 _PANIC_HOLD: Final = "60s"
+# Theirs, where nothing is written.
+_PORT: Final = 8100
+_PATH: Final = "/metrics"
+# Each with what the first versions called it; roles came later.
+_ONE: Final = ("homogeneousTarget", "scalingConfiguration")
+_SEVERAL: Final = ("heterogeneousTarget", "optimizerConfiguration")
+_ROLES: Final = "disaggregatedTarget"
+TARGETS: Final = (*_ONE, *_SEVERAL, _ROLES)
+_API_VERSION: Final = "workload.serving.volcano.sh/v1alpha1"
+_KIND: Final = "ModelServing"
+_EXPANSION_PERCENT: Final = 200
+_LEAST_EXPANSION: Final = 101
+# Ours must be above 0.
+_SMALLEST: Final = 0.001
+GROUP: Final = "workload.serving.volcano.sh"
+KINDS: Final = frozenset({"AutoscalingPolicy", "AutoscalingPolicyBinding"})
+_LONGEST: Final = 253
 
 
 def behavior_and_panic(
@@ -80,11 +97,6 @@ def _whole(stable: Fields, name: str, otherwise: str, longest_s: int, warnings: 
             f"{where}: {found_s} s instead of {exact_s:g} s; whole seconds up to {longest_s} can be written"
         )
     return found_s
-
-
-# Theirs, where nothing is written.
-_PORT: Final = 8100
-_PATH: Final = "/metrics"
 
 
 class MetricBlock(msgspec.Struct, frozen=True):
@@ -166,19 +178,6 @@ def _of_endpoint(endpoint: Fields, warnings: list[str]) -> dict[str, Any]:
 
 def _engine(port: int, path: str) -> dict[str, Any]:
     return {"source": "Engine", "engine": {"port": port, "path": path}}
-
-
-# Each with what the first versions called it; roles came later.
-_ONE: Final = ("homogeneousTarget", "scalingConfiguration")
-_SEVERAL: Final = ("heterogeneousTarget", "optimizerConfiguration")
-_ROLES: Final = "disaggregatedTarget"
-TARGETS: Final = (*_ONE, *_SEVERAL, _ROLES)
-_API_VERSION: Final = "workload.serving.volcano.sh/v1alpha1"
-_KIND: Final = "ModelServing"
-_EXPANSION_PERCENT: Final = 200
-_LEAST_EXPANSION: Final = 101
-# Ours must be above 0.
-_SMALLEST: Final = 0.001
 
 
 class Unit(msgspec.Struct, frozen=True):
@@ -299,11 +298,6 @@ def _reference(reference: Fields, namespace: str, warnings: list[str]) -> dict[s
         "kind": kind,
         "name": reference.need("name"),
     }
-
-
-GROUP: Final = "workload.serving.volcano.sh"
-KINDS: Final = frozenset({"AutoscalingPolicy", "AutoscalingPolicyBinding"})
-_LONGEST: Final = 253
 
 
 class _Policy:

@@ -71,6 +71,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 EventType = Literal["Normal", "Warning"]
 CreateEvent = Callable[[str, str, EventType], Awaitable[None]]
+CONTROLLER: Final = "attache-picker"
+_TOGETHER_S: Final = 0.03
+_RETRY_S: Final = 1.0
+_FILE_POLL_S: Final = 1.0
+# The name, as if a ConfigMap held it, of an EndpointPickerConfig that is a file here.
+_FILE: Final = "from-a-file"
 
 
 class PickerProblems:
@@ -140,14 +146,6 @@ class _PoolWriter:
                 self._metrics.failures.inc()
                 log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
             await asyncio.sleep(_RETRY_S)
-
-
-CONTROLLER: Final = "attache-picker"
-_TOGETHER_S: Final = 0.03
-_RETRY_S: Final = 1.0
-_FILE_POLL_S: Final = 1.0
-# The name, as if a ConfigMap held it, of an EndpointPickerConfig that is a file here.
-_FILE: Final = "from-a-file"
 
 
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):

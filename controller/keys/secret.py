@@ -41,19 +41,19 @@ class KeySecret:
         self._key = key
 
     def read(self) -> KeyStoreSpec:
-        """See KeyPlace."""
+        """All keys of the Secret; none if there is none yet."""
         return asyncio.run(self._read())
 
     def taken(self) -> Collection[str]:
-        """See KeyPlace. The gateway reports names that its GatewayConfig has, too."""
+        """None: the gateway reports names that its GatewayConfig has, too."""
         return ()
 
     def why_unused(self) -> str:
-        """See KeyPlace. The GatewayConfig's conditions say it."""
+        """Empty: the GatewayConfig's conditions report it."""
         return ""
 
     def change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
-        """See KeyPlace. Made anew from what is there if somebody else has written."""
+        """Write the Secret; the change is made again from what is there if somebody else has written."""
         return asyncio.run(self._change(change, line))
 
     async def _read(self) -> KeyStoreSpec:

@@ -154,7 +154,7 @@ class KeyDirectory:
         self._directory = ConfigDirectory(folder)
 
     def read(self) -> KeyStoreSpec:
-        """See KeyPlace."""
+        """All keys of the file; none if there is none yet."""
         self._check_folder()
         try:
             with open_regular(self.file) as opened:
@@ -166,7 +166,7 @@ class KeyDirectory:
         return read_store(content, str(self.file))
 
     def why_unused(self) -> str:
-        """See KeyPlace: a broken directory keeps a revoked key."""
+        """The directory's first mistake: while it has one, even a revoked key stays valid."""
         try:
             self._directory.read()
         except ConfigInvalid as error:
@@ -174,7 +174,7 @@ class KeyDirectory:
         return ""
 
     def taken(self) -> Collection[str]:
-        """See KeyPlace: of the GatewayConfig, which must take virtual keys."""
+        """Names of the GatewayConfig's own keys; raises KeyRefused if it takes no virtual keys."""
         self._check_folder()
         try:
             given = self._directory.read().gateway.authentication
@@ -185,7 +185,7 @@ class KeyDirectory:
         return {one.name for one in given.api_keys if one.id is None}
 
     def change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
-        """See KeyPlace."""
+        """Write the file; its lock keeps all others from writing in between."""
         with self._lock():
             before = self.read()
             after, key = change(before)

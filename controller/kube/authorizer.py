@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from controller.kube.client import Client
 
+log = logging.getLogger(__name__)
+
 TOKEN_REVIEWS: Final = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
 ACCESS_REVIEWS: Final = Resource(
     "authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False
@@ -32,6 +34,8 @@ _LONGEST_TOKEN: Final = 16_384
 # May do everything, in every cluster.
 _MASTERS: Final = "system:masters"
 Found = TypeVar("Found")
+# Probes have no token.
+_OPEN: Final = ("/healthz", "/readyz")
 
 
 class User(msgspec.Struct, frozen=True):
@@ -130,11 +134,6 @@ class _Kept(Generic[Found]):
         self._found.move_to_end(key)
         while len(self._found) > _MOST:
             self._found.popitem(last=False)
-
-
-log = logging.getLogger(__name__)
-# Probes have no token.
-_OPEN: Final = ("/healthz", "/readyz")
 
 
 def guarded_by(callers: RequestAuthorizer) -> Middleware:

@@ -26,6 +26,11 @@ ADDED: Final = "ADDED"
 MODIFIED: Final = "MODIFIED"
 DELETED: Final = "DELETED"
 BOOKMARK: Final = "BOOKMARK"
+_PAGE: Final = 500
+_MERGE: Final = "application/merge-patch+json"
+_APPLY: Final = "application/apply-patch+yaml"  # JSON is YAML
+_JSON: Final = "application/json"
+_MAX_ERROR_BYTES: Final = 100_000
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
@@ -62,13 +67,6 @@ def _checked(event: WatchEvent) -> WatchEvent:
     if event.type == "ERROR":
         raise error_in_watch(event.object)
     return event
-
-
-_PAGE: Final = 500
-_MERGE: Final = "application/merge-patch+json"
-_APPLY: Final = "application/apply-patch+yaml"  # JSON is YAML
-_JSON: Final = "application/json"
-_MAX_ERROR_BYTES: Final = 100_000
 
 
 class ObjectList(msgspec.Struct, frozen=True):

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 Copy = Callable[[Resource, str], Object | None]
 """The informer's copy of an object, by kind and key."""
+_VERBS: Mapping[type, str] = {
+    Create: "create",
+    Apply: "apply",
+    Annotate: "patch",
+    SetStatus: "status",
+    Delete: "delete",
+}
 
 
 class _Write(msgspec.Struct, frozen=True):
@@ -250,15 +257,6 @@ class Executor:
 
     def _wrote(self, work: Hashable, resource: Resource, thing: Object) -> None:
         self._expectations.wrote(work, resource, thing, self._clock())
-
-
-_VERBS: Mapping[type, str] = {
-    Create: "create",
-    Apply: "apply",
-    Annotate: "patch",
-    SetStatus: "status",
-    Delete: "delete",
-}
 
 
 def yielded_fields(conflict: Conflict, yields: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

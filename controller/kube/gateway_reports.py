@@ -35,10 +35,33 @@ if TYPE_CHECKING:
 
     from controller.kube.resources import Object
 
+log = logging.getLogger(__name__)
+
 _TIMEOUT_S: Final = 2.0
 _MAX_BYTES: Final = 4_000_000
 _LOADS_DECODER: Final = msgspec.json.Decoder(dict[str, EndpointLoad])
 Loads = dict[str, EndpointLoad]
+# Gateways send a line once a second.
+IDLE_S: Final = 3.0
+# A process without a line for so long does not answer: readers get a line about it before they time out.
+_SILENT_S: Final = IDLE_S / 2
+_CONNECT_S: Final = 2.0
+# Five hundred ModelServers of a hundred engines each.
+_LONGEST_LINE: Final = 16_000_000
+# Of an untrusted gateway: the last lines of all processes of its pod together.
+_LONGEST_OWN_LINE: Final = 1_000_000
+# Its next line is read so long after one of that length; none is read sooner than the other time.
+_OWN_LINE_S: Final = 1.0
+_SHORTEST_OWN_S: Final = 0.02
+FIRST_WAIT_S: Final = 0.1
+_LONGEST_WAIT_S: Final = 5.0
+# Untrusted gateways of a namespace: any pod can carry the label.
+_MOST_OWN: Final = 32
+# Without news of pods; a safety net.
+_RETRY_S: Final = 30.0
+# Processes of a pod in a stream.
+_MOST_SLOTS: Final = 64
+_DEMAND_DECODER: Final = msgspec.json.Decoder(Demand)
 
 
 async def read_loads(http: aiohttp.ClientSession, addresses: Iterable[str]) -> Loads | None:
@@ -104,30 +127,6 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytes:
         if len(body) > _MAX_BYTES:
             raise ValueError("the page is too long")
     return bytes(body)
-
-
-log = logging.getLogger(__name__)
-# Gateways send a line once a second.
-IDLE_S: Final = 3.0
-# A process without a line for so long does not answer: readers get a line about it before they time out.
-_SILENT_S: Final = IDLE_S / 2
-_CONNECT_S: Final = 2.0
-# Five hundred ModelServers of a hundred engines each.
-_LONGEST_LINE: Final = 16_000_000
-# Of an untrusted gateway: the last lines of all processes of its pod together.
-_LONGEST_OWN_LINE: Final = 1_000_000
-# Its next line is read so long after one of that length; none is read sooner than the other time.
-_OWN_LINE_S: Final = 1.0
-_SHORTEST_OWN_S: Final = 0.02
-FIRST_WAIT_S: Final = 0.1
-_LONGEST_WAIT_S: Final = 5.0
-# Untrusted gateways of a namespace: any pod can carry the label.
-_MOST_OWN: Final = 32
-# Without news of pods; a safety net.
-_RETRY_S: Final = 30.0
-# Processes of a pod in a stream.
-_MOST_SLOTS: Final = 64
-_DEMAND_DECODER: Final = msgspec.json.Decoder(Demand)
 
 
 class BadStream(Exception):

@@ -34,6 +34,21 @@ Transform = Callable[[Object], Object]
 """Makes an object smaller before it is kept; it must keep ``metadata.name``, ``namespace``, ``uid`` and
 ``resourceVersion``.
 """
+Listener = Callable[[str], None]
+_POD_SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
+_POD_STATUS: Final = (
+    "phase",
+    "reason",
+    "message",
+    "podIP",
+    "conditions",
+    "containerStatuses",
+    "initContainerStatuses",
+    "startTime",
+)
+_CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastState")
+_NODE_CONDITIONS: Final = ("Ready",)
+Says = Callable[[Object], str]
 
 
 class Store:
@@ -92,7 +107,6 @@ def _as_it_is(thing: Object) -> Object:
     return thing
 
 
-Listener = Callable[[str], None]
 """Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
 """
 
@@ -282,21 +296,6 @@ class _Interrupted(Exception):
         self.why = why
 
 
-_POD_SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
-_POD_STATUS: Final = (
-    "phase",
-    "reason",
-    "message",
-    "podIP",
-    "conditions",
-    "containerStatuses",
-    "initContainerStatuses",
-    "startTime",
-)
-_CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastState")
-_NODE_CONDITIONS: Final = ("Ready",)
-
-
 def without_managed_fields(thing: Object) -> Object:
     """The object without ``managedFields``."""
     return {**thing, "metadata": _without(thing["metadata"], ("managedFields",))}
@@ -341,7 +340,6 @@ def _without(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in thing.items() if name not in left}
 
 
-Says = Callable[[Object], str]
 """What an object is found by; empty: not at all."""
 
 

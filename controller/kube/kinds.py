@@ -23,6 +23,9 @@ from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer
 
+_DOCUMENTS: Final = {one.document for one in DOCUMENT_KINDS}
+_NAMES: Final = {"apiVersion": "The version of this schema.", "kind": "What this object is."}
+
 
 class Column(msgspec.Struct, frozen=True):
     """A column of ``kubectl get``. ``path``: where it stands in the object. ``wide``: only with ``-o wide``."""
@@ -233,11 +236,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         ),
     ),
 )
-_DOCUMENTS: Final = {one.document for one in DOCUMENT_KINDS}
 # Those that are kinds of the directory too.
 GATEWAY_KINDS: Final = tuple(kind for kind in KINDS if kind.document in _DOCUMENTS)
-
-_NAMES: Final = {"apiVersion": "The version of this schema.", "kind": "What this object is."}
 
 
 def definition_of(kind: Kind) -> dict[str, Any]:

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from controller.kube.access import ClusterAccess
     from controller.kube.resources import Resource
 
+log = logging.getLogger(__name__)
+
 _PREFIX: Final = "attache.dev"
 # Tokens of service accounts are renewed long before they end: read again that often.
 _TOKEN_LIFE: Final = timedelta(minutes=5)
 _BACKOFFS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+Enqueue = Callable[[str, str], None]
+_PATIENCE_S: Final = 2.0
+_CLOSING_S: Final = 0.25
 
 
 class EndlessWaits:
@@ -70,7 +75,6 @@ def login(access: ClusterAccess) -> kopf.ConnectionInfo:
     )
 
 
-Enqueue = Callable[[str, str], None]
 """Gets the kind and the key of an object that is new, has changed or is gone; called in kopf's thread."""
 
 
@@ -91,11 +95,6 @@ def _follow(kind: Resource, registry: kopf.OperatorRegistry, enqueue: Enqueue) -
     @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.kind)
     async def changed(name: str, namespace: str | None, **_: Any) -> None:  # noqa: ANN401 - kopf's
         enqueue(kind.kind, f"{namespace}/{name}" if namespace else name)
-
-
-log = logging.getLogger(__name__)
-_PATIENCE_S: Final = 2.0
-_CLOSING_S: Final = 0.25
 
 
 class HandlersEnded(Exception):

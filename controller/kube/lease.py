@@ -23,6 +23,10 @@ from controller.kube.resources import LEASES, Object
 if TYPE_CHECKING:
     from controller.kube.client import Client
 
+log = logging.getLogger(__name__)
+Lead = Callable[[], Awaitable[None]]
+_RELEASE_S: Final = 2.0
+
 
 class LeaseTiming(msgspec.Struct, frozen=True):
     """As client-go has them.
@@ -103,11 +107,6 @@ def _version(lease: Object) -> Any:  # noqa: ANN401 - opaque, compared for equal
 
 def _micro_time(wall: datetime) -> str:
     return wall.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-log = logging.getLogger(__name__)
-Lead = Callable[[], Awaitable[None]]
-_RELEASE_S: Final = 2.0
 
 
 class LeaderElection:

@@ -39,6 +39,15 @@ _AT_ONCE: Final = 1000
 _GZIP: Final = 31
 # From there on Go's text of a number differs from Python's.
 _PLAIN_BELOW: Final = 1e6
+# As many as an extproc has itself.
+_MOST_WATCHERS: Final = 8
+# A client that has not read a line by then is disconnected.
+_SLOWEST_S: Final = 5.0
+_NO_WEIGHT: Final = re.compile(r"q[ \t]*=[ \t]*0(\.0{0,3})?")
+# Between two lines of a stream any time may pass.
+_RELAY_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+_RELAYED: Final = ("content-type", "content-encoding")
+_END_STREAMS_S: Final = 1.0
 
 
 class Labels(NamedTuple):
@@ -138,13 +147,6 @@ def _number(value: float) -> str:
     return str(floatToGoString(value))  # type: ignore[no-untyped-call]  # theirs has no types
 
 
-# As many as an extproc has itself.
-_MOST_WATCHERS: Final = 8
-# A client that has not read a line by then is disconnected.
-_SLOWEST_S: Final = 5.0
-_NO_WEIGHT: Final = re.compile(r"q[ \t]*=[ \t]*0(\.0{0,3})?")
-
-
 @contextlib.asynccontextmanager
 async def pages(
     address: str,
@@ -195,12 +197,6 @@ async def pages(
         yield
     finally:
         await runner.cleanup()
-
-
-# Between two lines of a stream any time may pass.
-_RELAY_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-_RELAYED: Final = ("content-type", "content-encoding")
-_END_STREAMS_S: Final = 1.0
 
 
 @contextlib.asynccontextmanager

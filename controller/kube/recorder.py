@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.plan import KubeEvent
 
+log = logging.getLogger(__name__)
+
 _LONGEST = 1024
+Counted = Callable[[str, str], None]
+_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
+_QUIET_S: Final = 60.0
+_REMEMBERED: Final = 4096
 
 
 def event_of(
@@ -55,13 +61,7 @@ def utc_timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-log = logging.getLogger(__name__)
-
-Counted = Callable[[str, str], None]
 """Gets the kind and the verb of each write."""
-_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
-_QUIET_S: Final = 60.0
-_REMEMBERED: Final = 4096
 
 
 async def write_status(

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON has it. What comes out of a cache must not be changed."""
+# Readers of a path resolve these; escaped they are the same.
+_DOTS: Final = frozenset({"", ".", ".."})
+_TERM: Final = re.compile(
+    r"\s*(?:(?P<key>[\w./-]+)\s*(?P<sign>==|=|!=)\s*(?P<value>[\w./-]*)"
+    r"|(?P<of>[\w./-]+)\s+(?P<set>in|notin)\s*\((?P<values>[^()]*)\)"
+    r"|(?P<absent>!\s*)?(?P<has>[\w./-]+))\s*(?:,|$)"
+)
+_LONGEST: Final = 4096
+Matches = Callable[[Mapping[str, str]], bool]
 
 
 class Resource(msgspec.Struct, frozen=True):
@@ -51,10 +60,6 @@ class Resource(msgspec.Struct, frozen=True):
             parts += ["namespaces", namespace]
         parts += [part for part in (self.plural, name, subresource) if part]
         return _joined(parts)
-
-
-# Readers of a path resolve these; escaped they are the same.
-_DOTS: Final = frozenset({"", ".", ".."})
 
 
 def _joined(parts: Sequence[str]) -> str:
@@ -137,14 +142,6 @@ CLUSTER_SERVING_RUNTIMES: Final = our_resource("clusterservingruntimes", "Cluste
 MODEL_TEMPLATES: Final = our_resource("modeltemplates", "ModelTemplate")
 DAEMON_SETS: Final = Resource("apps", "v1", "daemonsets", "DaemonSet")
 JOBS: Final = Resource("batch", "v1", "jobs", "Job")
-
-_TERM: Final = re.compile(
-    r"\s*(?:(?P<key>[\w./-]+)\s*(?P<sign>==|=|!=)\s*(?P<value>[\w./-]*)"
-    r"|(?P<of>[\w./-]+)\s+(?P<set>in|notin)\s*\((?P<values>[^()]*)\)"
-    r"|(?P<absent>!\s*)?(?P<has>[\w./-]+))\s*(?:,|$)"
-)
-_LONGEST: Final = 4096
-Matches = Callable[[Mapping[str, str]], bool]
 
 
 def selector(text: str) -> Matches:

@@ -34,6 +34,17 @@ DEFAULT: Final = "attache"
 _CONTAINER: Final = "manager"
 _PAUSE_S: Final = 2.0
 log = logging.getLogger(__name__)
+CONTROLLER: Final = "attache-manager"
+# What kopf follows: the kinds that people and other controllers write.
+FOLLOWED: Final = (
+    MODEL_INFERS,
+    MODEL_INFER_ROLES,
+    MODELS,
+    SERVING_RUNTIMES,
+    CLUSTER_SERVING_RUNTIMES,
+    MODEL_TEMPLATES,
+)
+Scaling = Callable[["Client"], Awaitable[None]]
 
 
 async def own_image(client: Client, pod: str) -> str:
@@ -52,17 +63,6 @@ async def own_image(client: Client, pod: str) -> str:
         return next((str(one["image"]) for one in containers if one["name"] == _CONTAINER), DEFAULT)
 
 
-CONTROLLER: Final = "attache-manager"
-# What kopf follows: the kinds that people and other controllers write.
-FOLLOWED: Final = (
-    MODEL_INFERS,
-    MODEL_INFER_ROLES,
-    MODELS,
-    SERVING_RUNTIMES,
-    CLUSTER_SERVING_RUNTIMES,
-    MODEL_TEMPLATES,
-)
-Scaling = Callable[["Client"], Awaitable[None]]
 """Scales, until cancelled, what AutoscalingPolicyBindings name."""
 
 

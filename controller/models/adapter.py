@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Untrusted gateways of a namespace: each answer is held in memory.
 _MOST_OWN: Final = 32
+Owned = Mapping[Resource, Sequence[Object]]
 
 
 class WorkKey(NamedTuple):
@@ -29,7 +30,6 @@ class WorkKey(NamedTuple):
     key: str
 
 
-Owned = Mapping[Resource, Sequence[Object]]
 """The objects that an object owns, and others that are listed with them, by kind."""
 
 Enqueue = Callable[[WorkKey], None]
@@ -98,7 +98,7 @@ class GatewayLoads:
         self._trusted = trusted
 
     async def ask(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
-        """See ``Loads``."""
+        """Ask the gateways for the loads of these pods, by key."""
         known = {key: one for key in pods if (one := self._pod(key)) is not None}
         if not known or not self._gateways.synced.is_set():
             return {}

@@ -103,11 +103,9 @@ class ModelAdapter:
     def status_of_failure(
         self, planned: Mapping[str, Any] | None, before: Mapping[str, Any], *, reason: str, message: str
     ) -> Mapping[str, Any]:
-        """See ``Adapter``."""
         return with_failure(planned, before, "Ready", "False", reason=reason, message=message)
 
     def keys_to_reconcile(self, kind: str, key: str) -> Sequence[WorkKey]:
-        """See ``Adapter``."""
         namespace, _ = split_key(key)
         if kind == MODELS.kind:
             return [WorkKey(kind, key)]
@@ -118,7 +116,6 @@ class ModelAdapter:
         return []
 
     def cached_children(self, thing: Object) -> Owned:
-        """See ``Adapter``."""
         namespace = thing["metadata"]["namespace"]
         found: dict[Resource, Sequence[Object]] = {
             one: [each for each in index.of(namespace) if _is_about(each, thing)]
@@ -128,7 +125,6 @@ class ModelAdapter:
         return found
 
     async def list_children(self, thing: Object) -> Owned:
-        """See ``Adapter``."""
         metadata = thing["metadata"]
         found: dict[Resource, Sequence[Object]] = {}
         for one, informer in self._children.items():
@@ -141,7 +137,6 @@ class ModelAdapter:
         return found
 
     def decide(self, thing: Object, owned: Owned, loads: PodLoads, now_s: float) -> Plan:  # noqa: ARG002 - of the protocol
-        """See ``Adapter``."""
         namespace = thing["metadata"]["namespace"]
         observed = ModelState(
             thing=thing,

@@ -48,6 +48,16 @@ _BYTES: Final = 4096
 _REMEMBERED: Final = 1000
 # At once: a node that is gone keeps each of them waiting.
 _READERS: Final = 4
+Decide = Callable[[ModelInferState, float], Plan]
+# Kueue's own objects of pods that wait in its queues.
+WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta1", "workloads", "Workload")
+POD_GROUPS: Final = (VOLCANO_POD_GROUPS, SCHEDULER_POD_GROUPS)
+_TRANSFORMS: Final[Mapping[Resource, Transform]] = {PODS: trimmed_pod}
+# of other projects, or younger than the manager's other kinds
+_OPTIONAL: Final = (MODEL_INFER_ROLES, *POD_GROUPS)
+OWNED: Final = (PODS, SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES, *POD_GROUPS)
+# A decision without the nodes that it needs waits this long for them.
+_SOON_S: Final = 0.5
 
 
 class Crash(msgspec.Struct, frozen=True):
@@ -135,18 +145,6 @@ def _is_crash(terminated: Object) -> bool:
     return int(terminated.get("exitCode") or 0) != 0
 
 
-Decide = Callable[[ModelInferState, float], Plan]
-# Kueue's own objects of pods that wait in its queues.
-WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta1", "workloads", "Workload")
-POD_GROUPS: Final = (VOLCANO_POD_GROUPS, SCHEDULER_POD_GROUPS)
-_TRANSFORMS: Final[Mapping[Resource, Transform]] = {PODS: trimmed_pod}
-# of other projects, or younger than the manager's other kinds
-_OPTIONAL: Final = (MODEL_INFER_ROLES, *POD_GROUPS)
-OWNED: Final = (PODS, SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES, *POD_GROUPS)
-# A decision without the nodes that it needs waits this long for them.
-_SOON_S: Final = 0.5
-
-
 class ModelInferAdapter:
     """See ``Adapter``. ``enqueue``: called for a ModelInfer when something that it owns, or a node of its pods,
     changes; ``hasten``: when something that it owned is gone.
@@ -192,12 +190,10 @@ class ModelInferAdapter:
     def status_of_failure(
         self, planned: Mapping[str, Any] | None, before: Mapping[str, Any], *, reason: str, message: str
     ) -> Mapping[str, Any]:
-        """See ``Adapter``."""
         failed = with_failure(planned, before, "Degraded", "True", reason=reason, message=message)
         return summarized(failed)
 
     def keys_to_reconcile(self, kind: str, key: str) -> Sequence[WorkKey]:
-        """See ``Adapter``."""
         if kind == MODEL_INFERS.kind:
             return [WorkKey(kind, key)]
         role = self._informers[MODEL_INFER_ROLES].get(key) if kind == MODEL_INFER_ROLES.kind else None
@@ -205,12 +201,10 @@ class ModelInferAdapter:
         return [WorkKey(owner, name)] if owner == MODEL_INFERS.kind else []
 
     def cached_children(self, thing: Object) -> Owned:
-        """See ``Adapter``."""
         metadata = thing["metadata"]
         return {one: index.of(f"{metadata['namespace']}/{metadata['uid']}") for one, index in self._indexes.items()}
 
     async def list_children(self, thing: Object) -> Owned:
-        """See ``Adapter``."""
         metadata = thing["metadata"]
         found: dict[Resource, list[Object]] = {}
         for one, informer in self._informers.items():
@@ -222,7 +216,6 @@ class ModelInferAdapter:
         return found
 
     def decide(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
-        """See ``Adapter``."""
         gang = self._gang()
         waits = ((thing.get("spec") or {}).get("template") or {}).get("gang") is not None and gang == PodGroups()
         everything = self._all_pods() if waits else None

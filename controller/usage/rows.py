@@ -37,6 +37,8 @@ _NO_ENGINE: Final = frozenset({"UH", "URX"})
 # its client left. ``engine``, ``timeout``, ``gateway``: what failed.
 WHOLE, REFUSED, REJECTED, LEFT = "whole", "refused", "rejected", "client"
 _FAILED: Final = frozenset({"engine", "timeout", "gateway"})
+_LINES: Final = msgspec.json.Decoder(UsageLine)
+_CONTEXTS: Final = msgspec.json.Decoder(UsageContext)
 
 
 class BadLine(Exception):
@@ -94,10 +96,6 @@ class UsageRow(msgspec.Struct, frozen=True):
     is_failed: bool
     is_unpriced: bool
     key_id: str
-
-
-_LINES: Final = msgspec.json.Decoder(UsageLine)
-_CONTEXTS: Final = msgspec.json.Decoder(UsageContext)
 
 
 def row_of(line: bytes, now_s: float) -> UsageRow:

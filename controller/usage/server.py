@@ -37,6 +37,8 @@ _MOST_OF_A_CALLER: Final = 2
 _DEADLINE_S: Final = 30.0
 # SQLite asks so often, in steps of its machine, whether to stop.
 _STEPS: Final = 100_000
+_CALLER: Final = {"tenant": CALLER_TENANT, "key": CALLER_CLIENT, "user": CALLER_USER}
+_PRIVATE: Final = {"cache-control": "private, no-store"}
 
 
 class Database:
@@ -188,9 +190,6 @@ class Reports:
         return {name: caller_name(value) for name, value in owned.items()}
 
 
-_CALLER: Final = {"tenant": CALLER_TENANT, "key": CALLER_CLIENT, "user": CALLER_USER}
-
-
 def _verified(request: web.Request, header: str) -> str:
     """A name that Envoy has written, as extproc reads it: what is no UTF-8 is Latin-1."""
     value = request.headers.get(header, "").encode(errors="surrogateescape")
@@ -198,9 +197,6 @@ def _verified(request: web.Request, header: str) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
-
-
-_PRIVATE: Final = {"cache-control": "private, no-store"}
 
 
 def _json(body: bytes) -> web.Response:

@@ -44,6 +44,24 @@ _TYPES: Final[Mapping[str, sa.types.TypeEngine[Any]]] = {
     **dict.fromkeys(("model", "served_model", "price_id"), _NAME),
 }
 _NULLABLE: Final = frozenset({"cost_micros", "price_id", "ttft_us"})
+positions = sa.Table(
+    "position",
+    metadata,
+    sa.Column("source", sa.String(512), primary_key=True),
+    sa.Column("inode", _NUMBER, nullable=False),
+    sa.Column("byte_offset", _NUMBER, nullable=False),
+    sa.Column("head", _CODE, nullable=False),
+    # every request of this log that ended before it is stored
+    sa.Column("until_us", _NUMBER),
+)
+# What is older was deleted, in seconds since 1970: of requests and of sums.
+horizons = sa.Table(
+    "kept_since",
+    metadata,
+    sa.Column("what", _CODE, primary_key=True),
+    sa.Column("at_s", _NUMBER, nullable=False),
+)
+versions = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
 
 def _column(name: str, *, is_key: bool) -> sa.Column[Any]:
@@ -72,24 +90,6 @@ requests = sa.Table(
 )
 rollups_hour = _rollup("rollups_hour")
 rollups_day = _rollup("rollups_day")
-positions = sa.Table(
-    "position",
-    metadata,
-    sa.Column("source", sa.String(512), primary_key=True),
-    sa.Column("inode", _NUMBER, nullable=False),
-    sa.Column("byte_offset", _NUMBER, nullable=False),
-    sa.Column("head", _CODE, nullable=False),
-    # every request of this log that ended before it is stored
-    sa.Column("until_us", _NUMBER),
-)
-# What is older was deleted, in seconds since 1970: of requests and of sums.
-horizons = sa.Table(
-    "kept_since",
-    metadata,
-    sa.Column("what", _CODE, primary_key=True),
-    sa.Column("at_s", _NUMBER, nullable=False),
-)
-versions = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
 
 class StoreError(Exception):

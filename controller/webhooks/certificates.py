@@ -32,10 +32,23 @@ if TYPE_CHECKING:
 
     from controller.kube.client import Client
 
+log = logging.getLogger(__name__)
+
 # Of chance, in the path.
 _PATH_BYTES: Final = 24
 # Clocks of other machines may be behind.
 _EARLIER: Final = timedelta(minutes=10)
+# Of the Secret: one key with all of it, so that no reader meets half of it; the others are for people and tools.
+_DATA: Final = "material.json"
+PATH: Final = "/validate"
+WEBHOOK_CONFIGURATIONS: Final = Resource(
+    "admissionregistration.k8s.io",
+    "v1",
+    "validatingwebhookconfigurations",
+    "ValidatingWebhookConfiguration",
+    namespaced=False,
+)
+API_SERVICES: Final = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
 
 
 class Lifetimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,10 +215,6 @@ def _loaded(certificate: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate(certificate.encode())
 
 
-# Of the Secret: one key with all of it, so that no reader meets half of it; the others are for people and tools.
-_DATA: Final = "material.json"
-
-
 def to_secret(material: CertificateMaterial) -> Mapping[str, str]:
     """The data of a Secret."""
     content = {
@@ -230,18 +239,6 @@ def from_secret(data: Mapping[str, Any]) -> CertificateMaterial | None:
 def utc_now() -> datetime:
     """For the edges."""
     return datetime.now(UTC)
-
-
-log = logging.getLogger(__name__)
-PATH: Final = "/validate"
-WEBHOOK_CONFIGURATIONS: Final = Resource(
-    "admissionregistration.k8s.io",
-    "v1",
-    "validatingwebhookconfigurations",
-    "ValidatingWebhookConfiguration",
-    namespaced=False,
-)
-API_SERVICES: Final = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
 
 
 class CertificateServer(Protocol):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from extproc.api.authentication import ApiKey
     from extproc.api.snapshot import Snapshot
 
+_Target = tuple[str, str]
+_EVERY_LISTENER: Final = ("Listener", "*")
+
 
 class Patterns(msgspec.Struct, frozen=True):
     """Names, of which some begin or end with ``*``."""
@@ -50,10 +53,6 @@ def patterns_of(texts: Iterable[str]) -> Patterns:
         suffixes=tuple(sorted(one[1:] for one in given if len(one) > 1 and one.startswith("*"))),
         is_anything="*" in given,
     )
-
-
-_Target = tuple[str, str]
-_EVERY_LISTENER: Final = ("Listener", "*")
 
 
 class AccessRequest(msgspec.Struct, frozen=True):

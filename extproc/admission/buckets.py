@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 
 _LEAST_SHRINK: Final = 1e-9
 _ROUNDING: Final = 1e-6
+# Most buckets whose levels are kept, and most with debts. The oldest are dropped first.
+_MOST_KEYS: Final = 100_000
+# An answer that is older than the last one by no more was overtaken by it; by more, and the store's clock was set back.
+_LONGEST_OVERTAKING_S: Final = 10.0
+# A window of a budget is kept so long after its end: requests that began in it are settled there. Answers are longer
+# only in the background.
+SETTLED_BY_S: Final = 86_400.0
+T = TypeVar("T")
 
 
 class Limit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,16 +127,6 @@ class Bucket(msgspec.Struct):
 def at_least_zero(amount: float) -> float:
     """``amount`` if it is finite and above 0, else 0."""
     return amount if math.isfinite(amount) and amount > 0 else 0.0
-
-
-# Most buckets whose levels are kept, and most with debts. The oldest are dropped first.
-_MOST_KEYS: Final = 100_000
-# An answer that is older than the last one by no more was overtaken by it; by more, and the store's clock was set back.
-_LONGEST_OVERTAKING_S: Final = 10.0
-# A window of a budget is kept so long after its end: requests that began in it are settled there. Answers are longer
-# only in the background.
-SETTLED_BY_S: Final = 86_400.0
-T = TypeVar("T")
 
 
 class ByWindow(Generic[T]):

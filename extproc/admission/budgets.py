@@ -51,6 +51,19 @@ _MAXIMA: Final[Mapping[str, Resource]] = {
     "requests": "requests",
     "money": "cost_micros",
 }
+# Of a key.
+_PARTS: Final = 8
+# What tells whose a usage row is.
+_DIMENSIONS_OF: Final[Mapping[str, Sequence[str]]] = {
+    "Tenant": ("tenant",),
+    "User": ("tenant", "user"),
+    "ApiKey": ("tenant", "key"),
+    "Route": (),
+}
+_LEVELS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
+_NO_COSTS: Final[Mapping[str, int]] = MappingProxyType({})
+# Of whom no tenant is known. Where extproc was away, Envoy knows no more of an API key than its name.
+_UNKNOWN_TENANTS: Final = ("", ANONYMOUS)
 
 
 class BudgetKey(msgspec.Struct, frozen=True):
@@ -102,10 +115,6 @@ class BudgetKey(msgspec.Struct, frozen=True):
         if not self.tenant and not self.name:
             return self
         return msgspec.structs.replace(self, tenant=self.tenant and None, name=None)
-
-
-# Of a key.
-_PARTS: Final = 8
 
 
 class _Accounts(msgspec.Struct):
@@ -265,16 +274,6 @@ def _named_dimensions(budget: Budget) -> Iterable[str]:
     return [name for name, names in fields if names]
 
 
-# What tells whose a usage row is.
-_DIMENSIONS_OF: Final[Mapping[str, Sequence[str]]] = {
-    "Tenant": ("tenant",),
-    "User": ("tenant", "user"),
-    "ApiKey": ("tenant", "key"),
-    "Route": (),
-}
-_LEVELS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
-
-
 class BudgetsOfKeys(msgspec.Struct, frozen=True):
     """Budgets that API keys have themselves. ``by_key``: by the name of the key. ``every``: all of them, each once."""
 
@@ -346,9 +345,6 @@ def _plain(text: str) -> str | None:
     return None if text == OTHERS else text.replace("%7E", "~").replace("%2F", "/").replace("%25", "%")
 
 
-_NO_COSTS: Final[Mapping[str, int]] = MappingProxyType({})
-
-
 class RolledUp(msgspec.Struct, frozen=True):
     """What one caller has used in a window, as the usage process has it. ``requests``: with those that were
     ``refused``. ``cost_micros``: by currency.
@@ -377,10 +373,6 @@ class RolledUp(msgspec.Struct, frozen=True):
         cost = float(sum(self.cost_micros.values()))
         used = Usage(float(self.input_tokens), float(self.output_tokens), cost_micros=cost)
         return used.of(resource)
-
-
-# Of whom no tenant is known. Where extproc was away, Envoy knows no more of an API key than its name.
-_UNKNOWN_TENANTS: Final = ("", ANONYMOUS)
 
 
 class UsageQuery(msgspec.Struct, frozen=True):

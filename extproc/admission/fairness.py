@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from extproc.endpoints.table import Ints
 
+_EXCLUDED: Final = np.inf
+
 
 class FlowHeads(msgspec.Struct, frozen=True):
     """The first waiting request of each flow, by row.
@@ -91,7 +93,7 @@ class DeficitLocality:
         self._rounds: Ints = np.zeros(0, np.int64)
 
     def grow(self, rows: int) -> None:
-        """See ``FairnessPolicy.grow``; a new flow has not taken part in any round."""
+        """Make room for flows up to that number; a new flow has not taken part in any round."""
         more = rows - self._rounds.size
         self.deficits = grow_column(self.deficits, rows)
         self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
@@ -389,9 +391,6 @@ class GlobalStrict:
     def debt(self, row: int) -> float:
         """Always 0."""
         return 0.0
-
-
-_EXCLUDED: Final = np.inf
 
 
 def _least(values: Floats, candidates: Bools) -> int:

@@ -30,6 +30,24 @@ if TYPE_CHECKING:
     from extproc.admission.fairness import TenantShares
     from extproc.endpoints.table import Floats, Ints
 
+# Most sessions and programs that are kept.
+_MAX_SESSIONS: Final = 4096
+# Delay for each uncached prompt token: a prompt of 10,000 tokens yields to requests that arrive within 10 s.
+_SECONDS_A_TOKEN: Final = 1e-3
+# Delay for each token of service that a program has received.
+_SECONDS_A_SERVED_TOKEN: Final = 1e-4
+# Entries examined in each heap: the root, which is the best, and its two children.
+_EXAMINED: Final = 3
+# (minus the cached tokens, sequence number, request)
+_Place = tuple[float, int, "QueuedRequest"]
+# Flows beyond which idle ones are forgotten; about 10 MB.
+MAX_IDLE_FLOWS: Final = 10_000
+_FIRST_ROWS: Final = 8
+# Between two checks for overdue requests, and so about the most by which one can be late.
+_OVERDUE_CHECK_S: Final = 0.05
+# (order key, sequence number, request)
+_Entry = tuple[float, int, "QueuedRequest"]
+
 
 class FlowKey(msgspec.Struct, frozen=True):
     """Identifies a flow: requests that share one fair share.
@@ -94,14 +112,6 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
     def total_tokens(self) -> float:
         """Prompt tokens and expected output tokens."""
         return self.input_tokens + self.output_tokens
-
-
-# Most sessions and programs that are kept.
-_MAX_SESSIONS: Final = 4096
-# Delay for each uncached prompt token: a prompt of 10,000 tokens yields to requests that arrive within 10 s.
-_SECONDS_A_TOKEN: Final = 1e-3
-# Delay for each token of service that a program has received.
-_SECONDS_A_SERVED_TOKEN: Final = 1e-4
 
 
 class OrderingPolicy(Protocol):
@@ -216,11 +226,6 @@ ORDERS: Final[Mapping[str, Callable[[float], OrderingPolicy]]] = MappingProxyTyp
     {one.__name__: one for one in (FirstCome, Deadline, ShortestFirst, SessionBoost, LeastAttained)}
 )
 
-# Entries examined in each heap: the root, which is the best, and its two children.
-_EXAMINED: Final = 3
-# (minus the cached tokens, sequence number, request)
-_Place = tuple[float, int, "QueuedRequest"]
-
 
 class CacheLocality:
     """A heap of waiting requests for each endpoint, by the tokens that it had cached when they arrived."""
@@ -280,15 +285,6 @@ class CacheLocality:
 
 def _best(heap: list[_Place]) -> float:
     return heap[0][0]
-
-
-# Flows beyond which idle ones are forgotten; about 10 MB.
-MAX_IDLE_FLOWS: Final = 10_000
-_FIRST_ROWS: Final = 8
-# Between two checks for overdue requests, and so about the most by which one can be late.
-_OVERDUE_CHECK_S: Final = 0.05
-# (order key, sequence number, request)
-_Entry = tuple[float, int, "QueuedRequest"]
 
 
 class _Flow:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.request.model import InferenceRequest
 
+_MAX_TARGET_MS: Final = 86_400_000.0
+_NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
+
 
 def name_in(headers: Mapping[str, str], header: str) -> str:
     """The value of a header, shortened to a bounded length; empty if it is missing."""
@@ -78,10 +81,6 @@ def named_callers(tenants: Collection[str], users: Collection[str], api_keys: Co
     """Names of a configuration; an empty collection names any caller."""
     kept = (frozenset(map(truncate_name, names)) if names else None for names in (tenants, users, api_keys))
     return NamedCallers(*kept)
-
-
-_MAX_TARGET_MS: Final = 86_400_000.0
-_NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 
 
 class Subject(msgspec.Struct, frozen=True):

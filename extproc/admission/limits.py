@@ -42,6 +42,11 @@ _MOST_OWNERS: Final = 10_000
 _HASH_BYTES: Final = 16
 # The account of all names beyond the bound; no hash is equal to it.
 OTHERS: Final = "others"
+# In the key of a bucket, before a name that a client has chosen.
+CHOSEN: Final = "/~"
+Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens", "cost_micros"]
+# Of rate limits.
+RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
 
 
 class ChosenNames:
@@ -71,13 +76,6 @@ class ChosenNames:
         names[found] = now
         names.move_to_end(found)
         return found
-
-
-# In the key of a bucket, before a name that a client has chosen.
-CHOSEN: Final = "/~"
-Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens", "cost_micros"]
-# Of rate limits.
-RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 # How far to search behind blocked requests for one that fits: flows, and requests in each flow.
 _FLOWS_EXAMINED: Final = 8
 _REQUESTS_EXAMINED: Final = 4
+# Time constant of the dispatch rate, from which retry-after is estimated.
+_RATE_WINDOW_S: Final = 10.0
+_MAX_RETRY_S: Final = 300.0
 
 
 class BandState:
@@ -215,11 +218,6 @@ class FairQueue:
 
     def _weight(self, flow: FlowKey) -> float:
         return self._control.weights.get(flow.tenant, 1.0)
-
-
-# Time constant of the dispatch rate, from which retry-after is estimated.
-_RATE_WINDOW_S: Final = 10.0
-_MAX_RETRY_S: Final = 300.0
 
 
 class Gate:

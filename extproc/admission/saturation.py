@@ -39,6 +39,8 @@ _STALE: Final = 0.5
 _ROUNDING_S: Final = 1e-4
 # Recompute the capacity at least this often: trust in reports fades without an event.
 RECHECK_S: Final = 1.0
+# llm-d's dispatcher checks its bands once a millisecond; a band's pace is counted in these checks.
+LOOK_S: Final = 0.001
 
 
 class Stages(msgspec.Struct, frozen=True):
@@ -169,10 +171,6 @@ def _usable(table: EndpointTable, now: float) -> Bools:
         well = candidates & (table.retry_at_s <= now)
         candidates = well if well.any() else candidates
     return candidates
-
-
-# llm-d's dispatcher checks its bands once a millisecond; a band's pace is counted in these checks.
-LOOK_S: Final = 0.001
 
 
 class Ceilings(Protocol):

@@ -50,6 +50,7 @@ _GROUPED: Final = Rule(
     "the kind is of another group; Gateway and HTTPRoute are of gateway.networking.k8s.io, InferencePool is of "
     "inference.networking.k8s.io, and the others are of attache.dev",
 )
+_WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
 
 
 class AccessTarget(Spec, frozen=True):
@@ -131,9 +132,6 @@ class ModelAccessPolicy(DirectoryObject, frozen=True, kw_only=True):
     """A ModelAccessPolicy document."""
 
     spec: ModelAccessPolicySpec
-
-
-_WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
 
 
 def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:

@@ -17,6 +17,26 @@ if TYPE_CHECKING:
 _LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 _HOSTNAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _LONGEST_HOSTNAME: Final = 253
+# On documents that were compiled from a cluster's objects: their authors have no rights on the gateway's machine.
+OF_CLUSTER: Final = "attache.dev/of-cluster"
+# On the same documents, where their authors may list engines in some networks alone: these, with commas.
+NETWORKS: Final = "attache.dev/endpoint-networks"
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+# Where clouds serve credentials and settings of their machines, beside the link-local addresses: AWS by IPv6, Alibaba,
+# Oracle, Azure.
+_METADATA: Final = frozenset(
+    map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16"))
+)
+# An address in one of these stands for an IPv4 address, which ends so many bits before its end: NAT64 (RFC 6052, 8215),
+# 6to4, IPv4-compatible and IPv4-mapped addresses.
+_EMBEDDING: Final = (
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
+    (ipaddress.IPv6Network("64:ff9b:1::/48"), 0),
+    (ipaddress.IPv6Network("2002::/16"), 80),
+    (ipaddress.IPv6Network("::/96"), 0),
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
+)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -101,32 +121,6 @@ def check_endpoint(text: str, path: Path) -> Iterator[Finding]:
         parse_endpoint(text)
     except ValueError as error:
         yield path, str(error)
-
-
-# On documents that were compiled from a cluster's objects: their authors have no rights on the gateway's machine.
-OF_CLUSTER: Final = "attache.dev/of-cluster"
-
-
-# On the same documents, where their authors may list engines in some networks alone: these, with commas.
-NETWORKS: Final = "attache.dev/endpoint-networks"
-
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-# Where clouds serve credentials and settings of their machines, beside the link-local addresses: AWS by IPv6, Alibaba,
-# Oracle, Azure.
-_METADATA: Final = frozenset(
-    map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16"))
-)
-# An address in one of these stands for an IPv4 address, which ends so many bits before its end: NAT64 (RFC 6052, 8215),
-# 6to4, IPv4-compatible and IPv4-mapped addresses.
-_EMBEDDING: Final = (
-    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
-    (ipaddress.IPv6Network("64:ff9b:1::/48"), 0),
-    (ipaddress.IPv6Network("2002::/16"), 80),
-    (ipaddress.IPv6Network("::/96"), 0),
-    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
-)
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:

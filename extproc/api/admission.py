@@ -32,6 +32,8 @@ UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "
 
 CallerNames = Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)]
 OTHERS_NAMED = "is for callers whom no limit names; write others, or tenants, users and apiKeys"
+Fairness = Literal["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
+Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "LeastAttained"]
 
 
 class RateLimit(Spec, frozen=True):
@@ -114,7 +116,7 @@ class KeyRateLimit(Spec, frozen=True):
 
 
 class SaturationLimits(msgspec.Struct, frozen=True):
-    """See Saturation."""
+    """Bounds of one engine's load, None without one: from these on it counts as full."""
 
     queue_depth: float
     kv_usage: float
@@ -154,10 +156,6 @@ class SaturationSpec(Spec, frozen=True):
             max_wait_s=_number(self.max_wait),
             headroom=self.headroom,
         )
-
-
-Fairness = Literal["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
-Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "LeastAttained"]
 
 
 class Band(Spec, frozen=True):

@@ -26,6 +26,62 @@ if TYPE_CHECKING:
     import yaml
 
 _EXAMPLE_PORT = "8000"
+_BARE_NUMBER: Final = re.compile(r"\d+(\.\d+)?", re.ASCII)
+# How people write a unit that is refused, and how it is written here.
+_SPOKEN: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.ASCII)
+_MEANT: Final = {
+    **dict.fromkeys(("ms", "msec", "msecs", "millisecond", "milliseconds", "millis"), "ms"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
+    **dict.fromkeys(("d", "day", "days"), "d"),
+}
+_SIZE_UNITS: Final = frozenset("kmgtpe")
+# Of a value that are shown.
+_MOST_SHOWN: Final = 80
+# Behind what was written.
+NO_DURATION: Final = "is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
+_NUMBER: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?", re.ASCII)
+_LONGEST: Final = 300
+# What a field of such a type holds, and what to write there.
+_WANTED: Final[Mapping[type[inspect.Type], tuple[tuple[type, ...], str]]] = MappingProxyType(
+    {
+        inspect.StrType: ((str,), "text"),
+        inspect.IntType: ((int,), "a whole number"),
+        inspect.FloatType: ((int, float), "a number"),
+        inspect.BoolType: ((bool,), "true or false"),
+        inspect.StructType: ((dict,), ""),
+        inspect.DictType: ((dict,), "names with values, indented, such as name: value"),
+        inspect.ListType: ((list,), "a list, each item on a line that begins with '- '"),
+        inspect.VarTupleType: ((list,), "a list, each item on a line that begins with '- '"),
+    }
+)
+_CALLED: Final[Mapping[type, str]] = MappingProxyType(
+    {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        dict: "a mapping of fields",
+        list: "a list",
+    }
+)
+# Before the first character of a line's content; the dashes of list items count as indentation.
+_TAB_IN_INDENT: Final = re.compile(r"[ ]*(?:-[ ]*)*\t")
+_TWO_COLONS: Final = re.compile(r"^\s*(?:- +)?[\w.\"'-]+:\s+[^\"'\s].*:\s")
+_MARKS: Final = ("<<<<<<<", "=======", ">>>>>>>")
+# What YAML keeps for itself, and what begins an alias or an anchor.
+_REFUSED_STARTS: Final = ("@", "`", "%", "*", "&")
+_OTHER_SEPARATOR: Final = re.compile(r"\s+---+\s*|--|----+\s*")
+# "name:value" or "name value", alone on its line.
+_NO_COLON: Final = re.compile(r"\s*(?:- +)?([\w.-]+)(:| +)(?![:\s]).+")
+_AFTER_QUOTE: Final = re.compile(r"""[^"']*: +(?:"[^"]*"|'[^']*') *[^\s#,}\]].*""")
+# Where YAML reads braces; within text they do no harm.
+_TEMPLATE: Final = re.compile(r"(?:.*[:-])?\s*\{\{")
+_RENDER: Final = "holds a template ({{ }}), which is not filled in here; render it first"
+_BLANKS: Final = ("\u00a0", "\u200b", "\u2003", "\u3000", "\ufeff")
+# Lines before the one that the parser names.
+_LOOKS_BACK: Final = 2
 
 
 def no_address(text: str, *, takes_names: bool) -> str:
@@ -75,25 +131,6 @@ def is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-_BARE_NUMBER: Final = re.compile(r"\d+(\.\d+)?", re.ASCII)
-# How people write a unit that is refused, and how it is written here.
-_SPOKEN: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.ASCII)
-_MEANT: Final = {
-    **dict.fromkeys(("ms", "msec", "msecs", "millisecond", "milliseconds", "millis"), "ms"),
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
-    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
-    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
-    **dict.fromkeys(("d", "day", "days"), "d"),
-}
-_SIZE_UNITS: Final = frozenset("kmgtpe")
-# Of a value that are shown.
-_MOST_SHOWN: Final = 80
-
-
-# Behind what was written.
-NO_DURATION: Final = "is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
 
 
 def no_duration(given: object) -> str:
@@ -151,33 +188,6 @@ def _as_written(given: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-_NUMBER: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?", re.ASCII)
-_LONGEST: Final = 300
-# What a field of such a type holds, and what to write there.
-_WANTED: Final[Mapping[type[inspect.Type], tuple[tuple[type, ...], str]]] = MappingProxyType(
-    {
-        inspect.StrType: ((str,), "text"),
-        inspect.IntType: ((int,), "a whole number"),
-        inspect.FloatType: ((int, float), "a number"),
-        inspect.BoolType: ((bool,), "true or false"),
-        inspect.StructType: ((dict,), ""),
-        inspect.DictType: ((dict,), "names with values, indented, such as name: value"),
-        inspect.ListType: ((list,), "a list, each item on a line that begins with '- '"),
-        inspect.VarTupleType: ((list,), "a list, each item on a line that begins with '- '"),
-    }
-)
-_CALLED: Final[Mapping[type, str]] = MappingProxyType(
-    {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        dict: "a mapping of fields",
-        list: "a list",
-    }
-)
-
-
 def shape_advice(value: object, kind: inspect.Type, *, is_secret: bool) -> str:
     """The type of ``value``, and what to write instead; empty where the type is right. A secret's value is not
     repeated.
@@ -229,24 +239,6 @@ def _some_fields(kind: inspect.StructType) -> str:
     """The first three, of those that are required if any is."""
     names = [field.encode_name for field in kind.fields if field.required] or [one.encode_name for one in kind.fields]
     return ", ".join(f"{name}:" for name in names[:3])
-
-
-# Before the first character of a line's content; the dashes of list items count as indentation.
-_TAB_IN_INDENT: Final = re.compile(r"[ ]*(?:-[ ]*)*\t")
-_TWO_COLONS: Final = re.compile(r"^\s*(?:- +)?[\w.\"'-]+:\s+[^\"'\s].*:\s")
-_MARKS: Final = ("<<<<<<<", "=======", ">>>>>>>")
-# What YAML keeps for itself, and what begins an alias or an anchor.
-_REFUSED_STARTS: Final = ("@", "`", "%", "*", "&")
-_OTHER_SEPARATOR: Final = re.compile(r"\s+---+\s*|--|----+\s*")
-# "name:value" or "name value", alone on its line.
-_NO_COLON: Final = re.compile(r"\s*(?:- +)?([\w.-]+)(:| +)(?![:\s]).+")
-_AFTER_QUOTE: Final = re.compile(r"""[^"']*: +(?:"[^"]*"|'[^']*') *[^\s#,}\]].*""")
-# Where YAML reads braces; within text they do no harm.
-_TEMPLATE: Final = re.compile(r"(?:.*[:-])?\s*\{\{")
-_RENDER: Final = "holds a template ({{ }}), which is not filled in here; render it first"
-_BLANKS: Final = ("\u00a0", "\u200b", "\u2003", "\u3000", "\ufeff")
-# Lines before the one that the parser names.
-_LOOKS_BACK: Final = 2
 
 
 def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:

@@ -34,6 +34,14 @@ _HOLE: Final = re.compile(r"\{[^{}]*\}|[{}]")
 _NEIGHBOURS: Final = re.compile(r"\}\{")
 # By kind of key, the members of RFC 7518 and RFC 8037 that Envoy reads.
 _MEMBERS: Final = {"RSA": {"n", "e"}, "EC": {"x", "y"}, "oct": {"k"}, "OKP": {"x"}}
+Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512, pattern=patterns.KEY)]
+Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.CLAIM)]
+# A name that clients ask for, or its beginning or end: ``llama``, ``sql-*``, ``*-instruct``, ``*``.
+ModelPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
+# Names that clients ask for; None: all of them.
+Models = Annotated[tuple[ModelPattern, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
+KeyRateLimits = Annotated[tuple[KeyRateLimit, ...], msgspec.Meta(max_length=4)]
+KeyBudgets = Annotated[tuple[KeyBudget, ...], msgspec.Meta(max_length=4)]
 
 
 class _KeySet(msgspec.Struct, frozen=True):
@@ -49,18 +57,6 @@ def has_usable_key(text: str | bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return any(_MEMBERS.get(str(key.get("kty")), {"none"}) <= key.keys() for key in keys)
-
-
-Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512, pattern=patterns.KEY)]
-Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.CLAIM)]
-# A name that clients ask for, or its beginning or end: ``llama``, ``sql-*``, ``*-instruct``, ``*``.
-ModelPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
-# Names that clients ask for; None: all of them.
-Models = Annotated[tuple[ModelPattern, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
-
-
-KeyRateLimits = Annotated[tuple[KeyRateLimit, ...], msgspec.Meta(max_length=4)]
-KeyBudgets = Annotated[tuple[KeyBudget, ...], msgspec.Meta(max_length=4)]
 
 
 class ApiKey(Spec, frozen=True):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WindowKind = Literal["Hour", "Day", "Week", "Month"]
+_HOUR_S: Final = 3600
+_DAY_S: Final = 86_400
 
 
 @lru_cache(maxsize=256)
@@ -33,10 +35,6 @@ class Window(msgspec.Struct, frozen=True):
 
     start_s: int
     end_s: int
-
-
-_HOUR_S: Final = 3600
-_DAY_S: Final = 86_400
 
 
 def window_of(at_s: float, kind: WindowKind, zone: tzinfo) -> Window:

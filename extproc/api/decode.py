@@ -30,15 +30,6 @@ _Decoded = DirectoryObject | EndpointPickerConfig
 
 _CLUSTER_KINDS: Final = frozenset({"Model", "ModelInfer", "AutoscalingPolicy", "AutoscalingPolicyBinding"})
 _KINDS: Final[Mapping[str, DocumentKind]] = MappingProxyType({kind.name: kind for kind in DOCUMENT_KINDS})
-
-
-class _Head(msgspec.Struct, frozen=True, rename="camel"):
-    """The fields that determine the document's type."""
-
-    api_version: str
-    kind: str
-
-
 # Of every object of Kubernetes. Users write the first; a cluster's objects may lie in a directory with all of them.
 _WRITTEN_METADATA: Final = ("name", "namespace", "labels", "annotations")
 _METADATA: Final = frozenset(
@@ -49,6 +40,16 @@ _METADATA: Final = frozenset(
     }
 )
 _FIELDS: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
+_DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
+    {kind.name: msgspec.json.Decoder(kind.document, dec_hook=decode_quantity) for kind in DOCUMENT_KINDS}
+)
+
+
+class _Head(msgspec.Struct, frozen=True, rename="camel"):
+    """The fields that determine the document's type."""
+
+    api_version: str
+    kind: str
 
 
 def _known_fields(name: str, fields: Mapping[str, type]) -> type:
@@ -66,9 +67,6 @@ _KNOWN_FIELDS: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(
             "metadata": _known_fields("_KnownMetadata", dict.fromkeys(_METADATA, msgspec.Raw)),
         },
     )
-)
-_DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
-    {kind.name: msgspec.json.Decoder(kind.document, dec_hook=decode_quantity) for kind in DOCUMENT_KINDS}
 )
 
 

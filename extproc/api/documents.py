@@ -36,6 +36,17 @@ _MAX_NUMBER_CHARACTERS: Final = 1000
 _NUMBER_LIKE: Final = re.compile(r"[-+.0-9]")
 # libyaml is several times faster; the pure loader reads the same.
 Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Of one file.
+MAX_DOCUMENTS: Final = 10_000
+# Most mistakes that are reported of one document: the first few suffice.
+_MAX_FINDINGS: Final = 100
+# Directives, ends of documents and rare line breaks: with them, only YAML's own parser finds the beginnings of
+# documents.
+_NEED_PARSER: Final = ("\n%", "\n...", "\x85", "\u2028", "\u2029")
+_LONE_RETURN: Final = re.compile("\r(?!\n)")
+_BYTE: Final = re.compile(r"\(byte (\d+)\)")
+# In YAML and JSON, in flow style too.
+_NAME: Final = re.compile(r"""\bname["']?[ \t]*:[ \t]*["']?([^\s"',}]+)""")
 
 
 class UnsupportedYaml(yaml.YAMLError):
@@ -129,17 +140,6 @@ class _Bounds:
             parent.children += 1
             if parent.is_mapping and parent.children % 2 and not isinstance(event, yaml.ScalarEvent):
                 raise UnsupportedYaml("a key that is not text; write text", event)
-
-
-# Of one file.
-MAX_DOCUMENTS: Final = 10_000
-# Most mistakes that are reported of one document: the first few suffice.
-_MAX_FINDINGS: Final = 100
-# Directives, ends of documents and rare line breaks: with them, only YAML's own parser finds the beginnings of
-# documents.
-_NEED_PARSER: Final = ("\n%", "\n...", "\x85", "\u2028", "\u2029")
-_LONE_RETURN: Final = re.compile("\r(?!\n)")
-_BYTE: Final = re.compile(r"\(byte (\d+)\)")
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -379,10 +379,6 @@ def _lines_below(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
 
 def _nearest(lines: dict[Path, int], path: Path, otherwise: int) -> int:
     return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), otherwise)
-
-
-# In YAML and JSON, in flow style too.
-_NAME: Final = re.compile(r"""\bname["']?[ \t]*:[ \t]*["']?([^\s"',}]+)""")
 
 
 class UnreadDocument(msgspec.Struct, frozen=True):

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
     from extproc.api.errors import Finding, Path
 
+_LARGEST_BODY: Final = 2**32 - 1
+# The address of a socket file has 108 bytes, and the numbers of workers need some.
+_LONGEST_SOCKET: Final = 100
+_NO_FILES: Final = ("/dev/", "/proc/", "/sys/")
+_ASKS_FOR_NONE: Final = "asks for no client certificate, by which callers are identified; write tls.clientCertificates"
+
 
 class ClientCertificates(Spec, frozen=True):
     """Requirements on clients' certificates. ``ca_file``: the authorities that sign them, in PEM. ``crl_file``: their
@@ -95,12 +101,6 @@ class UsageLog(Spec, frozen=True):
     path: NonEmpty
     api: NonEmpty | None = None
     cost_header: bool = False
-
-
-_LARGEST_BODY: Final = 2**32 - 1
-# The address of a socket file has 108 bytes, and the numbers of workers need some.
-_LONGEST_SOCKET: Final = 100
-_NO_FILES: Final = ("/dev/", "/proc/", "/sys/")
 
 
 class GatewayConfigSpec(Spec, frozen=True):
@@ -265,9 +265,6 @@ def check_origins(spec: GatewayConfigSpec) -> Iterator[Finding]:
     """Those of ``cors``."""
     if spec.cors is not None:
         yield from check_cors(spec.cors, ("spec", "cors"))
-
-
-_ASKS_FOR_NONE: Final = "asks for no client certificate, by which callers are identified; write tls.clientCertificates"
 
 
 def _needs_certificates(spec: GatewayConfigSpec) -> bool:

@@ -27,7 +27,7 @@ from extproc.api.addresses import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from extproc.api.http_route import Backend
@@ -35,7 +35,16 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServer, ModelServerSpec, StaticEndpoint
     from extproc.api.snapshot import Snapshot
 
+log = logging.getLogger(__name__)
+
 Addresses = Mapping[str, tuple[str, ...]]
+# Between two lookups of a name.
+_INTERVAL_S: Final = 2.0
+# New names are waited for so long; those that take longer follow when they come.
+_FIRST_S: Final = 5.0
+_TICK_S: Final = 0.1
+# A name server that does not answer holds up one of these.
+_THREADS: Final = 8
 
 
 class ResolutionTiming(msgspec.Struct, frozen=True):
@@ -168,16 +177,6 @@ def _publisher(text: str | None, ip: str, addresses: Addresses) -> str | None:
     found = [] if text is None else _resolved_text(text, addresses)
     own = [one for one in found if parse_endpoint(one).host == ip]
     return next(iter(own or found), text)
-
-
-log = logging.getLogger(__name__)
-# Between two lookups of a name.
-_INTERVAL_S: Final = 2.0
-# New names are waited for so long; those that take longer follow when they come.
-_FIRST_S: Final = 5.0
-_TICK_S: Final = 0.1
-# A name server that does not answer holds up one of these.
-_THREADS: Final = 8
 
 
 class ResolvedDirectory:

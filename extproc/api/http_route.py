@@ -23,6 +23,27 @@ if TYPE_CHECKING:
 
 
 ATTACHE_GROUP = API_VERSION.partition("/")[0]
+_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_HOSTNAME: Final = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
+_IPV4: Final = re.compile(r"[0-9.]+")
+_MOST_HOSTNAME: Final = 253
+# Paths are normalized before they are compared, so these never match.
+_NEVER_IN_PATHS: Final = re.compile(r"//|/\.{1,2}(/|$)|%2[fF]|[\x00-\x20\x7f?#]")
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_SHORTEST_S: Final = 0.001
+_LONGEST_S: Final = 366 * 86400.0
+# By type: the field of a filter that belongs to it.
+_FIELDS: Final = {
+    "RequestHeaderModifier": "request_header_modifier",
+    "ResponseHeaderModifier": "response_header_modifier",
+    "RequestMirror": "request_mirror",
+    "RequestRedirect": "request_redirect",
+    "URLRewrite": "url_rewrite",
+    "CORS": "cors",
+}
+_SPELLED: Final = {name: re.sub(r"_(\w)", lambda found: found[1].upper(), name) for name in _FIELDS.values()}
+# Envoy applies these to one backend; all others to the whole rule.
+_OF_BACKENDS: Final = frozenset({"RequestHeaderModifier", "ResponseHeaderModifier"})
 
 
 class PathMatch(Spec, frozen=True):
@@ -250,29 +271,6 @@ class Backend(DirectoryObject, frozen=True, kw_only=True):
     """A Backend document."""
 
     spec: BackendSpec
-
-
-_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_HOSTNAME: Final = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
-_IPV4: Final = re.compile(r"[0-9.]+")
-_MOST_HOSTNAME: Final = 253
-# Paths are normalized before they are compared, so these never match.
-_NEVER_IN_PATHS: Final = re.compile(r"//|/\.{1,2}(/|$)|%2[fF]|[\x00-\x20\x7f?#]")
-_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
-_SHORTEST_S: Final = 0.001
-_LONGEST_S: Final = 366 * 86400.0
-# By type: the field of a filter that belongs to it.
-_FIELDS: Final = {
-    "RequestHeaderModifier": "request_header_modifier",
-    "ResponseHeaderModifier": "response_header_modifier",
-    "RequestMirror": "request_mirror",
-    "RequestRedirect": "request_redirect",
-    "URLRewrite": "url_rewrite",
-    "CORS": "cors",
-}
-_SPELLED: Final = {name: re.sub(r"_(\w)", lambda found: found[1].upper(), name) for name in _FIELDS.values()}
-# Envoy applies these to one backend; all others to the whole rule.
-_OF_BACKENDS: Final = frozenset({"RequestHeaderModifier", "ResponseHeaderModifier"})
 
 
 def check_http_route(spec: HTTPRouteSpec) -> Iterator[Finding]:

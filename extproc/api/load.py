@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
+SUFFIXES: Final = (".yaml", ".yml", ".json")
+_TRIES: Final = 10
+# A file of 4 MiB of YAML has 50,000 endpoints and takes seconds to read; JSON takes a hundredth of that.
+MAX_YAML_BYTES: Final = 4 * 1024 * 1024
+MAX_JSON_BYTES: Final = 16 * 1024 * 1024
+MAX_DIRECTORY_BYTES: Final = 64 * 1024 * 1024
+# Inode, times of the last change of content and of inode, and size of a file.
+_Identity = tuple[int, int, int, int]
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -195,16 +203,6 @@ def _of_picker(file: PickerFile, check_picker: PickerCheck) -> Sequence[Mistake]
     except ConfigInvalid as error:
         return error.mistakes
     return ()
-
-
-SUFFIXES: Final = (".yaml", ".yml", ".json")
-_TRIES: Final = 10
-# A file of 4 MiB of YAML has 50,000 endpoints and takes seconds to read; JSON takes a hundredth of that.
-MAX_YAML_BYTES: Final = 4 * 1024 * 1024
-MAX_JSON_BYTES: Final = 16 * 1024 * 1024
-MAX_DIRECTORY_BYTES: Final = 64 * 1024 * 1024
-# Inode, times of the last change of content and of inode, and size of a file.
-_Identity = tuple[int, int, int, int]
 
 
 class Directory(Protocol):

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 # Of a compiled expression, in RE2's instructions: the bundle's bootstrap sets the same number for Envoy. Envoy's own
 # default of 100 is exceeded by [a-z]{1,50}.
 MAX_PROGRAM_SIZE: Final = 1000
+# All hosts.
+ANY_HOST: Final = "*"
+# A token of RFC 9110.
+_NAME: Final = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
+# Clients need these headers of answers unchanged.
+_FRAMING: Final = frozenset(
+    {"connection", "content-encoding", "content-length", "content-type", "host", "transfer-encoding", "upgrade"}
+)
 
 
 class _Compiled(Protocol):
@@ -63,10 +71,6 @@ def _compile(text: str) -> _Compiled:
     return compiled
 
 
-# All hosts.
-ANY_HOST: Final = "*"
-
-
 def covers_domain(pattern: str, domain: str) -> bool:
     """Whether all hosts of ``domain`` are hosts of ``pattern``. A wildcard stands for one label or more."""
     if ANY_HOST in (pattern, domain):
@@ -77,14 +81,6 @@ def covers_domain(pattern: str, domain: str) -> bool:
 def have_common_hosts(one: str, other: str) -> bool:
     """Whether a host can belong to both."""
     return covers_domain(one, other) or covers_domain(other, one)
-
-
-# A token of RFC 9110.
-_NAME: Final = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
-# Clients need these headers of answers unchanged.
-_FRAMING: Final = frozenset(
-    {"connection", "content-encoding", "content-length", "content-type", "host", "transfer-encoding", "upgrade"}
-)
 
 
 def check_header_name(name: str, path: Path) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from extproc.api.errors import Path
 
 PICKER_KIND = "EndpointPickerConfig"
+# Parameters of llm-d's metrics-data-source that name files of the machine.
+_FILES: Final = ("caCertPath", "clientCertPath", "clientKeyPath")
 
 
 class _Section(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -118,10 +120,6 @@ class EndpointPickerConfig(_Section, frozen=True):
     request_handler: Any = None
     saturation_detector: OlderDetectorSection | None = None
     parser: Any = None
-
-
-# Parameters of llm-d's metrics-data-source that name files of the machine.
-_FILES: Final = ("caCertPath", "clientCertPath", "clientKeyPath")
 
 
 class PickerFile(msgspec.Struct, frozen=True):

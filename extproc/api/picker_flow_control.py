@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from extproc.api.admission import Fairness, Order
     from extproc.api.errors import Finding
-    from extproc.api.picker_config import EndpointPickerConfig, PluginSpec
+    from extproc.api.picker_config import PluginSpec
 
 FEATURE_GATE: Final = "flowControl"
 DEFAULT_DETECTOR: Final = "utilization-detector"
@@ -65,6 +65,11 @@ ORDERS: Final[Mapping[str, Order]] = MappingProxyType(
         "slo-deadline-ordering-policy": "Deadline",
     }
 )
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+# Headers in which agents name their sessions: Claude Code, OpenCode, Codex, older Codex.
+SESSION_HEADERS: Final = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+_HIGHEST: Final = 2**31 - 1
+AGENT_IDENTITY: Final = "agent-identity"
 
 
 class UtilizationParameters(msgspec.Struct, frozen=True, rename="camel"):
@@ -229,12 +234,6 @@ def _saturation(config: EndpointPickerConfig, plugins: _Plugins) -> SaturationSp
     return SaturationSpec(queue_depth=max(1, round(depth)), kv_usage=usage, max_wait=None, headroom=parameters.headroom)
 
 
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-# Headers in which agents name their sessions: Claude Code, OpenCode, Codex, older Codex.
-SESSION_HEADERS: Final = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
-_HIGHEST: Final = 2**31 - 1
-
-
 class UsageLimitPolicy(Protocol):
     """Changes flow control to have the ceilings of a policy."""
 
@@ -359,7 +358,6 @@ POLICIES: Final[Mapping[str, type[StaticUsageLimit | PriorityHoldback | SoftRefl
         "soft-reflective-ceiling-policy": SoftReflectiveCeiling,
     }
 )
-AGENT_IDENTITY: Final = "agent-identity"
 
 
 def check_usage_limits(config: EndpointPickerConfig) -> Iterator[Finding]:

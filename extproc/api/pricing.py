@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 # Prices are per million tokens.
 _MILLION: Final = 1_000_000
+Currency = Annotated[str, msgspec.Meta(pattern=CURRENCY, max_length=3)]
+_ID_BYTES: Final = 6
+_COSTS_NOTHING: Final = "sets no price; write perMillion, perRequest or perHour"
+_PER_HOUR_ALONE: Final = "perHour is what the other rates are derived from; write it alone, or leave it out"
+_TIERS_NEED_RATES: Final = "tiers change the rates of perMillion; write perMillion, too"
 
 
 class TokenCounts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,13 +95,6 @@ def cost_micros(price: Price, tokens: TokenCounts) -> int:
         (reasoning, rates.output if rates.reasoning is None else rates.reasoning),
     )
     return price.request - -sum(count * rate for count, rate in parts) // _MILLION
-
-
-Currency = Annotated[str, msgspec.Meta(pattern=CURRENCY, max_length=3)]
-_ID_BYTES: Final = 6
-_COSTS_NOTHING: Final = "sets no price; write perMillion, perRequest or perHour"
-_PER_HOUR_ALONE: Final = "perHour is what the other rates are derived from; write it alone, or leave it out"
-_TIERS_NEED_RATES: Final = "tiers change the rates of perMillion; write perMillion, too"
 
 
 class PerMillion(Spec, frozen=True):

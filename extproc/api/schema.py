@@ -31,6 +31,13 @@ _MAX_FINDINGS: Final = 100
 _MAX_COMPARED: Final = 300
 # Mistakes under these fields never show the value: a refused configuration must not put keys into logs.
 _SECRET: Final = frozenset({"authentication", "cacheSecret", "keys"})
+_PLAIN: Mapping[type[inspect.Type], type] = {
+    inspect.BoolType: bool,
+    inspect.AnyType: object,
+    inspect.DictType: dict,
+    inspect.VarTupleType: list,
+    inspect.ListType: list,
+}
 
 
 def check_shape(value: object, cls: type) -> list[Finding]:
@@ -208,15 +215,6 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
                 path,
                 said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {quote_value(value)}'}",
             )
-
-
-_PLAIN: Mapping[type[inspect.Type], type] = {
-    inspect.BoolType: bool,
-    inspect.AnyType: object,
-    inspect.DictType: dict,
-    inspect.VarTupleType: list,
-    inspect.ListType: list,
-}
 
 
 def _to_annotation(kind: inspect.Type) -> object:

@@ -24,7 +24,14 @@ from extproc.api.picker_flow_control import with_usage_limits
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from extproc.api.model_server import ModelServerSpec
+# Tenants and users of callers, which extproc alone has.
+_WRITTEN_BY_GATEWAYS: Final = "x-attache-"
+# Engines' pages that the process reads. A page of vLLM's costs some 65 us, so these take a sixth of a core.
+MOST_SCRAPES_PER_S: Final = 2_500.0
+# For connections of Envoys and of readers of pages, files, and libraries: never taken by connections to engines.
+RESERVED_DESCRIPTORS: Final = 1_024
+# Of a subscription to KV events: two sockets of ZeroMQ, each with a descriptor to wake it, and the connection.
+_OF_A_SUBSCRIPTION: Final = 4
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +71,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         for_engine_s = 0.0 if activation is None else float(activation.hold_timeout)
         for_adapter_s = 0.0 if loading is None else float(loading.timeout)
         return for_engine_s + for_adapter_s + (0.0 if control is None else control.longest_wait_s)
-
-
-# Tenants and users of callers, which extproc alone has.
-_WRITTEN_BY_GATEWAYS: Final = "x-attache-"
 
 
 def failure_mode_of(snapshot: Snapshot) -> Literal["Open", "Close"]:
@@ -151,14 +154,6 @@ def limits_without_redis(snapshot: Snapshot) -> list[str]:
         what = f"API key {min(names)}" if len(names) == 1 else f"{len(names)} API keys"
         found.append(f"{what}: own limits are Global, and there is no --redis: every machine grants them by itself")
     return found
-
-
-# Engines' pages that the process reads. A page of vLLM's costs some 65 us, so these take a sixth of a core.
-MOST_SCRAPES_PER_S: Final = 2_500.0
-# For connections of Envoys and of readers of pages, files, and libraries: never taken by connections to engines.
-RESERVED_DESCRIPTORS: Final = 1_024
-# Of a subscription to KV events: two sockets of ZeroMQ, each with a descriptor to wake it, and the connection.
-_OF_A_SUBSCRIPTION: Final = 4
 
 
 def scrape_stretch(servers: Iterable[ModelServer]) -> float:

@@ -65,6 +65,13 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         CLAIM: "is no claim; write a name, or names joined by single dots, such as realm.tenant",
     }
 )
+Name = Annotated[str, msgspec.Meta(pattern=NAME, max_length=253)]
+Namespace = Annotated[str, msgspec.Meta(pattern=NAMESPACE, max_length=63)]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=NO_CONTROL)]
+API_VERSION: Final = "attache.dev/v1alpha1"
+DEFAULT_NAMESPACE: Final = "default"
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+LabelValue = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 
 
 class Rule(NamedTuple):
@@ -86,13 +93,6 @@ def exactly_one(*fields: str) -> Rule:
 def together(first: str, second: str) -> Rule:
     """Both optional fields are there, or neither is."""
     return Rule(f"has(self.{first}) == has(self.{second})", f"write both {first} and {second}, or neither")
-
-
-Name = Annotated[str, msgspec.Meta(pattern=NAME, max_length=253)]
-Namespace = Annotated[str, msgspec.Meta(pattern=NAMESPACE, max_length=63)]
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=NO_CONTROL)]
-API_VERSION: Final = "attache.dev/v1alpha1"
-DEFAULT_NAMESPACE: Final = "default"
 
 
 class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
@@ -145,10 +145,6 @@ def namespace_of(key: str) -> str:
 def full_key(text: str) -> str:
     """``text`` as ``namespace/name``; a name alone is in the default namespace."""
     return text if "/" in text else object_key(DEFAULT_NAMESPACE, text)
-
-
-Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-LabelValue = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 
 
 class WorkloadSelector(Spec, frozen=True):

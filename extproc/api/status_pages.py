@@ -40,6 +40,10 @@ TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30
 # line.
 _MANY_MORE: Final = 8
 _TIMES_AS_MANY: Final = 2
+LOADS_PATH: Final = "/loads"
+# On pods of gateways: the port that serves this page for all extproc processes of the pod.
+LOADS_LABEL: Final = "attache.dev/tells-loads"
+REPORT_PATH = "/config"
 
 
 def is_news_at(known: int) -> int:
@@ -183,11 +187,6 @@ def percentile(counts: tuple[int, ...], bounds: tuple[float, ...], percent: floa
     return bounds[-1]
 
 
-LOADS_PATH: Final = "/loads"
-# On pods of gateways: the port that serves this page for all extproc processes of the pod.
-LOADS_LABEL: Final = "attache.dev/tells-loads"
-
-
 class EndpointLoad(msgspec.Struct, frozen=True, rename="camel"):
     """``in_flight``: requests that this process has sent there. ``cached_tokens``: of prompts, in its cache, as this
     process estimates. ``reported``: requests at the engine as it reports itself: including those from other clients,
@@ -219,9 +218,6 @@ def total(pages: Iterable[Mapping[str, EndpointLoad]]) -> dict[str, EndpointLoad
                 max(before.reported, one.reported),
             )
     return found
-
-
-REPORT_PATH = "/config"
 
 
 class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Spill = Literal["Up", "Down", "UpOrDown", "Never"]
 _FOR_NONE: Final = "is for nobody in particular; write tenants or minPriority, or put its fields into tiers"
+NO_CHOICE: Final = "tiers choose among two ModelServers or more; add a target with a positive weight"
 
 
 class TierClass(Spec, frozen=True):
@@ -56,9 +57,6 @@ class Tiers(Spec, frozen=True):
     wait: Duration = Duration("0s")
     spill: Spill = "Up"
     classes: Annotated[tuple[TierClass, ...], msgspec.Meta(max_length=16)] = ()
-
-
-NO_CHOICE: Final = "tiers choose among two ModelServers or more; add a target with a positive weight"
 
 
 def check_tiers(tiers: Tiers, path: Path, targets: int) -> Iterator[Finding]:

@@ -42,6 +42,15 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.api.tiers import TierClass, Tiers
 
+# Of 128, some 40 are for the bundle's own files and endpoints.
+_MOST_WATCHED: Final = 80
+_ROUND: Final = 128
+# By limits' ``per``: the unit that is counted together where requests do not identify their caller.
+_ALL_AS_ONE: Final = {"Tenant": "tenant", "User": "user", "ApiKey": "key"}
+# Of the fastest alert: all requests miss, and the budget burns no faster.
+_FASTEST_BURN: Final = 14.4
+_MOST_NAMED: Final = 5
+
 
 def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
     """The words of the command."""
@@ -324,17 +333,6 @@ def _summary(snapshot: Snapshot) -> str:
     return ", ".join(parts)
 
 
-# Of 128, some 40 are for the bundle's own files and endpoints.
-_MOST_WATCHED: Final = 80
-_ROUND: Final = 128
-# By limits' ``per``: the unit that is counted together where requests do not identify their caller.
-_ALL_AS_ONE: Final = {"Tenant": "tenant", "User": "user", "ApiKey": "key"}
-
-
-# Of the fastest alert: all requests miss, and the budget burns no faster.
-_FASTEST_BURN: Final = 14.4
-
-
 def doubtful_objectives(snapshot: Snapshot) -> Iterator[str]:
     """Objectives that are never judged, alerts that can never fire, and targets that contradict each other."""
     specs = {server.metadata.key: server.spec for server in snapshot.servers}
@@ -496,9 +494,6 @@ def _tier_notes(rule: RouteRule, servers: Mapping[str, ModelServerSpec], without
     if any(one.wait for one in every):
         for key in sorted(without_queue):
             yield f"no request waits for ModelServer {key}; write flowControl there, or no wait"
-
-
-_MOST_NAMED: Final = 5
 
 
 def limits_for_none(snapshot: Snapshot) -> Iterator[str]:

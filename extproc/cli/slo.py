@@ -34,6 +34,8 @@ _HEADS: Final = (
     "BURN RATE",
 )
 _decoder: Final = msgspec.json.Decoder(ObjectiveCounts)
+# What a date can be.
+_LAST_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
 
 def parser(prog: str = "extproc slo") -> argparse.ArgumentParser:
@@ -120,10 +122,6 @@ def render(found: Sequence[Attainment], *, now_s: float, worst: int) -> list[str
         if not one.requests and one.counts.objective != "e2e"
     ]
     return [*lines, *(["Worst hours:", *hours, ""] if hours else []), *unseen]
-
-
-# What a date can be.
-_LAST_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
 
 def _row(one: Attainment, hour: int) -> list[str]:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from extproc.api.errors import ConfigInvalid
     from extproc.api.host_names import ResolutionTiming
 
+# A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
+_MOST_BYTES: Final = 128 * 2**20
+_PIECE_BYTES: Final = 1 << 20
+
 
 def resolved_directory(path: Path, patience: ResolutionTiming) -> ResolvedDirectory:
     """The directory at ``path``; names are resolved by this machine's resolver."""
@@ -55,11 +59,6 @@ def pluralize(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun[:-1]}ies" if noun.endswith("y") and not noun.endswith("ey") else f"{number} {noun}s"
-
-
-# A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
-_MOST_BYTES: Final = 128 * 2**20
-_PIECE_BYTES: Final = 1 << 20
 
 
 def read_page(request: str | urllib.request.Request, *, timeout_s: float) -> bytes:

@@ -51,6 +51,29 @@ _TEXTS: Final = frozenset(
     {"SERVER", "ENGINE", "STATE", "BAND", "TENANT", "BUDGET", "CALLER", "OF", "ROUTE", "CLASS", "OBJECTIVE"}
 )
 _GAP: Final = "  "
+_LAST_AT_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+_NO_ANSWER_REASON: Final = "no_answer"
+_DEAD: Final = frozenset({_NO_ANSWER_REASON, EngineFailure.PASSED_OVER.name.lower(), EngineFailure.SILENT.name.lower()})
+_EXPENDABLE: Final = ("PROMPT TOK/S", "CACHED", "RUNNING", "KV", "WAITING", "IN FLIGHT")
+_REFUSED: Final = (
+    "rate_limited",
+    "budget_spent",
+    "queue_full",
+    "queue_timeout",
+    "shed",
+    "objective_unmeetable",
+    "limits_unavailable",
+    "no_endpoint",
+    "guard",
+    "guard_unavailable",
+)
+UNBOUNDED: Final = 10_000
+_UNITS: Final = {
+    "cost_micros": "money",
+    "total_tokens": "tokens",
+    "input_tokens": "input tokens",
+    "output_tokens": "output tokens",
+}
 
 
 def table(
@@ -79,12 +102,6 @@ def table(
 
 def _aligned(cell: str, width: int, head: str) -> str:
     return cell.ljust(width) if head in _TEXTS else cell.rjust(width)
-
-
-_LAST_AT_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-_NO_ANSWER_REASON: Final = "no_answer"
-_DEAD: Final = frozenset({_NO_ANSWER_REASON, EngineFailure.PASSED_OVER.name.lower(), EngineFailure.SILENT.name.lower()})
-_EXPENDABLE: Final = ("PROMPT TOK/S", "CACHED", "RUNNING", "KV", "WAITING", "IN FLIGHT")
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -243,21 +260,6 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
-_REFUSED: Final = (
-    "rate_limited",
-    "budget_spent",
-    "queue_full",
-    "queue_timeout",
-    "shed",
-    "objective_unmeetable",
-    "limits_unavailable",
-    "no_endpoint",
-    "guard",
-    "guard_unavailable",
-)
-UNBOUNDED: Final = 10_000
-
-
 def render(
     before: MetricsSnapshot,
     now: MetricsSnapshot,
@@ -370,14 +372,6 @@ def _budgets(now: MetricsSnapshot, most: int, width: int) -> list[str]:
         for used, budget, caller, unit in sorted(found, key=lambda one: (-one[0], one[1:]))[:most]
     ]
     return table(["BUDGET", "CALLER", "OF", "USED"], rows, width=width)
-
-
-_UNITS: Final = {
-    "cost_micros": "money",
-    "total_tokens": "tokens",
-    "input_tokens": "input tokens",
-    "output_tokens": "output tokens",
-}
 
 
 def _mean_wait(before: MetricsSnapshot, now: MetricsSnapshot, server: str, band: str) -> str:

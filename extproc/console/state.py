@@ -52,6 +52,18 @@ EngineOrder = Literal[
 ]
 # fmt: on
 _STATUSES: Final[tuple[EngineStatus, ...]] = ("silent", "avoided", "no model", "serving")
+_COLUMN_OF: Final = {
+    "inFlight": "in_flight",
+    "waiting": "waiting",
+    "running": "running",
+    "kvUsage": "kv_usage",
+    "cachedShare": "cached_share",
+    "failedShare": "failed_share",
+    "prefillTokensPerS": "prefill_tokens_per_s",
+    "ttftS": "ttft_s",
+    "tpotS": "tpot_s",
+    "reportAgeS": "report_age_s",
+}
 
 
 class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -518,20 +530,6 @@ def _engine(engines: _Engines, at: int, now: float) -> EngineView:
         adapter_count=len(adapters),
         **values,  # type: ignore[arg-type]  # counts are whole, all others may be unknown
     )
-
-
-_COLUMN_OF: Final = {
-    "inFlight": "in_flight",
-    "waiting": "waiting",
-    "running": "running",
-    "kvUsage": "kv_usage",
-    "cachedShare": "cached_share",
-    "failedShare": "failed_share",
-    "prefillTokensPerS": "prefill_tokens_per_s",
-    "ttftS": "ttft_s",
-    "tpotS": "tpot_s",
-    "reportAgeS": "report_age_s",
-}
 
 
 def _bands(core: Core, held: _Held) -> Iterator[BandView]:

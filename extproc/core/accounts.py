@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from extproc.admission.local_limits import LocalLimits
     from extproc.core.record import Record
 
+# Requests for levels, one with each of the first heartbeats; a process that is alone gets no answer.
+_MOST_QUESTIONS: Final = 20
+
 
 class Accounts:
     """Reserve before a request is dispatched, settle when it has ended. Effects are appended to ``out``.
@@ -124,10 +127,6 @@ def _part_of(charge: Charge, part: float) -> Charge:
     limit = Limit(charge.limit.rate * part, charge.limit.capacity * part, charge.limit.ends_at_s)
     enough = limit.capacity if charge.amount <= charge.limit.capacity else math.inf
     return msgspec.structs.replace(charge, key=f"{ALONE}{charge.key}", limit=limit, is_global=False, enough=enough)
-
-
-# Requests for levels, one with each of the first heartbeats; a process that is alone gets no answer.
-_MOST_QUESTIONS: Final = 20
 
 
 class LevelExchange:

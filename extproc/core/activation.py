@@ -45,6 +45,12 @@ _LATE_SHARE: Final = 0.1
 _LEAST_REST_S: Final = 1.0
 # If no request has waited for the time of so many starts, the next request begins a new start.
 _STARTS_TO_FORGET: Final = 2
+# Most requests that are refused for a new one: a large body does not replace a crowd of small ones, nor justify the
+# search.
+_MOST_GIVE_WAY: Final = 16
+# Over all servers of a process: beyond that, its memory is in danger.
+MOST_REQUESTS: Final = 10_000
+MOST_BYTES: Final = 1024 * 1024 * 1024
 
 
 class StartTimes:
@@ -108,11 +114,6 @@ class StartTimes:
         if rest_s <= 0:
             rest_s = _LATE_SHARE * so_far_s
         return math.ceil(max(_LEAST_REST_S, rest_s))
-
-
-# Most requests that are refused for a new one: a large body does not replace a crowd of small ones, nor justify the
-# search.
-_MOST_GIVE_WAY: Final = 16
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -180,11 +181,6 @@ class Holdings:
     def _fits(self, arrival: Arrival, bounds: Bounds, without: Sequence[Record]) -> bool:
         size = self.bytes + len(arrival.body) - sum(len(one.arrived.body) for one in without)
         return self.requests - len(without) < bounds.requests and size <= bounds.bytes
-
-
-# Over all servers of a process: beyond that, its memory is in danger.
-MOST_REQUESTS: Final = 10_000
-MOST_BYTES: Final = 1024 * 1024 * 1024
 
 
 class ZeroDemand(msgspec.Struct, frozen=True):

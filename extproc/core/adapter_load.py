@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from extproc.core.dispatch import Dispatcher
     from extproc.core.queue import AdmissionController
-    from extproc.core.record import LoadResult
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.adapter_slots import AdapterSlots, Change
     from extproc.endpoints.table import Bools
@@ -47,6 +46,13 @@ if TYPE_CHECKING:
 BROKEN_S: Final = 10.0
 SILENT_S: Final = 2.0
 _RETRY_AFTER_S: Final = 5
+# Engines that must have refused weights before they are taken for broken.
+_MOST_BROKEN: Final = 2
+# Until other processes have received that an adapter gets no new requests.
+_NEWS_S: Final = 0.1
+# After this time a load is requested again of an engine that had no room.
+_RETRY_S: Final = 0.5
+_Key = tuple[str, str, frozenset[str] | None]
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -162,15 +168,6 @@ def adapter_load_failed(adapter: str) -> Refusal:
         " Tell the operator of this gateway, whose log says what the engines answered.",
         param="model",
     )
-
-
-# Engines that must have refused weights before they are taken for broken.
-_MOST_BROKEN: Final = 2
-# Until other processes have received that an adapter gets no new requests.
-_NEWS_S: Final = 0.1
-# After this time a load is requested again of an engine that had no room.
-_RETRY_S: Final = 0.5
-_Key = tuple[str, str, frozenset[str] | None]
 
 
 class _Closing(msgspec.Struct):

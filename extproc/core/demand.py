@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Counters of servers that have left the configuration are kept, so that they continue if the server returns: at most so
 # many in all.
 _MOST_SERVERS: Final = 10_000
+_NOTHING: Final = InFlight()
 
 
 class DemandMeter:
@@ -294,6 +295,3 @@ def _role(prefills: bool, decodes: bool) -> str:
     if prefills == decodes:
         return ""
     return "prefill" if prefills else "decode"
-
-
-_NOTHING: Final = InFlight()

@@ -41,6 +41,16 @@ _BACKLOG_MARGIN: Final = 3.0
 # A streamed token is a hundred bytes and more: an engine that writes is faster than this by far.
 _SLOWEST_BYTES_PER_S: Final = 10.0
 _SWEEP_S: Final = 1.0
+_WEIGHT: Final = 0.05
+_MIN_TOKENS_FOR_RATIO: Final = 64
+_BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
+# A prediction may be off by the blocks of both sides: ours grow with the prompt, the engine's are 16 tokens or more.
+_TOLERATED_SHARE: Final = 0.1
+_TOLERATED_TOKENS: Final = 64.0
+# A prefix is in the cache once its prefill is done, not when it was sent.
+_PREFILL_GRACE_S: Final = 1.0
+# An engine that sends more at once has no stream to speak of.
+_MOST_PER_EVENT: Final = 100.0
 
 
 def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
@@ -168,16 +178,6 @@ def _count_if_overdue(run: Run, now: float, out: list[Effect]) -> None:
         run.is_on_time = False
 
 
-_WEIGHT: Final = 0.05
-_MIN_TOKENS_FOR_RATIO: Final = 64
-_BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
-# A prediction may be off by the blocks of both sides: ours grow with the prompt, the engine's are 16 tokens or more.
-_TOLERATED_SHARE: Final = 0.1
-_TOLERATED_TOKENS: Final = 64.0
-# A prefix is in the cache once its prefill is done, not when it was sent.
-_PREFILL_GRACE_S: Final = 1.0
-
-
 def on_metrics(pools: Mapping[str, Pool], event: EngineReported, now: float, out: list[Effect]) -> None:
     """Apply an engine's report, read by this process or by another."""
     pool = pools.get(event.server)
@@ -207,10 +207,6 @@ def apply_adapter_change(pools: Mapping[str, Pool], event: AdapterChanged, now: 
     row = pool.table.row_of(event.address) if pool is not None else None
     if pool is not None and row is not None and pool.slots is not None and event.adapter in pool.slots.sources:
         pool.slots.change(row, event.adapter, event.change, now, is_ours=False)
-
-
-# An engine that sends more at once has no stream to speak of.
-_MOST_PER_EVENT: Final = 100.0
 
 
 def update_estimates(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: bool) -> None:

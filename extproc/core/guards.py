@@ -32,6 +32,9 @@ EVENT: Final = "dev.attache.guard.request"
 Verdict = Literal["allowed", "refused", "changed"]
 VERDICTS: Final = frozenset(get_args(Verdict))
 Failure = Literal["timeout", "unreachable", "status", "invalid", "busy", "paused", "unknown"]
+# Calls in a row without an answer, from which on a guard is taken for dead.
+_MOST_FAILURES: Final = 5
+_PAUSE_S: Final = 1.0
 
 
 class GuardReply(msgspec.Struct, frozen=True):
@@ -179,11 +182,6 @@ def _without(guard: Guard, arrival: Arrival, why: Failure, detail: str) -> Passe
         return Passed(arrival, why, f"'{guard.name}' did not answer ({why}), so it went on without", detail)
     message = "The request could not be checked, as a guard of this gateway does not answer; try again later."
     raise GuardStopped(GuardUnavailable(message, retry_after_s=1), why, detail)
-
-
-# Calls in a row without an answer, from which on a guard is taken for dead.
-_MOST_FAILURES: Final = 5
-_PAUSE_S: Final = 1.0
 
 
 class Circuit(msgspec.Struct):

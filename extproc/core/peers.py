@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # A process that has sent nothing for this long is gone, and its requests with it.
 SILENCE_S: Final = 3.0
 HEARTBEAT_S: Final = 1.0
+_encoder: Final = msgspec.msgpack.Encoder()
 
 
 class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -135,7 +136,6 @@ class UnreadableBatch(Exception):
     """The payload is no batch of this version."""
 
 
-_encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(EventBatch)
 
 

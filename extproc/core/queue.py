@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 _MOST_HOLDERS: Final = 4
 # After this time without a request, the name of a session may be replaced by another.
 _FLOW_IDLE_S: Final = 60.0
+TIERS_FAILED: Final = "the tiers of a rule could not be compared"
+_QUEUE_FAILED: Final = "the queue of a server could not be served"
+# Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
+MOST_AT_ONCE: Final = 64
 
 
 class AdmissionController:
@@ -264,12 +268,6 @@ def _target_s(arrival: Arrival) -> float:
     caller = arrival.caller
     targets = (caller.deadline_in_s, caller.ttft_target_s, arrival.destination.ttft_s)
     return next((one for one in targets if one is not None), math.inf)
-
-
-TIERS_FAILED: Final = "the tiers of a rule could not be compared"
-_QUEUE_FAILED: Final = "the queue of a server could not be served"
-# Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
-MOST_AT_ONCE: Final = 64
 
 
 class QueueWait:

@@ -32,6 +32,8 @@ from extproc.scheduling.pool import Assignment, Pool
 
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 NO_WAITS: Final[Mapping[State, float]] = MappingProxyType({})
+OURS: Final = ""
+_NOTHING: Final = Expected()
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -191,10 +193,6 @@ class Outcome(msgspec.Struct, frozen=True):
     events: int | None = None
     is_cut: bool = False
     first_content_s: float | None = None
-
-
-OURS: Final = ""
-_NOTHING: Final = Expected()
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):

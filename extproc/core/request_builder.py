@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 _SHOWN_CHARACTERS = 100
+_VERSION: Final = "/v1"
+# Lists of models that are kept, each of a caller.
+_MOST_LISTS: Final = 64
 
 
 class CallerAccess(msgspec.Struct, frozen=True):
@@ -95,11 +98,6 @@ def _path_advice(path: str) -> str:
         if known.startswith(_VERSION) and bare.endswith(known):
             return f"write {known}"
     return f"there are {', '.join(APIS_BY_PATH)}, {MODELS_PATH}"
-
-
-_VERSION: Final = "/v1"
-# Lists of models that are kept, each of a caller.
-_MOST_LISTS: Final = 64
 
 
 class RequestBuilder:

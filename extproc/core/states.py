@@ -19,6 +19,11 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# The event is known to come late or twice, and changes nothing.
+IGNORED: Final[frozenset[State]] = frozenset()
+# What it does or waits for, in spans and on the console.
+StepName = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue"]
+
 
 class State(enum.IntEnum):
     """Where a request stands. ABSENT: there is no record of it, not yet or not any more."""
@@ -74,9 +79,6 @@ class IllegalEvent(Exception):
     def __init__(self, event: object, state: object, subject: str, advice: str = "") -> None:
         super().__init__(f"{event} is not legal while {subject} is in state {state}{f'; {advice}' if advice else ''}")
 
-
-# The event is known to come late or twice, and changes nothing.
-IGNORED: Final[frozenset[State]] = frozenset()
 
 _ABSENT, _LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED, _GUARD = State
 _GONE: Final = frozenset({_ABSENT})
@@ -151,8 +153,6 @@ WAITING_AT_ENGINES: Final = _states_that_take(Event.ENGINES_GONE)
 # Its stream is open at an engine: bytes may still flow.
 IN_FLIGHT: Final = frozenset({_RUNNING, _SETTLED})
 
-# What it does or waits for, in spans and on the console.
-StepName = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue"]
 STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
     {
         _LIMITS: "limits",

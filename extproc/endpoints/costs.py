@@ -18,6 +18,40 @@ if TYPE_CHECKING:
 _FORGETTING: Final = 0.998
 # Solving costs more than a sample changes, so it is done after every few.
 _SOLVE_EVERY: Final = 8
+# The weight of one more answer: first as in a plain mean, later at least this.
+_MIN_WEIGHT: Final = 0.03
+# Answers that waited in the same queue are correlated: this many count as one.
+_CORRELATED: Final = 16.0
+# Shrinkage takes 20 µs, and a single answer changes little.
+_SHRINK_EVERY: Final = 4
+# With less work than this, the time to first token is mostly overhead.
+_MIN_TOKENS: Final = 512.0
+_RATE_BOUNDS: Final = (200.0, 1_000_000.0)
+INITIAL_ATTENTION: Final = 20_000.0
+_ATTENTION_BOUNDS: Final = (4_000.0, 400_000.0)
+_OVERHEAD_BOUNDS: Final = (0.0, 2_000.0)
+# The initial values have the weight of this many answers.
+_PRIOR_ANSWERS: Final = 8.0
+_PRIOR_PROMPTS: Final = (500.0, 5_000.0, 50_000.0)
+_PRIOR_OVERHEAD: Final = 200.0
+# The weight of an answer that was later than expected, times expected / measured.
+_LATE: Final = 0.3
+_MIN_SHARE: Final = 0.7
+Number = TypeVar("Number", float, Floats)
+# The weight of an answer that was slower than expected.
+_SLOW: Final = 0.1
+# An 8B model on an H100: 7.5 ms for a step, and 131,072 bytes a token at half of 3.35 TB/s.
+_PRIOR_STEP_S: Final = 0.0075
+_PRIOR_STEP_S_PER_TOKEN: Final = 8e-8
+_PRIOR_LOADS: Final = (5_000.0, 50_000.0, 300_000.0)
+_PRIOR_WEIGHT: Final = 2.0
+# Other models and GPUs are slower or faster than that: after so many answers the prior is scaled to the fastest
+# quarter. Fewer are not representative: the shortest answers end first, and often beside the prompts of all others.
+_SCALED_AFTER: Final = (16, 32)
+_FASTEST: Final = 4
+_BEYOND_SPREAD: Final = 0.1
+_SPREAD_STEP: Final = 0.05
+_SPREAD_BOUNDS: Final = (1.0, 4.0)
 
 
 class RelativeLeastSquares:
@@ -49,17 +83,6 @@ class RelativeLeastSquares:
             return None
         coefficients: list[float] = np.linalg.lstsq(self._matrix, self._vector, rcond=None)[0].tolist()
         return coefficients
-
-
-# The weight of one more answer: first as in a plain mean, later at least this.
-_MIN_WEIGHT: Final = 0.03
-# Answers that waited in the same queue are correlated: this many count as one.
-_CORRELATED: Final = 16.0
-# Shrinkage takes 20 µs, and a single answer changes little.
-_SHRINK_EVERY: Final = 4
-# With less work than this, the time to first token is mostly overhead.
-_MIN_TOKENS: Final = 512.0
-_RATE_BOUNDS: Final = (200.0, 1_000_000.0)
 
 
 def learn_prefill_rate(table: EndpointTable, row: int, *, tokens_ahead: float, ttft_s: float) -> None:
@@ -105,19 +128,6 @@ def _shrink_rates(table: EndpointTable) -> None:
 def typical_rate(table: EndpointTable) -> float:
     """The geometric mean of the endpoints' rates, in tokens of work a second."""
     return float(np.exp(np.log(table.prefill_rate[table.is_active]).mean()))
-
-
-INITIAL_ATTENTION: Final = 20_000.0
-_ATTENTION_BOUNDS: Final = (4_000.0, 400_000.0)
-_OVERHEAD_BOUNDS: Final = (0.0, 2_000.0)
-# The initial values have the weight of this many answers.
-_PRIOR_ANSWERS: Final = 8.0
-_PRIOR_PROMPTS: Final = (500.0, 5_000.0, 50_000.0)
-_PRIOR_OVERHEAD: Final = 200.0
-# The weight of an answer that was later than expected, times expected / measured.
-_LATE: Final = 0.3
-_MIN_SHARE: Final = 0.7
-Number = TypeVar("Number", float, Floats)
 
 
 class PromptCost:
@@ -182,15 +192,6 @@ def _prompt_features(tokens: float, pairs: float) -> list[float]:
     return [1.0, tokens / 1e3, pairs / 1e6]
 
 
-# The weight of an answer that was slower than expected.
-_SLOW: Final = 0.1
-# An 8B model on an H100: 7.5 ms for a step, and 131,072 bytes a token at half of 3.35 TB/s.
-_PRIOR_STEP_S: Final = 0.0075
-_PRIOR_STEP_S_PER_TOKEN: Final = 8e-8
-_PRIOR_LOADS: Final = (5_000.0, 50_000.0, 300_000.0)
-_PRIOR_WEIGHT: Final = 2.0
-
-
 class AnswerCost:
     """What a token of an answer costs in one pool, learned from answers.
 
@@ -220,15 +221,6 @@ class AnswerCost:
         if found is not None:
             step_s, step_s_per_million = found
             self.step_s, self.step_s_per_token = max(0.0, step_s), max(0.0, step_s_per_million / 1e6)
-
-
-# Other models and GPUs are slower or faster than that: after so many answers the prior is scaled to the fastest
-# quarter. Fewer are not representative: the shortest answers end first, and often beside the prompts of all others.
-_SCALED_AFTER: Final = (16, 32)
-_FASTEST: Final = 4
-_BEYOND_SPREAD: Final = 0.1
-_SPREAD_STEP: Final = 0.05
-_SPREAD_BOUNDS: Final = (1.0, 4.0)
 
 
 class DecodeSpeed(AnswerCost):

@@ -15,6 +15,7 @@ _MEMORY_ANSWERS: Final = 50.0
 _KEPT: Final = 1 - 1 / _MEMORY_ANSWERS
 _REMEMBERED_REFUSALS: Final = 64
 _REFUSED_TENANTS: Final = 64
+NO_ANSWER: Final = "it cannot be reached, or answers nothing"
 
 
 def silent_after_s(interval_s: float) -> float:
@@ -43,7 +44,6 @@ ADVICE: Final = {
 }
 
 
-NO_ANSWER: Final = "it cannot be reached, or answers nothing"
 """Of an endpoint that backs off without being a suspect: no answer of it was ever judged."""
 
 

@@ -36,6 +36,10 @@ _MAX_PAUSE_S: Final = 30.0
 _COSTLY: Final = 3
 # An engine that answers nothing keeps its probe until the client gives up: others must not follow every second.
 _MIN_PROBE_S: Final = 5.0
+_MIN_ANSWERS: Final = 8.0
+_Z: Final = 3.0
+# A suspect is trusted again after so many answers in a row that were good.
+_ANSWERS_TO_CLEAR: Final = 3
 
 
 def record_failure(
@@ -90,12 +94,6 @@ def begin_probe(table: EndpointTable, row: int, now: float) -> None:
 def _pause_s(failures: int) -> float:
     """``failures``: before this one."""
     return float(min(_MAX_PAUSE_S, _INITIAL_PAUSE_S * 2.0 ** min(failures, 10)))
-
-
-_MIN_ANSWERS: Final = 8.0
-_Z: Final = 3.0
-# A suspect is trusted again after so many answers in a row that were good.
-_ANSWERS_TO_CLEAR: Final = 3
 
 
 def record_good_answer(table: EndpointTable, row: int, *, now: float, sent_at_s: float, tenant: str = "") -> bool:

@@ -22,35 +22,6 @@ from extproc.engines.metrics import LoraState
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-
-class EngineAttributes:
-    """The latest values by name and row; NaN where an engine has none. Nothing is kept unless something is recorded."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, NDArray[np.float64]] = {}
-
-    def column(self, name: str, rows: int) -> NDArray[np.float64]:
-        """The values of ``rows`` endpoints."""
-        known = self._columns.get(name)
-        if known is None:
-            return np.full(rows, np.nan)
-        if known.size < rows:
-            known = self._columns[name] = np.pad(known, (0, rows - known.size), constant_values=np.nan)
-        return known
-
-    def record(self, row: int, values: Mapping[str, float], rows: int) -> None:
-        """What the engine of ``row`` reports, among ``rows``."""
-        for name, value in values.items():
-            column = self._columns[name] = self.column(name, rows)
-            column[row] = value
-
-    def forget(self, row: int) -> None:
-        """The row has another endpoint now."""
-        for column in self._columns.values():
-            if row < column.size:
-                column[row] = np.nan
-
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -87,6 +58,34 @@ _COLUMNS: Final = (
     "prompt_tokens",
     "cached_tokens",
 )
+
+
+class EngineAttributes:
+    """The latest values by name and row; NaN where an engine has none. Nothing is kept unless something is recorded."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, NDArray[np.float64]] = {}
+
+    def column(self, name: str, rows: int) -> NDArray[np.float64]:
+        """The values of ``rows`` endpoints."""
+        known = self._columns.get(name)
+        if known is None:
+            return np.full(rows, np.nan)
+        if known.size < rows:
+            known = self._columns[name] = np.pad(known, (0, rows - known.size), constant_values=np.nan)
+        return known
+
+    def record(self, row: int, values: Mapping[str, float], rows: int) -> None:
+        """What the engine of ``row`` reports, among ``rows``."""
+        for name, value in values.items():
+            column = self._columns[name] = self.column(name, rows)
+            column[row] = value
+
+    def forget(self, row: int) -> None:
+        """The row has another endpoint now."""
+        for column in self._columns.values():
+            if row < column.size:
+                column[row] = np.nan
 
 
 class EndpointRef(msgspec.Struct, frozen=True, array_like=True):

@@ -35,6 +35,7 @@ _MOST_MODELS: Final = 4_096
 # vLLM lists a model with an object of permissions in it. Objects take tens of times their bytes in memory.
 _MOST_OBJECTS: Final = 4 * _MOST_MODELS
 _T = TypeVar("_T")
+_anything: Final = msgspec.json.Decoder()
 
 
 class Unreadable(ValueError):
@@ -179,4 +180,3 @@ def _content(body: bytes) -> Any:  # noqa: ANN401 - whatever a server of unknown
 _models: Final = msgspec.json.Decoder(_Models)
 _listed: Final = msgspec.json.Decoder(_ListedModels)
 _repository: Final = msgspec.json.Decoder(list[_InRepository])
-_anything: Final = msgspec.json.Decoder()

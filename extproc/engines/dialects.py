@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 Kind = Literal["gauge", "ratio", "counter", "histogram"]
 # How the model is asked for one token, and how adapters are loaded.
 AdapterApi = Literal["lora", "repository", ""]
+# Of Triton's backend of TensorRT-LLM.
+TRITON_BACKEND: Final = "nv_trt_llm_"
+# Labels of pods that name their engine's type: llm-d's, and its name before llm-d 0.8.
+ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 
 
 class EngineMetricFamily(msgspec.Struct, frozen=True):
@@ -99,8 +103,6 @@ def _sources(names: Mapping[str, str | MetricName | tuple[str | MetricName, ...]
     return MappingProxyType({family: several(one) for family, one in names.items()})
 
 
-# Of Triton's backend of TensorRT-LLM.
-TRITON_BACKEND: Final = "nv_trt_llm_"
 _SCHEDULED: Final = MetricName("nv_trt_llm_request_metrics", ("request_type", "scheduled"))
 _WAITING: Final = MetricName("nv_trt_llm_request_metrics", ("request_type", "waiting"))
 _KV_FRACTION: Final = MetricName("nv_trt_llm_kv_cache_block_metrics", ("kv_cache_block_type", "fraction"))
@@ -233,8 +235,6 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
 )
 
 
-# Labels of pods that name their engine's type: llm-d's, and its name before llm-d 0.8.
-ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 # llm-d's types of engines. Triton's own page has the metrics of its backend of TensorRT-LLM.
 ENGINE_TYPES: Final[Mapping[str, Dialect]] = MappingProxyType(
     {

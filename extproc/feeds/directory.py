@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
 
+log = logging.getLogger(__name__)
+
 # While Envoy reads a bundle of thousands of routes, its admin interface does not answer for seconds.
 _TIMEOUT_S: Final = 5.0
 # Ten thousand engines have some 10 MB.
@@ -37,6 +39,14 @@ _DUMP: Final = "/config_dump"
 # The bundle's clusters of ModelServers.
 _PREFIX: Final = "server/"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where another process listens
+# Polling works on every file system, mounted ConfigMaps and network shares included.
+_POLL_S: Final = 0.1
+# Of the wait for Envoy to have new servers: the longest wait, and the pause between two queries.
+_LONGEST_WAIT_S: Final = 15.0
+_ASK_S: Final = 0.5
+# How long Envoy may still choose a server by an HTTPRoute that names it no more: longer than a bundle takes, and
+# shorter than the bundle's writer keeps removed servers.
+_LINGER_S: Final = 5.0
 
 
 class _SocketAddress(msgspec.Struct, frozen=True):
@@ -108,17 +118,6 @@ def _addresses(assignment: _Assignment) -> Iterator[tuple[str, int]]:
     for locality in assignment.endpoints:
         for one in locality.lb_endpoints:
             yield one.endpoint.address.socket_address.address, one.endpoint.address.socket_address.port_value
-
-
-log = logging.getLogger(__name__)
-# Polling works on every file system, mounted ConfigMaps and network shares included.
-_POLL_S: Final = 0.1
-# Of the wait for Envoy to have new servers: the longest wait, and the pause between two queries.
-_LONGEST_WAIT_S: Final = 15.0
-_ASK_S: Final = 0.5
-# How long Envoy may still choose a server by an HTTPRoute that names it no more: longer than a bundle takes, and
-# shorter than the bundle's writer keeps removed servers.
-_LINGER_S: Final = 5.0
 
 
 class DirectoryFeed:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Files are read again for a connection that is made this long after they were read last.
 _FRESH_S: Final = 2.0
+_Content = tuple[bytes | None, ...]
+_CONNECT_S: Final = 3.0
+_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
 class ConnectionSettings(msgspec.Struct, frozen=True):
@@ -47,9 +50,6 @@ class _Shown(msgspec.Struct, frozen=True):
 
     tls: ssl.SSLContext | None
     authorization: str
-
-
-_Content = tuple[bytes | None, ...]
 
 
 _PLAIN: Final = ConnectionSettings()
@@ -155,10 +155,6 @@ def _context(tls: EngineTls, folder: Path) -> ssl.SSLContext:
         shown = tls.client_certificate
         context.load_cert_chain(folder / shown.cert_file, folder / shown.key_file)
     return context
-
-
-_CONNECT_S: Final = 3.0
-_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
 class EngineResponse(msgspec.Struct, frozen=True):

@@ -30,6 +30,25 @@ if TYPE_CHECKING:
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
+log = logging.getLogger(__name__)
+_KEPT_FIELDS: Final = (
+    *("messages", "tools", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+# These decide on a chat's tokens, too, and /tokenize does not take them.
+_NOT_TOKENIZED: Final = ("documents", "input_ids")
+_PATH: Final = "/tokenize"
+# Of an answer: a token with its comma and spaces, and the members beside the list.
+_TOKEN_BYTES: Final = 16
+_OTHER_BYTES: Final = 64 * 1024
+# Most tokens that a template adds to those of the prompt, which has at most one a byte.
+_TEMPLATE_TOKENS: Final = 16_384
+_MOST_TOKENS: Final = 2**20
+# Of an answer: commas that are not between tokens.
+_OTHER_COMMAS: Final = 300
+# Longer texts are encoded in a thread, so as not to delay other requests (the tokenizer releases the GIL).
+_THREAD_BYTES: Final = 16 * 1024
+
 
 class TemplateInvalid(Exception):
     """The template is unreadable, or rejects the messages."""
@@ -107,26 +126,6 @@ def _to_json(value: object, indent: int | None = None) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateInvalid(message)
-
-
-_KEPT_FIELDS: Final = (
-    *("messages", "tools", "chat_template", "chat_template_kwargs"),
-    *("add_generation_prompt", "continue_final_message"),
-)
-# These decide on a chat's tokens, too, and /tokenize does not take them.
-_NOT_TOKENIZED: Final = ("documents", "input_ids")
-_PATH: Final = "/tokenize"
-# Of an answer: a token with its comma and spaces, and the members beside the list.
-_TOKEN_BYTES: Final = 16
-_OTHER_BYTES: Final = 64 * 1024
-
-
-# Most tokens that a template adds to those of the prompt, which has at most one a byte.
-_TEMPLATE_TOKENS: Final = 16_384
-_MOST_TOKENS: Final = 2**20
-
-# Of an answer: commas that are not between tokens.
-_OTHER_COMMAS: Final = 300
 
 
 class _Tokens(msgspec.Struct):
@@ -223,11 +222,6 @@ class EngineTokenizer:
         if answer.status != HTTPStatus.OK:
             raise TokenizeRefused(f"{address}{_PATH} answers {answer.status}")
         return tokens_in_answer(answer.body, most)
-
-
-log = logging.getLogger(__name__)
-# Longer texts are encoded in a thread, so as not to delay other requests (the tokenizer releases the GIL).
-_THREAD_BYTES: Final = 16 * 1024
 
 
 class TokenizerMissing(Exception):

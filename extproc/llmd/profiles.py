@@ -39,7 +39,7 @@ from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from extproc.api.errors import Finding, Mistake, Path
     from extproc.api.picker_config import BandSection, EndpointPickerConfig, PickerFile, PluginSpec

@@ -38,19 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from importlib.metadata import EntryPoint
 
-
-class AcceptedType(msgspec.Struct, frozen=True):
-    """Accepts any parameters and ignores them."""
-
-
-def _accepted(name: str) -> type:
-    """Accepts the parameters of the type ``name`` with any value, and no others: a misspelt one is a mistake."""
-    if name in _DRAFTS:
-        return AcceptedType
-    fields = [(parameter, Any, None) for parameter in ACCEPTED_PARAMETERS.get(name, "").split()]
-    return msgspec.defstruct("AcceptedType", fields, frozen=True, forbid_unknown_fields=True)
-
-
 _NO_ENCODE_STAGE: Final = f"nothing: {NO_ENCODE_STAGE}"
 # The replacement of each type here.
 ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
@@ -121,7 +108,6 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "destination-endpoint-served-verifier": "nothing: answers are not marked for conformance tests",
     }
 )
-
 # The parameters that each of them takes in llm-d; those that are not here take none.
 ACCEPTED_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -190,7 +176,6 @@ _DRAFTS: Final = frozenset(
         "topology-stamp-handler",
     }
 )
-
 _PAIRS: Final = "latency-scorer in both profiles of a disagg-profile-handler"
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -201,7 +186,6 @@ NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
         "reserve-endpoint": "disagg-profile-handler, which picks both endpoints of a pair at once",
     }
 )
-
 Kind = Literal[
     "filter",
     "scorer",
@@ -218,20 +202,6 @@ Kind = Literal[
 ]
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
-
-
-class PluginType(msgspec.Struct, frozen=True):
-    """A plugin is the struct of its parameters: ``cls`` is both. ``problem``: why it cannot be used, if it cannot."""
-
-    kind: Kind
-    cls: type
-    problem: str = ""
-
-
-def _all(kind: Kind, types: Mapping[str, type]) -> dict[str, PluginType]:
-    return {name: PluginType(kind, cls) for name, cls in types.items()}
-
-
 _FILTERS: Final = {
     # llm-d's
     "session-affinity-filter": affinity.SessionAffinityFilter,
@@ -345,6 +315,32 @@ _SOURCES: Final = {
     "label-producer": label_plugins.LabelProducer,
     "session-id-producer": affinity.SessionIdProducer,
 }
+
+
+class AcceptedType(msgspec.Struct, frozen=True):
+    """Accepts any parameters and ignores them."""
+
+
+def _accepted(name: str) -> type:
+    """Accepts the parameters of the type ``name`` with any value, and no others: a misspelt one is a mistake."""
+    if name in _DRAFTS:
+        return AcceptedType
+    fields = [(parameter, Any, None) for parameter in ACCEPTED_PARAMETERS.get(name, "").split()]
+    return msgspec.defstruct("AcceptedType", fields, frozen=True, forbid_unknown_fields=True)
+
+
+class PluginType(msgspec.Struct, frozen=True):
+    """A plugin is the struct of its parameters: ``cls`` is both. ``problem``: why it cannot be used, if it cannot."""
+
+    kind: Kind
+    cls: type
+    problem: str = ""
+
+
+def _all(kind: Kind, types: Mapping[str, type]) -> dict[str, PluginType]:
+    return {name: PluginType(kind, cls) for name, cls in types.items()}
+
+
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
         **_all("accepted", {name: _accepted(name) for name in ACCEPTED}),

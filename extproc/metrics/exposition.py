@@ -34,6 +34,8 @@ _FAMILIES: Final = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, 
 _LINES: Final = 1_000
 # From there on Go writes exponents.
 _PLAIN_BELOW: Final = 1e6
+# 16 KB of each series.
+_MOST_PENDING: Final = 512
 
 
 class MetricFamily(msgspec.Struct, frozen=True):
@@ -132,10 +134,6 @@ def number(value: float) -> str:
         return repr(float(value))
     text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # the library leaves its annotation out
     return text
-
-
-# 16 KB of each series.
-_MOST_PENDING: Final = 512
 
 
 class Counters(PiecewiseCollector):

@@ -33,6 +33,9 @@ _OF_POOLS: Final = ("llm_d_epp_", "inference_pool_")
 _OF_QUEUES: Final = ("llm_d_epp_", "inference_extension_")
 _SECONDS: Final = (0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 _TOKENS: Final = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
+_STALE: Final = MetricFamily(
+    "llm_d_epp_flow_control_stale_endpoints", "Engines without a recent report.", ("detector",)
+)
 
 
 def _both(names: tuple[str, ...], name: str, text: str, labels: tuple[str, ...]) -> tuple[MetricFamily, ...]:
@@ -54,9 +57,6 @@ _SATURATION: Final = _both(
     "flow_control_pool_saturation",
     "How full the engines are; 1: requests wait.",
     ("inference_pool", "stage"),
-)
-_STALE: Final = MetricFamily(
-    "llm_d_epp_flow_control_stale_endpoints", "Engines without a recent report.", ("detector",)
 )
 
 

@@ -56,6 +56,12 @@ _TARGET: Final = MetricFamily("attache_slo_target_seconds", "What requests are t
 MOST_KEPT: Final = 4_096
 
 Key = tuple[str, str, str]
+_TIMES: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_TIMES: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_ANSWER_LABELS: Final = ("model", "server", "class")
+# Combinations of labels; adapters and routes of a large cluster may be thousands.
+MOST_ANSWER_SERIES: Final = 300
+OTHERS: Final = ("(others)", "(others)", "(others)")
 
 
 class _Hours:
@@ -227,14 +233,6 @@ class ObjectiveSeries(PiecewiseCollector):
             counter.window_s = window_s
             counter.hours = None if counter.hours is None else counter.hours.resized(window_s)
         return counter
-
-
-_TIMES: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_TOKEN_TIMES: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
-_ANSWER_LABELS: Final = ("model", "server", "class")
-# Combinations of labels; adapters and routes of a large cluster may be thousands.
-MOST_ANSWER_SERIES: Final = 300
-OTHERS: Final = ("(others)", "(others)", "(others)")
 
 
 class AnswerTimes:

@@ -40,6 +40,40 @@ _WAITING_FOR_ENGINE: Final = MetricFamily(
 )
 
 _GUARD_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_LOAD_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
+_WAITING_FOR_ADAPTER: Final = MetricFamily("attache_adapter_waiting", "Requests that wait for an adapter.", ("server",))
+_ADAPTERS_HELD: Final = MetricFamily(
+    "attache_adapters_held", "Adapters that take a slot of the engine.", ("server", "endpoint")
+)
+MOST_TENANTS: Final = 500
+OTHERS: Final = "(others)"
+_WAIT_BUCKETS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TENANT_TOKENS: Final = {
+    "prompt": "Prompt tokens, cached ones included, as limits count them.",
+    "cached": "Prompt tokens that engines found in their caches.",
+    "output": "Tokens of answers, as limits count them.",
+}
+_REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 1e-2, 0.05, 0.25)
+_BANDS: Final = ("server", "band")
+_QUEUED: Final = MetricFamily("attache_queue_waiting", "Requests that wait for an engine.", _BANDS)
+_QUEUED_BYTES: Final = MetricFamily("attache_queue_bytes", "Bytes of requests that wait.", _BANDS)
+_FLOWS: Final = MetricFamily("attache_queue_flows", "Flows that are remembered.", _BANDS)
+_FULL: Final = MetricFamily("attache_saturation", "How full the engines are, 0 to 1.", ("server",))
+_STALE: Final = MetricFamily(
+    "attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", ("server",)
+)
+_WANTED: Final = MetricFamily(
+    "attache_wanted_engines", "Requests that wait while there is no engine: start one.", ("server",)
+)
+_USED: Final = MetricFamily(
+    "attache_budget_used_ratio",
+    "Used and reserved share of budgets, of the callers that have used the largest part.",
+    ("budget", "unit", "caller"),
+)
+# Callers of one budget that are shown.
+_MOST_CALLERS: Final = 20
+# Levels, between two turns of other work.
+_LEVELS_AT_ONCE: Final = 2_000
 
 
 class ActivationMetrics:
@@ -80,13 +114,6 @@ class _WaitingSeries(PiecewiseCollector):
         return _WAITING_FOR_ENGINE.pieces(
             _WAITING_FOR_ENGINE.line((server,), one.requests) for server, one in list(self._at_zero().items())
         )
-
-
-_LOAD_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
-_WAITING_FOR_ADAPTER: Final = MetricFamily("attache_adapter_waiting", "Requests that wait for an adapter.", ("server",))
-_ADAPTERS_HELD: Final = MetricFamily(
-    "attache_adapters_held", "Adapters that take a slot of the engine.", ("server", "endpoint")
-)
 
 
 class AdapterMetrics:
@@ -148,28 +175,6 @@ class _AdapterSeries(PiecewiseCollector):
             for pool, slots in pools
             for address, row in zip(pool.table.active_addresses, pool.table.active_rows, strict=True)
         )
-
-
-MOST_TENANTS: Final = 500
-OTHERS: Final = "(others)"
-_WAIT_BUCKETS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TENANT_TOKENS: Final = {
-    "prompt": "Prompt tokens, cached ones included, as limits count them.",
-    "cached": "Prompt tokens that engines found in their caches.",
-    "output": "Tokens of answers, as limits count them.",
-}
-_REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 1e-2, 0.05, 0.25)
-_BANDS: Final = ("server", "band")
-_QUEUED: Final = MetricFamily("attache_queue_waiting", "Requests that wait for an engine.", _BANDS)
-_QUEUED_BYTES: Final = MetricFamily("attache_queue_bytes", "Bytes of requests that wait.", _BANDS)
-_FLOWS: Final = MetricFamily("attache_queue_flows", "Flows that are remembered.", _BANDS)
-_FULL: Final = MetricFamily("attache_saturation", "How full the engines are, 0 to 1.", ("server",))
-_STALE: Final = MetricFamily(
-    "attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", ("server",)
-)
-_WANTED: Final = MetricFamily(
-    "attache_wanted_engines", "Requests that wait while there is no engine: start one.", ("server",)
-)
 
 
 class AdmissionMetrics:
@@ -325,17 +330,6 @@ class AdmissionMetrics:
     def _band(self, server: str, queued: QueuedRequest) -> str:
         gate = self._gates().get(server)
         return "" if gate is None else gate.queue.band_of(queued.priority).spec.name
-
-
-_USED: Final = MetricFamily(
-    "attache_budget_used_ratio",
-    "Used and reserved share of budgets, of the callers that have used the largest part.",
-    ("budget", "unit", "caller"),
-)
-# Callers of one budget that are shown.
-_MOST_CALLERS: Final = 20
-# Levels, between two turns of other work.
-_LEVELS_AT_ONCE: Final = 2_000
 
 
 class BudgetSeries(PiecewiseCollector):

@@ -38,6 +38,17 @@ FIRST_BLOCK_BYTES: Final = 128
 _BLOCKS_PER_CLASS: Final = 64
 # More than any prompt has: the last blocks would be of 256 GiB.
 _CLASSES: Final = 32
+_WEIGHT: Final = 0.1
+_NONE: Final[dict[int, Turn]] = {}
+# Most blocks that are kept of one endpoint, and of all together: some 120 bytes each, so 2 MiB and half a GiB; twice
+# that where each prompt has but two or three blocks.
+MOST_BLOCKS: Final = 16_384
+MOST_BLOCKS_IN_ALL: Final = 4_194_304
+# A turn takes the memory of so many blocks.
+_TURN_BLOCKS: Final = 4
+_MIN_CAPACITY_BYTES: Final = 64 * 1024
+# The initial capacity is a guess; confirmed predictions may raise it by this factor.
+_GROWTH: Final = 4.0
 
 
 def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_BYTES) -> list[int]:
@@ -82,8 +93,6 @@ def covered_units(count: int) -> int:
 # The same by ``count``, for all possible chains: a pick reads several of them.
 COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * _CLASSES + 1))
 
-_WEIGHT: Final = 0.1
-
 
 class Tail(msgspec.Struct, frozen=True, array_like=True):
     """The digest and the length in bytes of a prompt's part after its last whole block."""
@@ -97,9 +106,6 @@ class Turn(msgspec.Struct, frozen=True):
 
     tail: Tail
     answer_bytes: float
-
-
-_NONE: Final[dict[int, Turn]] = {}
 
 
 class Turns:
@@ -303,17 +309,6 @@ class HeldBlocks:
 def _common(one: list[int], other: list[int]) -> int:
     """How many leading blocks are the same; the lists differ."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-# Most blocks that are kept of one endpoint, and of all together: some 120 bytes each, so 2 MiB and half a GiB; twice
-# that where each prompt has but two or three blocks.
-MOST_BLOCKS: Final = 16_384
-MOST_BLOCKS_IN_ALL: Final = 4_194_304
-# A turn takes the memory of so many blocks.
-_TURN_BLOCKS: Final = 4
-_MIN_CAPACITY_BYTES: Final = 64 * 1024
-# The initial capacity is a guess; confirmed predictions may raise it by this factor.
-_GROWTH: Final = 4.0
 
 
 class Match(msgspec.Struct, frozen=True):

@@ -35,6 +35,11 @@ _BlockSize = Annotated[int, Meta(ge=1, le=1 << 16)]
 _Name = Annotated[str, Meta(max_length=1024)]
 # Of one block: a cache salt, for example, or an image and its place.
 _ExtraKeys = Annotated[list[msgspec.Raw], Meta(max_length=256)]
+_T = TypeVar("_T", bound=msgspec.Struct)
+# The first bytes of msgpack's arrays and strings.
+_ARRAYS: Final = frozenset(bytes([one]) for one in (*range(0x90, 0xA0), 0xDC, 0xDD))
+_STRINGS: Final = frozenset(bytes([one]) for one in (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB))
+_string: Final = msgspec.msgpack.Decoder(str)
 
 
 class BlocksStored(msgspec.Struct, frozen=True):
@@ -106,9 +111,6 @@ class _BlockRemoved(_Tagged):
     medium: _Name | None = None
 
 
-_T = TypeVar("_T", bound=msgspec.Struct)
-
-
 class _Decoder(Generic[_T]):
     """Decodes maps and arrays of the same fields."""
 
@@ -123,10 +125,6 @@ class _Decoder(Generic[_T]):
         return (self._array if is_array else self._map).decode(raw)
 
 
-# The first bytes of msgpack's arrays and strings.
-_ARRAYS: Final = frozenset(bytes([one]) for one in (*range(0x90, 0xA0), 0xDC, 0xDD))
-_STRINGS: Final = frozenset(bytes([one]) for one in (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB))
-_string: Final = msgspec.msgpack.Decoder(str)
 _batch: Final = _Decoder(_Batch)
 _tagged: Final = _Decoder(_Tagged)
 _block_stored: Final = _Decoder(_BlockStored)

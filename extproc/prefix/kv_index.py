@@ -36,7 +36,6 @@ from extproc.prefix.kv_events import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from extproc.prefix.kv_events import Event
 
 SPECULATION_S: Final = 2.0
 # The value of a cached token, as in llm-d: what is not on the GPU must be copied there first.
@@ -51,6 +50,8 @@ _MOST_SIZES: Final = 4
 _SLICE: Final = 2_000
 # Sets of caches whose rows are cached.
 _MOST_MASKS: Final = 4_096
+# Blocks and events that are applied at once: 1 to 3 ms.
+_MOST_TOGETHER: Final = 1_000
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -388,10 +389,6 @@ def _salt_of(extra: Iterable[str], adapter: str | None) -> str:
 
 def _salt_text(salt: str) -> str:
     return f"\0{salt}"
-
-
-# Blocks and events that are applied at once: 1 to 3 ms.
-_MOST_TOGETHER: Final = 1_000
 
 
 class KvStream:

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 _HIGH_WATER: Final = 10_000
+_LONGEST_PAUSE_S: Final = 10.0
+_TIMEOUT_S: Final = 1.0
+# Between two checks whether this has been cancelled.
+_LISTEN_S: Final = 0.5
 
 
 class LocalBus:
@@ -55,13 +61,6 @@ class LocalBus:
 
     def _address(self, number: int) -> str:
         return f"ipc://{self._directory}/worker-{number}"
-
-
-log = logging.getLogger(__name__)
-_LONGEST_PAUSE_S: Final = 10.0
-_TIMEOUT_S: Final = 1.0
-# Between two checks whether this has been cancelled.
-_LISTEN_S: Final = 0.5
 
 
 class RedisUnusable(Exception):

@@ -40,6 +40,11 @@ _QUOTE: Final = ord('"')
 _MEDIA: Final = frozenset({"image", "document"})
 _RESULT: Final = "tool_result"
 _KNOWN: Final = frozenset({"text", "thinking", "tool_use", _RESULT, *_MEDIA})
+_BILLING: Final = BILLING.encode()
+_LIST: Final = ord("[")
+_CACHE_CONTROL: Final = b'"cache_control"'
+_HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system")}
+_objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -295,11 +300,6 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-_BILLING: Final = BILLING.encode()
-_LIST: Final = ord("[")
-_CACHE_CONTROL: Final = b'"cache_control"'
-_HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system")}
 _decoder: Final = msgspec.json.Decoder(_Messages)
 _blocks: Final = msgspec.json.Decoder(list[_Block])
 _source: Final = msgspec.json.Decoder(_Source)
-_objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])

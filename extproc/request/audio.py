@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 TOKENS_PER_S: Final = 25
 # Of speech: 150 words a minute, of six characters each.
 _CHARACTERS_PER_S: Final = 15
+_TRUE: Final = frozenset({"true", "True", "1", "on", "yes"})
+_BYTES_PER_TOKEN: Final = 4
+_BYTES_PER_S: Final = 8_000
+# 192,000 samples of two channels of 32 bits.
+_MOST_BYTES_PER_S: Final = 1_536_000
+# RIFF, length, WAVEfmt, its length, kind; channels, samples a second; bytes a second, bytes of a sample; bits of one
+_WAV: Final = struct.Struct("<22sHI6xH")
 
 
 class _Speech(Common, kw_only=True, gc=False):
@@ -105,11 +112,4 @@ def _internal_fields(form: Form) -> tuple[str, ...]:
         raise BadRequest("'vllm_xargs' is not JSON.", param="vllm_xargs") from None
 
 
-_TRUE: Final = frozenset({"true", "True", "1", "on", "yes"})
-_BYTES_PER_TOKEN: Final = 4
-_BYTES_PER_S: Final = 8_000
-# 192,000 samples of two channels of 32 bits.
-_MOST_BYTES_PER_S: Final = 1_536_000
-# RIFF, length, WAVEfmt, its length, kind; channels, samples a second; bytes a second, bytes of a sample; bits of one
-_WAV: Final = struct.Struct("<22sHI6xH")
 _speech: Final = msgspec.json.Decoder(_Speech)

@@ -48,6 +48,23 @@ _CHUNK_BYTES: Final = 1 << 20
 _QUOTE, _BRACE, _COLON, _COMMA, _BACKSLASH = b'"{:,\\'
 # Bits at even places.
 _EVEN: Final = int.from_bytes(b"\x55" * (_CHUNK_BYTES // 8 + 64), "little")
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+# from bytes, or from a Form
+_PARSERS: Final[dict[Api, Callable[[Any], InferenceRequest]]] = {
+    api: resolve_name(f"{__package__}.{api.spec.parser}") for api in Api
+}
+_FIELDS_OF: Final = {api: [frozenset(one.split()) for one in api.spec.fields_of] for api in Api}
+# those of all APIs, undecoded
+_NAMES: Final = sorted(
+    {name.removesuffix("[]") for sets in _FIELDS_OF.values() for one in sets for name in one} - {ANTHROPIC_VERSION}
+)
+_shape: Final = msgspec.json.Decoder(
+    msgspec.defstruct("_Shape", [(name, msgspec.Raw, ABSENT) for name in _NAMES], gc=False)
+)
+_values: Final = attrgetter(*_NAMES)
+# Spaces, marks of byte order, and the other halves of a brace's two or four bytes.
+_BEFORE_OBJECTS: Final = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
+_ESCAPE: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -152,9 +169,6 @@ def _escaped(backslashes: int) -> int:
     return (after_even & ~_EVEN) | (after_odd & _EVEN)
 
 
-_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
-
-
 def parse_body(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> InferenceRequest:
     """Read the request in ``body``. Raises BadRequest with the correction."""
     if not body:
@@ -200,12 +214,6 @@ def _refuse_shape(problem: str) -> NoReturn:
     raise BadRequest(f"{what.replace('`', chr(39))}{f' in {param}' if param else ' as the body'}.", param=param)
 
 
-# from bytes, or from a Form
-_PARSERS: Final[dict[Api, Callable[[Any], InferenceRequest]]] = {
-    api: resolve_name(f"{__package__}.{api.spec.parser}") for api in Api
-}
-
-
 def api_by_body(body: bytes, headers: Mapping[str, str]) -> Api | None:
     """By its fields, where a gateway does not send the path; None if it is no JSON object with those of an API.
 
@@ -231,17 +239,6 @@ def _is_list_of_texts(field: msgspec.Raw) -> bool:
     """Whether it is a list whose elements are no objects, as an item of a conversation is."""
     text = bytes(field).lstrip()
     return text[:1] == b"[" and text[1:].lstrip()[:1] != b"{"
-
-
-_FIELDS_OF: Final = {api: [frozenset(one.split()) for one in api.spec.fields_of] for api in Api}
-# those of all APIs, undecoded
-_NAMES: Final = sorted(
-    {name.removesuffix("[]") for sets in _FIELDS_OF.values() for one in sets for name in one} - {ANTHROPIC_VERSION}
-)
-_shape: Final = msgspec.json.Decoder(
-    msgspec.defstruct("_Shape", [(name, msgspec.Raw, ABSENT) for name in _NAMES], gc=False)
-)
-_values: Final = attrgetter(*_NAMES)
 
 
 class _Nested(msgspec.Struct, gc=False):
@@ -277,8 +274,5 @@ def _named_in(body: bytes) -> tuple[str, ...]:
     return tuple([name for name in STEERING_FIELDS if f'"{name}"' in plain])
 
 
-# Spaces, marks of byte order, and the other halves of a brace's two or four bytes.
-_BEFORE_OBJECTS: Final = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
-_ESCAPE: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
 _nested: Final = msgspec.json.Decoder(_Nested)
 _sampling: Final = msgspec.json.Decoder(_Sampling)

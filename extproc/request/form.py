@@ -22,6 +22,18 @@ MOST_PARTS: Final = 64
 # Of all parts but the file.
 _MOST_OTHER_BYTES: Final = 1024 * 1024
 _MOST_HEAD_BYTES: Final = 4096
+_CONTENT_TYPE: Final = re.compile(
+    r"""multipart/form-data[ \t]*;[ \t]*
+    boundary=(?:"([A-Za-z0-9'()+_,./:=?\ -]{0,69}[^"\\\ ])"|([A-Za-z0-9'+_./-]{1,70}))""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_DISPOSITION: Final = re.compile(
+    r"""form-data;[ \t]*name="([^"\\\x00-\x1f]+)"
+    (?P<file>[ \t]*;[ \t]*filename="[^"\\\x00-\x1f]*")?
+    (?P<encoded>[ \t]*;[ \t]*filename\*=[^;"\s]*)?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_PART_HEADERS: Final = frozenset({"content-disposition", "content-type", "content-length"})
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -124,17 +136,3 @@ def _head(lines: bytes) -> tuple[str, bool]:
 
 def _odd(what: str) -> BadRequest:
     return BadRequest(f"The form {what}; send it as HTTP libraries write it.")
-
-
-_CONTENT_TYPE: Final = re.compile(
-    r"""multipart/form-data[ \t]*;[ \t]*
-    boundary=(?:"([A-Za-z0-9'()+_,./:=?\ -]{0,69}[^"\\\ ])"|([A-Za-z0-9'+_./-]{1,70}))""",
-    re.IGNORECASE | re.VERBOSE,
-)
-_DISPOSITION: Final = re.compile(
-    r"""form-data;[ \t]*name="([^"\\\x00-\x1f]+)"
-    (?P<file>[ \t]*;[ \t]*filename="[^"\\\x00-\x1f]*")?
-    (?P<encoded>[ \t]*;[ \t]*filename\*=[^;"\s]*)?""",
-    re.IGNORECASE | re.VERBOSE,
-)
-_PART_HEADERS: Final = frozenset({"content-disposition", "content-type", "content-length"})

@@ -53,6 +53,42 @@ NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
 # pixels, Qwen2.5-VL 1,369, LLaVA-1.5 576. Audio: 25 tokens a second (Qwen2-Audio) for 40 s. Video: vLLM samples 32
 # frames; 300 each.
 MEDIA_TOKENS: Final[Mapping[str, int]] = MappingProxyType({"image": 1_000, "audio": 1_000, "video": 10_000})
+# The fields of a part that hold media, with their kind.
+_KINDS: Final = (
+    ("image_url", "image"),
+    ("image_embeds", "image"),
+    ("image_pil", "image"),
+    ("file_id", "image"),
+    ("input_audio", "audio"),
+    ("audio_url", "audio"),
+    ("audio_embeds", "audio"),
+    ("video_url", "video"),
+)
+_LIST: Final = ord("[")
+# All that is no whole number from 0 on has one of them: fractions, texts, objects, true, false and null.
+_MARKS_OF_OTHERS: Final = (b"-", b".", b"e", b"E", b"l", b'"', b"{")
+_ZERO: Final = ord("0")
+# Runs of 2, 4, 8 and 10 digits; the largest token has 10.
+_DOUBLED: Final = (1, 2, 4, 2)
+_tokens_decoder: Final = msgspec.json.Decoder(list[TokenId | list[TokenId]])
+_NO_SPACE: Final = re.compile(rb"[^ \t\r\n]")
+_list_decoder: Final = msgspec.json.Decoder(list[msgspec.Raw])
+# What engines read as true: they are lenient.
+_TRUE = frozenset({b"true", b'"true"', b"1"})
+# Refused unless the ModelServer allows them; the others are removed.
+STEERING_FIELDS: tuple[str, ...] = get_args(SteeringField)
+INTERNAL_FIELDS: tuple[str, ...] = get_args(InternalField)
+ABSENT: Final = msgspec.Raw(b"")
+_NULL: Final = msgspec.Raw(b"null")
+# Shorter bodies are rewritten as a whole: finding the span of the content would cost more than it saves.
+LARGE_BYTES: Final = 32 * 1024
+_members_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NO_SWITCH: Final = frozenset(b'"[{')
+_steering: Final = msgspec.json.Decoder(
+    msgspec.defstruct("_Steering", [(name, msgspec.Raw, ABSENT) for name in STEERING_FIELDS], gc=False)
+)
+_steering_values: Final = attrgetter(*STEERING_FIELDS)
+_internal_values: Final = attrgetter(*INTERNAL_FIELDS, "vllm_xargs")
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -82,20 +118,6 @@ class _Part(msgspec.Struct, gc=False):
     video_url: msgspec.Raw = msgspec.Raw(b"")
     # of the responses API: a message within ``input``
     content: msgspec.Raw = msgspec.Raw(b"")
-
-
-# The fields of a part that hold media, with their kind.
-_KINDS: Final = (
-    ("image_url", "image"),
-    ("image_embeds", "image"),
-    ("image_pil", "image"),
-    ("file_id", "image"),
-    ("input_audio", "audio"),
-    ("audio_url", "audio"),
-    ("audio_embeds", "audio"),
-    ("video_url", "video"),
-)
-_LIST: Final = ord("[")
 
 
 def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
@@ -187,21 +209,7 @@ def _check_tokens(data: bytes, field: str) -> None:
         ) from None
 
 
-# All that is no whole number from 0 on has one of them: fractions, texts, objects, true, false and null.
-_MARKS_OF_OTHERS: Final = (b"-", b".", b"e", b"E", b"l", b'"', b"{")
-_ZERO: Final = ord("0")
-# Runs of 2, 4, 8 and 10 digits; the largest token has 10.
-_DOUBLED: Final = (1, 2, 4, 2)
-_tokens_decoder: Final = msgspec.json.Decoder(list[TokenId | list[TokenId]])
 _parts_decoder: Final = msgspec.json.Decoder(list[_Part])
-_NO_SPACE: Final = re.compile(rb"[^ \t\r\n]")
-_list_decoder: Final = msgspec.json.Decoder(list[msgspec.Raw])
-
-# What engines read as true: they are lenient.
-_TRUE = frozenset({b"true", b'"true"', b"1"})
-# Refused unless the ModelServer allows them; the others are removed.
-STEERING_FIELDS: tuple[str, ...] = get_args(SteeringField)
-INTERNAL_FIELDS: tuple[str, ...] = get_args(InternalField)
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):
@@ -270,12 +278,6 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         return self.api is None or self.api.spec.waits_in_queue
 
 
-ABSENT: Final = msgspec.Raw(b"")
-_NULL: Final = msgspec.Raw(b"null")
-# Shorter bodies are rewritten as a whole: finding the span of the content would cost more than it saves.
-LARGE_BYTES: Final = 32 * 1024
-
-
 class Common(msgspec.Struct, gc=False):
     """Fields of every API. Those between ``cache_salt`` and ``vllm_xargs`` are what INTERNAL_FIELDS of the model lists.
 
@@ -335,10 +337,6 @@ def tokens_listed(value: msgspec.Raw) -> Media:
     """A list of tokens that engines read in place of, or beside, the prompt's text."""
     view = memoryview(value)
     return Media(bytes(view).count(b",") + 1, view.nbytes) if is_given(value) else NO_MEDIA
-
-
-_members_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NO_SWITCH: Final = frozenset(b'"[{')
 
 
 def request_of(
@@ -420,9 +418,4 @@ def _internal_fields(fields: Common) -> tuple[str, ...]:
     return found + steering_in(arguments)
 
 
-_steering: Final = msgspec.json.Decoder(
-    msgspec.defstruct("_Steering", [(name, msgspec.Raw, ABSENT) for name in STEERING_FIELDS], gc=False)
-)
-_steering_values: Final = attrgetter(*STEERING_FIELDS)
-_internal_values: Final = attrgetter(*INTERNAL_FIELDS, "vllm_xargs")
 _NO_INTERNAL: Final = _internal_values(Common(model=""))

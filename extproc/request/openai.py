@@ -38,6 +38,20 @@ from extproc.request.rewrite import span_of
 if TYPE_CHECKING:
     from extproc.request.rewrite import Span
 
+_HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
+_THINKING: Final = b"\nthinking\n"
+_others: Final = attrgetter(
+    "name", "tools", "reasoning", "reasoning_content", "tool_calls", "function_call", "tool_call_id"
+)
+# What comes before the input, in this order.
+_previous: Final = attrgetter(
+    "prompt", "conversation", "previous_response_id", "previous_input_messages", "previous_response"
+)
+# What engines read as false: they are lenient.
+_FALSE: Final = frozenset({b"false", b"0", b"0.0", b'"false"', b'"0"', b'"no"', b'"off"', b'"n"', b'"f"'})
+# In base64, of a token of the smallest models.
+_EMBEDDING_BYTES: Final = 2_048
+
 
 class _Message(msgspec.Struct, gc=False):
     """All that templates write of a message. ``tools``: of a system message; Kimi's and GLM's templates have them."""
@@ -177,20 +191,7 @@ def _size(value: msgspec.Raw) -> int:
     return memoryview(value).nbytes
 
 
-_HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
-_THINKING: Final = b"\nthinking\n"
-_others: Final = attrgetter(
-    "name", "tools", "reasoning", "reasoning_content", "tool_calls", "function_call", "tool_call_id"
-)
 _NO_OTHERS: Final = _others(_Message(""))
-# What comes before the input, in this order.
-_previous: Final = attrgetter(
-    "prompt", "conversation", "previous_response_id", "previous_input_messages", "previous_response"
-)
-# What engines read as false: they are lenient.
-_FALSE: Final = frozenset({b"false", b"0", b"0.0", b'"false"', b'"0"', b'"no"', b'"off"', b'"n"', b'"f"'})
-# In base64, of a token of the smallest models.
-_EMBEDDING_BYTES: Final = 2_048
 _chat_decoder: Final = msgspec.json.Decoder(_Chat)
 _completion_decoder: Final = msgspec.json.Decoder(_Completion)
 _embeddings_decoder: Final = msgspec.json.Decoder(_Embeddings)

@@ -26,6 +26,8 @@ from extproc.request.model import (
     request_of,
 )
 
+_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
+
 
 class _Compared(Common, kw_only=True, gc=False):
     """``instruct``, ``instruction``: written before each query (SGLang, vLLM)."""
@@ -99,4 +101,3 @@ def _count(value: msgspec.Raw) -> int:
 
 _rerank: Final = msgspec.json.Decoder(_Rerank)
 _score: Final = msgspec.json.Decoder(_Score)
-_list: Final = msgspec.json.Decoder(list[msgspec.Raw])

@@ -24,6 +24,7 @@ Span = tuple[int, int]
 
 # Stands for the contents while the remainder is changed. A client that writes the same loses the short cut, no more.
 _PLACEHOLDER: Final = b'"\\u0000contents\\u0000"'
+_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def with_changes(
@@ -76,6 +77,3 @@ def _changed(body: bytes, changes: dict[str, object], without: Collection[str]) 
     for name in without:
         fields.pop(name, None)
     return msgspec.json.encode(fields | changes)
-
-
-_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Over headers (lower-case names) and path; None always holds.
 Condition = Callable[[Mapping[str, str], str], bool] | None
+_SHOWN_CHARACTERS = 100
 
 
 def compile_match(match: ModelMatch | None) -> Condition:
@@ -54,9 +55,6 @@ def compile_string(match: StringMatch) -> Callable[[str], bool]:
 def _as_sent(text: str) -> str:
     """Headers are read byte by byte, as they have no encoding; what is configured is sent as UTF-8."""
     return text.encode().decode("latin-1")
-
-
-_SHOWN_CHARACTERS = 100
 
 
 class Destination(msgspec.Struct, frozen=True):

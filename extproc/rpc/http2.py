@@ -34,6 +34,15 @@ _HEAD_SIZE: Final = 9
 _SETTING: Final = Struct(">HL")
 _NUMBER: Final = Struct(">L")
 _GOAWAY: Final = Struct(">LL")
+_ACK: Final = 0x1
+_END_STREAM: Final = 0x1
+_END_HEADERS: Final = 0x4
+_PADDED: Final = 0x8
+_PRIORITY: Final = 0x20
+_HEADER_TABLE_SIZE: Final = 0x1
+_INITIAL_WINDOW_SIZE: Final = 0x4
+_MAX_FRAME_SIZE: Final = 0x5
+_MAX_HEADER_LIST_SIZE: Final = 0x6
 
 
 class Frame(enum.IntEnum):
@@ -67,15 +76,6 @@ class Code(enum.IntEnum):
 
 
 _DATA: Final = int(Frame.DATA)
-_ACK: Final = 0x1
-_END_STREAM: Final = 0x1
-_END_HEADERS: Final = 0x4
-_PADDED: Final = 0x8
-_PRIORITY: Final = 0x20
-_HEADER_TABLE_SIZE: Final = 0x1
-_INITIAL_WINDOW_SIZE: Final = 0x4
-_MAX_FRAME_SIZE: Final = 0x5
-_MAX_HEADER_LIST_SIZE: Final = 0x6
 
 
 class ConnectionBroken(Exception):

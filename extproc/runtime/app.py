@@ -65,6 +65,15 @@ if TYPE_CHECKING:
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.adapters import AdapterLoader
 
+log = logging.getLogger(__name__)
+# How long a worker that starts waits for another one's levels; they answer within some 0.1 s.
+_LONGEST_ASK_S: Final = 0.6
+_ASK_PAUSE_S: Final = 0.01
+PATIENCE_S: Final = 30.0
+_POLL_S: Final = 1.0
+_TRIM_EACH_S: Final = 60.0
+_SHADOW_REPORT_S: Final = 60.0
+
 
 class Worker(msgspec.Struct, frozen=True):
     """One of several processes on this machine; ``directory`` holds the sockets between them."""
@@ -120,16 +129,6 @@ class Settings(msgspec.Struct, frozen=True):
     otlp: Tracing | None = None
     # how many file descriptors the process may have
     descriptors: float = math.inf
-
-
-log = logging.getLogger(__name__)
-# How long a worker that starts waits for another one's levels; they answer within some 0.1 s.
-_LONGEST_ASK_S: Final = 0.6
-_ASK_PAUSE_S: Final = 0.01
-PATIENCE_S: Final = 30.0
-_POLL_S: Final = 1.0
-_TRIM_EACH_S: Final = 60.0
-_SHADOW_REPORT_S: Final = 60.0
 
 
 async def serve(settings: Settings, snapshot: Snapshot, on_ready: Callable[[], None]) -> None:

@@ -29,6 +29,21 @@ if TYPE_CHECKING:
     from extproc.runtime.demand_watch import DemandWatch
     from extproc.streams.context import GatewayOptions
 
+_INDEX: Final = {
+    "/metrics": "for Prometheus; attache top shows them",
+    "/readyz": "200 if requests are served, 503 if not",
+    REPORT_PATH: "digests of the configuration files in use, and what is wrong with newer ones",
+    LOADS_PATH: "what each engine has to do",
+    SLO_PATH: "how well objectives are kept, by the hour; attache slo shows them",
+    DEMAND_PATH: "what was asked for since the start; ?watch follows it",
+    CONSOLE_PATH: "for people: engines, queues, tenants, models and requests, live",
+}
+_EXPLAIN: Final = "/debug/explain/PATH"
+# Of /loads, between two turns of other work.
+_POOLS_AT_ONCE: Final = 20
+# A client that has not read a line or a piece by then is disconnected.
+_SLOWEST_S: Final = 5.0
+
 
 class ExplainPage:
     """Explains decisions by the running process's state, and changes nothing."""
@@ -81,22 +96,6 @@ class ExplainPage:
         arrival = builder.strategy(server=server, pool=pool)(head, body)
         is_foreign = pool is not None and not server
         return arrival, Attachment(choices=self._gateway.duplex_choices) if is_foreign else BUNDLE
-
-
-_INDEX: Final = {
-    "/metrics": "for Prometheus; attache top shows them",
-    "/readyz": "200 if requests are served, 503 if not",
-    REPORT_PATH: "digests of the configuration files in use, and what is wrong with newer ones",
-    LOADS_PATH: "what each engine has to do",
-    SLO_PATH: "how well objectives are kept, by the hour; attache slo shows them",
-    DEMAND_PATH: "what was asked for since the start; ?watch follows it",
-    CONSOLE_PATH: "for people: engines, queues, tenants, models and requests, live",
-}
-_EXPLAIN: Final = "/debug/explain/PATH"
-# Of /loads, between two turns of other work.
-_POOLS_AT_ONCE: Final = 20
-# A client that has not read a line or a piece by then is disconnected.
-_SLOWEST_S: Final = 5.0
 
 
 async def serve_pages(

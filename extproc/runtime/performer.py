@@ -57,6 +57,14 @@ if TYPE_CHECKING:
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
+_LOAD_ADVICE: Final = {
+    LoadProblem.BUSY: "nothing while it happens now and then; else give the engines more slots, or add engines",
+    LoadProblem.BROKEN: "look at the adapter's source in adapterLoading, its rank and its base model",
+    LoadProblem.UNREACHABLE: (
+        "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or write the port of "
+        "the runtime agents, if it is not just starting"
+    ),
+}
 
 
 class Services(msgspec.Struct, frozen=True):
@@ -302,13 +310,3 @@ def _log_load(result: LoadResult) -> None:
 def _took(result: LoadResult) -> str:
     unloaded = f", {', '.join(result.unloaded)} unloaded" if result.unloaded else ""
     return f"{'had it already' if result.was_there else f'after {result.duration_s:.3g} s'}{unloaded}"
-
-
-_LOAD_ADVICE: Final = {
-    LoadProblem.BUSY: "nothing while it happens now and then; else give the engines more slots, or add engines",
-    LoadProblem.BROKEN: "look at the adapter's source in adapterLoading, its rank and its base model",
-    LoadProblem.UNREACHABLE: (
-        "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or write the port of "
-        "the runtime agents, if it is not just starting"
-    ),
-}

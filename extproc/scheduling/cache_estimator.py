@@ -27,12 +27,24 @@ from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from extproc.api.picker_config import EndpointPickerConfig
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.engines.metrics import CacheConfig
     from extproc.prefix.index import Pin
+
+_PRODUCER: Final = "approx-prefix-cache-producer"
+# As in llm-d, of a producer that names no size and does not take it from the engines.
+_BLOCK_TOKENS: Final = 16
+# For English text and code in JSON; learned from reported usage afterwards.
+INITIAL_BYTES_PER_TOKEN: Final = 4.0
+# Roughly the KV cache of an 80 GB GPU with an 8B model, or of four with a 70B model; replaced by what engines report.
+_INITIAL_CACHE_TOKENS: Final = 400_000
+# After a change of the block size, look up this many requests in the index of the old size, too, for so long at most.
+_PREVIOUS_USES: Final = 2000
+_PREVIOUS_S: Final = 600.0
+_BLOCK_BYTES_BOUNDS: Final = (32, 512)
 
 
 # Successive requests meet the same few sets of holders.
@@ -41,11 +53,6 @@ def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.
     """The row numbers set in a bit mask over ``rows`` rows, usable as an index of columns."""
     raw = np.frombuffer((mask & (1 << rows) - 1).to_bytes((rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
-
-
-_PRODUCER: Final = "approx-prefix-cache-producer"
-# As in llm-d, of a producer that names no size and does not take it from the engines.
-_BLOCK_TOKENS: Final = 16
 
 
 def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
@@ -109,16 +116,6 @@ class CacheTiers:
         """The endpoint of ``row`` was removed, or lost its caches."""
         for index in self._indexes.values():
             index.forget(row)
-
-
-# For English text and code in JSON; learned from reported usage afterwards.
-INITIAL_BYTES_PER_TOKEN: Final = 4.0
-# Roughly the KV cache of an 80 GB GPU with an 8B model, or of four with a 70B model; replaced by what engines report.
-_INITIAL_CACHE_TOKENS: Final = 400_000
-# After a change of the block size, look up this many requests in the index of the old size, too, for so long at most.
-_PREVIOUS_USES: Final = 2000
-_PREVIOUS_S: Final = 600.0
-_BLOCK_BYTES_BOUNDS: Final = (32, 512)
 
 
 class Prompt(msgspec.Struct, frozen=True):

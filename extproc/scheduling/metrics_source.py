@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServerSpec
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+# An engine of which nothing but what is configured is read.
+_UNKNOWN: Final = msgspec.structs.replace(
+    DIALECTS["OpenAI"], sources=MappingProxyType(dict.fromkeys((one.name for one in FAMILIES), ()))
+)
 
 
 class CustomMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -73,12 +77,6 @@ class EngineConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
             block_size=self.cache_block_size_spec or base.block_size,
             blocks=self.cache_num_blocks_spec or base.blocks,
         )
-
-
-# An engine of which nothing but what is configured is read.
-_UNKNOWN: Final = msgspec.structs.replace(
-    DIALECTS["OpenAI"], sources=MappingProxyType(dict.fromkeys((one.name for one in FAMILIES), ()))
-)
 
 
 class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -69,6 +69,10 @@ _BACKOFF_COST_S: Final = 1e6
 # Up to this size a full sort is cheaper than a partition.
 _MAX_FULL_SORT: Final = 512
 _ZERO: Final = np.zeros(())
+SENT_ON = "prefill sent on"
+CACHED = "cached where it is decoded"
+LOCAL = "cheaper where it is decoded"
+NO_PREFILL = "no prefill engine is ready in the group"
 
 
 class PrefixAwareParameters(msgspec.Struct, frozen=True):
@@ -197,12 +201,6 @@ def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
         ScorerValues(name, -1.0 if name == "cost in seconds" else 0.0, part[candidates]) for name, part in parts.items()
     )
     return Reasons(profile, rows_of(view.candidates()), (), rows, scored)
-
-
-SENT_ON = "prefill sent on"
-CACHED = "cached where it is decoded"
-LOCAL = "cheaper where it is decoded"
-NO_PREFILL = "no prefill engine is ready in the group"
 
 
 class PairParameters(msgspec.Struct, frozen=True):

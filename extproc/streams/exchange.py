@@ -44,6 +44,14 @@ if TYPE_CHECKING:
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
+# Statuses before it are interim answers.
+_FINAL: Final = 200
+# With these, a request's body does not come, or comes when it is too late to choose an engine.
+_UNREADABLE: Final = frozenset({BodyMode.NONE, BodyMode.STREAMED})
+_ADVICE: Final = "set request_header_mode SEND, request_body_mode BUFFERED, all others SKIP or NONE"
+_SHADOW_ADVICE: Final = "set observability_mode, header modes SEND, both body modes STREAMED"
+_DUPLEX_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
+
 
 class Conversation(Protocol):
     """The exchange in one mode of bodies."""
@@ -290,15 +298,6 @@ def _with_trace(request: StreamRequest | None, answer: bytes) -> bytes:
 def no_body() -> BadRequest:
     """The refusal of a request whose headers have been answered, when it is too late to choose an engine."""
     return BadRequest("The request has trailers and no body; send a JSON object with at least 'model'.")
-
-
-# Statuses before it are interim answers.
-_FINAL: Final = 200
-# With these, a request's body does not come, or comes when it is too late to choose an engine.
-_UNREADABLE: Final = frozenset({BodyMode.NONE, BodyMode.STREAMED})
-_ADVICE: Final = "set request_header_mode SEND, request_body_mode BUFFERED, all others SKIP or NONE"
-_SHADOW_ADVICE: Final = "set observability_mode, header modes SEND, both body modes STREAMED"
-_DUPLEX_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
 
 
 class BufferedExchange:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Claims whose text is a list of words.
 _WORDS: Final = frozenset({"scope", "scp"})
+_ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY)
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -58,7 +59,6 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 UNKNOWN = Origin()
-_ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY)
 
 
 def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin = UNKNOWN) -> Head:

@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
     from extproc.streams.messages import ProcessingRequest
 
+# (part, whether it is marked as the end)
+Part = tuple[str, bool]
+_HEADERS: Final[Part] = ("headers", False)
+_ONLY_HEADERS: Final[Part] = ("headers", True)
+_BODY: Final[Part] = ("body", False)
+_LAST_BODY: Final[Part] = ("body", True)
+_TRAILERS: Final[Part] = ("trailers", True)
+ANSWER_KINDS: Final = frozenset({"response_headers", "response_body", "response_trailers"})
+_SIDES: Final = ("request", "response")
+_REQUEST_SIDE, _ANSWER_SIDE = range(len(_SIDES))
+_PARTS: Final = {
+    f"{name}_{part}": (side, part) for side, name in enumerate(_SIDES) for part in ("headers", "body", "trailers")
+}
+
 
 class BodyMode(enum.IntEnum):
     """How a body comes: ``ProcessingMode.BodySendMode``."""
@@ -49,15 +63,8 @@ class Stage(enum.IntEnum):
     END = 4
 
 
-# (part, whether it is marked as the end)
-Part = tuple[str, bool]
 Table = dict[Stage, dict[Part, Stage]]
 
-_HEADERS: Final[Part] = ("headers", False)
-_ONLY_HEADERS: Final[Part] = ("headers", True)
-_BODY: Final[Part] = ("body", False)
-_LAST_BODY: Final[Part] = ("body", True)
-_TRAILERS: Final[Part] = ("trailers", True)
 
 _IN_PIECES: Final[Table] = {
     Stage.NOTHING: {_HEADERS: Stage.HEADERS, _ONLY_HEADERS: Stage.END},
@@ -104,13 +111,6 @@ ANSWER: Final[Mapping[BodyMode, Table]] = MappingProxyType({mode: _answered(tabl
 _ROWS: Final = tuple(
     tuple(tuple(tables[mode][stage] for stage in Stage) for mode in BodyMode) for tables in (REQUEST, ANSWER)
 )
-
-ANSWER_KINDS: Final = frozenset({"response_headers", "response_body", "response_trailers"})
-_SIDES: Final = ("request", "response")
-_REQUEST_SIDE, _ANSWER_SIDE = range(len(_SIDES))
-_PARTS: Final = {
-    f"{name}_{part}": (side, part) for side, name in enumerate(_SIDES) for part in ("headers", "body", "trailers")
-}
 
 
 class IllegalMessage(IllegalEvent):

@@ -73,6 +73,52 @@ MARK: Final = "<varies>"
 _LENGTH_DELIMITED: Final = 2
 # Heads are kept for values up to this size.
 _KEPT_SIZES: Final = 1024
+# HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_OVERWRITE: Final = 2
+# Envoy takes streamed bodies in messages of up to 64 KB.
+MOST_BODY_BYTES: Final = 62_000
+CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
+CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
+CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
+CONTINUE_RESPONSE_BODY: Final = ProcessingResponse(response_body=BodyResponse()).SerializeToString()
+CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
+# Let an answer's headers pass, and have its body sent, piece by piece.
+SEND_ANSWER: Final = ProcessingResponse(
+    response_headers=HeadersResponse(), mode_override=ProcessingMode(response_body_mode=BodyMode.STREAMED)
+).SerializeToString()
+_CONTINUE: Final = {
+    "response_headers": CONTINUE_RESPONSE_HEADERS,
+    "response_body": CONTINUE_RESPONSE_BODY,
+    "response_trailers": CONTINUE_RESPONSE_TRAILERS,
+}
+_HIDES_MEMBER: Final = {
+    False: b"",
+    True: Struct(fields={HIDES_USAGE: Value(string_value="1")}).SerializeToString(),
+}
+_encode_usage: Final = msgspec.json.Encoder().encode
+_CLEAR_ROUTE_CACHE: Final = CommonResponse(clear_route_cache=True).SerializeToString()
+# Control headers that a client may have forged: removed unless the answer sets them. By whether it names a prefiller.
+_REMOVE_FORGED: Final = {
+    has_prefiller: HeaderMutation(
+        remove_headers=[
+            name
+            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
+            if not (has_prefiller and name == PREFILLER)
+        ]
+    ).SerializeToString()
+    for has_prefiller in (False, True)
+}
+# For gateways that do not remove what clients forge: should trailers follow and no body, Envoy sends the request on and
+# may send no further message.
+CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
+    request_headers=HeadersResponse(
+        response=CommonResponse(
+            header_mutation=HeaderMutation(
+                remove_headers=[DESTINATION, *SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER]
+            )
+        )
+    )
+).SerializeToString()
 
 
 @lru_cache(maxsize=4096)
@@ -157,26 +203,6 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     return number | data[at] << shift, at + 1
 
 
-# HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-_OVERWRITE: Final = 2
-# Envoy takes streamed bodies in messages of up to 64 KB.
-MOST_BODY_BYTES: Final = 62_000
-CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
-CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
-CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
-CONTINUE_RESPONSE_BODY: Final = ProcessingResponse(response_body=BodyResponse()).SerializeToString()
-CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
-# Let an answer's headers pass, and have its body sent, piece by piece.
-SEND_ANSWER: Final = ProcessingResponse(
-    response_headers=HeadersResponse(), mode_override=ProcessingMode(response_body_mode=BodyMode.STREAMED)
-).SerializeToString()
-_CONTINUE: Final = {
-    "response_headers": CONTINUE_RESPONSE_HEADERS,
-    "response_body": CONTINUE_RESPONSE_BODY,
-    "response_trailers": CONTINUE_RESPONSE_TRAILERS,
-}
-
-
 def _header(name: str) -> Template:
     """Of a HeaderMutation: set ``name`` to a value that varies."""
     header = HeaderValue(key=name, raw_value=MARK.encode())
@@ -204,39 +230,11 @@ _TICKET_METADATA: Final = {
     False: Template(_metadata_of(NAMESPACE, {TICKET: MARK})),
     True: Template(_metadata_of(NAMESPACE, {HIDES_USAGE: "1", TICKET: MARK})),
 }
-_HIDES_MEMBER: Final = {
-    False: b"",
-    True: Struct(fields={HIDES_USAGE: Value(string_value="1")}).SerializeToString(),
-}
-_encode_usage: Final = msgspec.json.Encoder().encode
 # by whether the body ends with the piece
 _REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)}
 _RESPONSE_PIECE: Final = {
     end: Template(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
 }
-_CLEAR_ROUTE_CACHE: Final = CommonResponse(clear_route_cache=True).SerializeToString()
-# Control headers that a client may have forged: removed unless the answer sets them. By whether it names a prefiller.
-_REMOVE_FORGED: Final = {
-    has_prefiller: HeaderMutation(
-        remove_headers=[
-            name
-            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
-            if not (has_prefiller and name == PREFILLER)
-        ]
-    ).SerializeToString()
-    for has_prefiller in (False, True)
-}
-# For gateways that do not remove what clients forge: should trailers follow and no body, Envoy sends the request on and
-# may send no further message.
-CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
-    request_headers=HeadersResponse(
-        response=CommonResponse(
-            header_mutation=HeaderMutation(
-                remove_headers=[DESTINATION, *SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER]
-            )
-        )
-    )
-).SerializeToString()
 _REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
 _REQUEST_BODY_TAG: Final = tag(ProcessingResponse, "request_body")
 _METADATA_TAG: Final = tag(ProcessingResponse, "dynamic_metadata")

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
+# Headers, metadata and attributes beside it.
+_MORE_THAN_A_BODY: Final = 1024 * 1024
 
 
 async def _nothing() -> None:
@@ -72,10 +74,6 @@ class _Messages:
 
 def _parsed(message: bytes | None) -> ProcessingRequest | None:
     return None if message is None else ProcessingRequest.FromString(message)
-
-
-# Headers, metadata and attributes beside it.
-_MORE_THAN_A_BODY: Final = 1024 * 1024
 
 
 class GrpcServer:

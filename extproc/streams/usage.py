@@ -32,6 +32,7 @@ _NAMES: Final = (
     *("prompt_tokens", "completion_tokens", "cached_tokens"),
     *("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
 )
+_decoder: Final = JSONDecoder()
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
@@ -119,9 +120,6 @@ def _usage(counts: dict[str, int]) -> ReportedUsage:
 def _count(value: object) -> int | None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPORTED
     return value if isinstance(value, int) and is_count else None
-
-
-_decoder: Final = JSONDecoder()
 
 
 def reports_metadata(

@@ -61,7 +61,7 @@ class Writer:
             page = (await self._http.get(f"http://127.0.0.1:{self.metrics}/metrics")).text
         except httpx.TransportError:
             return ""
-        found = re.search(r'attache_bundle_uptake\{status="(\w+)"\} 1', page)
+        found = re.search(r'attache_bundle_acknowledgement\{status="(\w+)"\} 1', page)
         return "" if found is None else found[1]
 
     async def until(self, status: str) -> None:

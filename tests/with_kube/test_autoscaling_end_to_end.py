@@ -73,7 +73,7 @@ async def test_nothing_is_scaled_in_because_of_faults(site: Site) -> None:
     assert {one.fault: one.falls for one in found} == dict.fromkeys((one.fault for one in found), 0)
 
 
-async def test_the_law_target_keeps_metrics_of_the_gateways_at_their_targets(site: Site) -> None:
+async def test_the_strategy_target_keeps_metrics_of_the_gateways_at_their_targets(site: Site) -> None:
     """Three streams at each of two gateways, and two to a replica, are three replicas; the other metrics are known,
     too.
     """
@@ -98,8 +98,8 @@ async def test_the_law_target_keeps_metrics_of_the_gateways_at_their_targets(sit
 
         async def ratios() -> dict[str, float]:
             decision = await site.decision(model.name)
-            (law,) = decision["stages"][0]["recommendations"]
-            return {name.removesuffix("_ratio"): value for name, value in law["inputs"].items()}
+            (recommendation,) = decision["stages"][0]["recommendations"]
+            return {name.removesuffix("_ratio"): value for name, value in recommendation["inputs"].items()}
 
         async def are_known() -> bool:
             found = await ratios()

@@ -599,7 +599,7 @@ async def test_a_decision_that_fails_is_told_and_harms_no_other_binding(
         await eventually(lambda: wanted.failures >= tries + 3)
         assert await replicas_of(client, namespace, "ill") == 3
         assert await says(client, namespace, "ScalingActive", "well") == ("True", "Scaling")
-        assert running.metric("attache_scaling_looks_total", outcome="error") >= 3
+        assert running.metric("attache_scaling_reconciles_total", outcome="error") >= 3
         # the same failure is written once
         writes = running.writes()
         await eventually(lambda: wanted.failures >= tries + 5)

@@ -118,16 +118,16 @@ async def test_conflicts_on_each_write_of_a_target_hold_up_no_other_and_are_trie
         fake.faults.conflicts(1_000_000, of=_of("first", "patch"))
         wanted.replicas.update(first=5, second=5)
         await until_replicas(client, namespace, "second", 5)
-        before, requests = running.metric("attache_scaling_looks_total", outcome="again"), fake.requests
+        before, requests = running.metric("attache_scaling_reconciles_total", outcome="again"), fake.requests
         clock = asyncio.get_running_loop().time
         began_s = clock()
         await asyncio.sleep(3.0)
-        tries = running.metric("attache_scaling_looks_total", outcome="again") - before
+        tries = running.metric("attache_scaling_reconciles_total", outcome="again") - before
         calls, took_s = fake.requests - requests, clock() - began_s
         # 0.1 to 0.2 s, then twice as long after each: without that there would be 15 of them, with six calls each
         assert tries <= 8 + took_s - 3.0
         assert calls <= 50 * took_s
-        await eventually(lambda: running.metric("attache_scaling_looks_total", outcome="again") > before)
+        await eventually(lambda: running.metric("attache_scaling_reconciles_total", outcome="again") > before)
         assert await replicas_of(client, namespace, "first") == 2
         fake.faults.heal()
         await until_replicas(client, namespace, "first", 5)
@@ -147,7 +147,7 @@ async def test_a_status_that_cannot_be_written_holds_up_no_decision(
             wanted.replicas.update(first=number, second=number)
             await until_replicas(client, namespace, "first", number)
             await until_replicas(client, namespace, "second", number)
-        assert running.metric("attache_scaling_looks_total", outcome="error") == 0
+        assert running.metric("attache_scaling_reconciles_total", outcome="error") == 0
         assert refused
 
 

@@ -29,6 +29,20 @@ _SIMPLE: Final[Mapping[type, str]] = {
 _PLAIN: Final = frozenset({bool, int, float, str})
 # Bounds of numbers beyond this only guard arithmetic.
 _FAR: Final = 2**31 - 1
+_CLASSES: Final = (*(kind.document for kind in DOCUMENT_KINDS), *(kind.document for kind in crds.KINDS))
+# EndpointPickerConfig is llm-d's, and has pages of its own.
+KINDS: Final[Mapping[str, type]] = {
+    re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower(): cls
+    for cls in _CLASSES
+    if cls is not EndpointPickerConfig
+}
+# Kubernetes' own; and the foreign kind has the apiVersions of those who define it.
+_METADATA: Final = "metadata"
+_FOREIGN: Final[Mapping[type, str]] = {
+    InferenceObjective: "that of the Gateway API Inference Extension, or llm-d's",
+    HTTPRoute: "`gateway.networking.k8s.io/v1`",
+}
+MARK: Final = "<!-- written by make generate -->"
 
 
 def type_text(kind: inspect.Type, link: Callable[[inspect.StructType], str]) -> str:
@@ -137,22 +151,6 @@ def _lengths(kind: inspect.VarTupleType | inspect.ListType | inspect.DictType) -
     if high is not None:
         return f", {low:,} to {high:,}" if low else f", at most {high:,}"
     return f", at least {low:,}" if low else ""
-
-
-_CLASSES: Final = (*(kind.document for kind in DOCUMENT_KINDS), *(kind.document for kind in crds.KINDS))
-# EndpointPickerConfig is llm-d's, and has pages of its own.
-KINDS: Final[Mapping[str, type]] = {
-    re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower(): cls
-    for cls in _CLASSES
-    if cls is not EndpointPickerConfig
-}
-# Kubernetes' own; and the foreign kind has the apiVersions of those who define it.
-_METADATA: Final = "metadata"
-_FOREIGN: Final[Mapping[type, str]] = {
-    InferenceObjective: "that of the Gateway API Inference Extension, or llm-d's",
-    HTTPRoute: "`gateway.networking.k8s.io/v1`",
-}
-MARK: Final = "<!-- written by make generate -->"
 
 
 class _Section(msgspec.Struct, frozen=True):

@@ -40,38 +40,6 @@ Files of llm-d, of the Gateway API Inference Extension, of KServe and of guides 
 those inside of Helm values and of documentation, that were loaded here. What of them has no effect, `attache check`
 tells.
 """
-
-
-def files_page() -> str:
-    """The Markdown page."""
-    found = list(verdicts())
-    loads = sum(not refused for *_, refused in found)
-    summary = f"Of {len(found)} files {loads} load. The others:\n"
-    rows = [f"| {repo} | `{path}` | {refused} |" for repo, path, refused in found if refused]
-    table = ["| repository | file | refused because of |", "|---|---|---|", *rows]
-    loaded = ["## Files that load", "", "| repository | file |", "|---|---|"]
-    loaded += [f"| {repo} | `{path}` |" for repo, path, refused in found if not refused]
-    return "\n".join([MARK, "", _FILES_HEAD, summary, *table, "", *loaded]) + "\n"
-
-
-def verdicts() -> Iterator[tuple[str, str, str]]:
-    """Repository, path, and what refuses the file; empty if it loads."""
-    for repo, files in json.loads(_FILES.read_text()).items():
-        for path, plugins in sorted(files.items()):
-            yield repo, path, _FILES_BY_HAND.get(path) or ", ".join(_missing(plugins.split()))
-
-
-def _missing(plugins: list[str]) -> Iterator[str]:
-    for one in plugins:
-        name, _, parameters = one.partition(":")
-        if name not in BUILT_IN:
-            yield f"`{name}` ({NOT_BUILT[name]})" if name in NOT_BUILT else f"`{name}`"
-            continue
-        refused = [parameter for parameter in parameters.split("+") if not is_taken(name, parameter)]
-        if refused:
-            yield f"`{name}`: {', '.join(f'`{parameter}`' for parameter in refused)}"
-
-
 _HEADER: Final = """# llm-d's flags
 
 `attache epp` takes the flags of llm-d's endpoint picker and of the Inference Extension's before it, with one dash or
@@ -85,30 +53,6 @@ _TITLES: Final = (
     ("accepted", "## Accepted, without effect: a line in the log reports it", "why"),
     ("refused", "## Refused, unless the value asks for nothing", "why"),
 )
-
-
-def flags_page() -> str:
-    """The whole page."""
-    parts = [_HEADER]
-    for fate, title, what in _TITLES:
-        flags = [one for one in FLAGS if one.fate == fate]
-        third = {"obeyed": "default", "accepted": "", "refused": "taken all the same"}[fate]
-        head = ["flag", *([third] if third else []), what]
-        rows = [
-            [f"`--{one.name}`", *([_shown(one.default or one.harmless)] if third else []), one.note] for one in flags
-        ]
-        parts += [title, "", _row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
-    return "\n".join(parts)
-
-
-def _shown(value: str) -> str:
-    return f"`{value}`" if value else ""
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 _NONE: Final = ""
 LLM_D: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -245,6 +189,59 @@ together.
 | type | parameter | here |
 |---|---|---|
 """
+_REFUSED: Final = "refused"
+
+
+def files_page() -> str:
+    """The Markdown page."""
+    found = list(verdicts())
+    loads = sum(not refused for *_, refused in found)
+    summary = f"Of {len(found)} files {loads} load. The others:\n"
+    rows = [f"| {repo} | `{path}` | {refused} |" for repo, path, refused in found if refused]
+    table = ["| repository | file | refused because of |", "|---|---|---|", *rows]
+    loaded = ["## Files that load", "", "| repository | file |", "|---|---|"]
+    loaded += [f"| {repo} | `{path}` |" for repo, path, refused in found if not refused]
+    return "\n".join([MARK, "", _FILES_HEAD, summary, *table, "", *loaded]) + "\n"
+
+
+def verdicts() -> Iterator[tuple[str, str, str]]:
+    """Repository, path, and what refuses the file; empty if it loads."""
+    for repo, files in json.loads(_FILES.read_text()).items():
+        for path, plugins in sorted(files.items()):
+            yield repo, path, _FILES_BY_HAND.get(path) or ", ".join(_missing(plugins.split()))
+
+
+def _missing(plugins: list[str]) -> Iterator[str]:
+    for one in plugins:
+        name, _, parameters = one.partition(":")
+        if name not in BUILT_IN:
+            yield f"`{name}` ({NOT_BUILT[name]})" if name in NOT_BUILT else f"`{name}`"
+            continue
+        refused = [parameter for parameter in parameters.split("+") if not is_taken(name, parameter)]
+        if refused:
+            yield f"`{name}`: {', '.join(f'`{parameter}`' for parameter in refused)}"
+
+
+def flags_page() -> str:
+    """The whole page."""
+    parts = [_HEADER]
+    for fate, title, what in _TITLES:
+        flags = [one for one in FLAGS if one.fate == fate]
+        third = {"obeyed": "default", "accepted": "", "refused": "taken all the same"}[fate]
+        head = ["flag", *([third] if third else []), what]
+        rows = [
+            [f"`--{one.name}`", *([_shown(one.default or one.harmless)] if third else []), one.note] for one in flags
+        ]
+        parts += [title, "", _row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
+    return "\n".join(parts)
+
+
+def _shown(value: str) -> str:
+    return f"`{value}`" if value else ""
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def parameters_page() -> str:
@@ -265,9 +262,6 @@ def parameter_verdicts() -> Iterator[tuple[str, str, str]]:
 def unknown_parameters() -> list[tuple[str, str]]:
     """Parameters that a type that is built here would refuse."""
     return [(name, parameter) for name, parameter, here in parameter_verdicts() if here == _REFUSED]
-
-
-_REFUSED: Final = "refused"
 
 
 def _verdict(name: str, parameter: str) -> str:

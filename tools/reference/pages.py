@@ -44,6 +44,49 @@ Limits reserve the input and the output of a request before an engine gets it.
 | path | input | output |
 |---|---|---|
 """
+_COMMANDS_HEAD: Final = """\
+# Commands
+
+`attache COMMAND --help` prints the same. Every command exits with 0 if it succeeded and with 2 for a mistake in its
+options or its configuration; where another status has a meaning, its section explains it.
+"""
+_TITLES: Final = {
+    "filter": "Filters",
+    "filter and scorer": "Filters that also score",
+    "scorer": "Scorers",
+    "picker": "Pickers",
+    "profile handler": "Profile handlers",
+    "decider": "Deciders",
+    "reporter": "Reporters",
+    "admitter": "Admitters",
+    "screener": "Screeners",
+    "flow control": "Flow control",
+    "data source": "Sources of data",
+}
+_PLUGINS_HEAD: Final = """\
+# Plugins
+
+The types that an EndpointPickerConfig may name, by kind, with their parameters. Types on one line are names of the same
+plugin. [The plugins page](../picking.md#plugins) explains how they work together and how to write one.
+"""
+_ACCEPTED: Final = """\
+## Accepted without effect
+
+These types of llm-d configure what is built in here, or what is configured elsewhere. Files that name them are read
+unchanged.
+
+| type | what does its work here |
+|---|---|
+"""
+_REFUSED: Final = """\
+## Refused
+
+A file that names one of these types would mean something else without it. Most are of published drafts, or of llm-d's
+own tests.
+
+| type | what to write in its place |
+|---|---|
+"""
 
 
 def apis_page() -> str:
@@ -63,14 +106,6 @@ def _usage(spec: ApiSpec) -> str:
     if not spec.reports_usage:
         return "none"
     return "in plain answers; in streams, as the gateway asks for it" if spec.usage_if_asked else "in every answer"
-
-
-_COMMANDS_HEAD: Final = """\
-# Commands
-
-`attache COMMAND --help` prints the same. Every command exits with 0 if it succeeded and with 2 for a mistake in its
-options or its configuration; where another status has a meaning, its section explains it.
-"""
 
 
 def commands_page() -> str:
@@ -116,45 +151,6 @@ def _expanded(action: argparse.Action, prog: str) -> str:
 def _text(text: str) -> str:
     """Words that Markdown or HTML would read as markup are escaped."""
     return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("{}", "`{}`")
-
-
-_TITLES: Final = {
-    "filter": "Filters",
-    "filter and scorer": "Filters that also score",
-    "scorer": "Scorers",
-    "picker": "Pickers",
-    "profile handler": "Profile handlers",
-    "decider": "Deciders",
-    "reporter": "Reporters",
-    "admitter": "Admitters",
-    "screener": "Screeners",
-    "flow control": "Flow control",
-    "data source": "Sources of data",
-}
-_PLUGINS_HEAD: Final = """\
-# Plugins
-
-The types that an EndpointPickerConfig may name, by kind, with their parameters. Types on one line are names of the same
-plugin. [The plugins page](../picking.md#plugins) explains how they work together and how to write one.
-"""
-_ACCEPTED: Final = """\
-## Accepted without effect
-
-These types of llm-d configure what is built in here, or what is configured elsewhere. Files that name them are read
-unchanged.
-
-| type | what does its work here |
-|---|---|
-"""
-_REFUSED: Final = """\
-## Refused
-
-A file that names one of these types would mean something else without it. Most are of published drafts, or of llm-d's
-own tests.
-
-| type | what to write in its place |
-|---|---|
-"""
 
 
 def plugins_page() -> str:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.decision.situation import EngineReport, Situation
 
+_WINDOW_S = 300.0
+_BYTES_PER_TOKEN = 4
+_ROLLING = 10
+
 
 class Analysis(msgspec.Struct, frozen=True):
     """``unsaturated``: engines below both thresholds; the spare room is theirs, in the mean."""
@@ -146,11 +150,6 @@ def _load(report: EngineReport | None, held: float) -> tuple[float, float]:
     if report is None:
         return 0.0, 0.0
     return kv_usage_of(report) or 0.0, (report.waiting or 0.0) + held
-
-
-_WINDOW_S = 300.0
-_BYTES_PER_TOKEN = 4
-_ROLLING = 10
 
 
 class Means(msgspec.Struct, frozen=True):

@@ -7,6 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+Matches = Callable[[Mapping[str, Any]], bool]
+_SET: Final = re.compile(r"^(?P<key>[\w./-]+)\s+(?P<op>in|notin)\s*\((?P<values>[^)]*)\)$")
+_EQUAL: Final = re.compile(r"^(?P<key>[\w./-]+)\s*(?P<op>==|=|!=)\s*(?P<value>[\w.-]*)$")
+_THERE: Final = re.compile(r"^(?P<no>!?)\s*(?P<key>[\w./-]+)$")
+
 
 class ApiError(Exception):
     """An answer that is an error."""
@@ -66,12 +71,6 @@ def invalid(kind: str, name: str, causes: list[str]) -> ApiError:
 def bad_request(message: str) -> ApiError:
     """400."""
     return ApiError(400, "BadRequest", message)
-
-
-Matches = Callable[[Mapping[str, Any]], bool]
-_SET: Final = re.compile(r"^(?P<key>[\w./-]+)\s+(?P<op>in|notin)\s*\((?P<values>[^)]*)\)$")
-_EQUAL: Final = re.compile(r"^(?P<key>[\w./-]+)\s*(?P<op>==|=|!=)\s*(?P<value>[\w.-]*)$")
-_THERE: Final = re.compile(r"^(?P<no>!?)\s*(?P<key>[\w./-]+)$")
 
 
 def selector(labels: str, fields: str) -> Matches:

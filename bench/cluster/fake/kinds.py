@@ -27,6 +27,8 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "boolean": (bool,),
 }
 _ROOT: Final = frozenset({"apiVersion", "kind", "metadata"})
+_RBAC: Final = "rbac.authorization.k8s.io"
+_VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 
 
 def with_defaults(value: Any, schema: Schema) -> Any:  # noqa: ANN401 - JSON
@@ -211,10 +213,6 @@ def _at(thing: Any, path: str) -> Any:  # noqa: ANN401 - JSON
     for name in path.strip(".").split("."):
         thing = thing.get(name) if isinstance(thing, dict) else None
     return thing
-
-
-_RBAC: Final = "rbac.authorization.k8s.io"
-_VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 
 
 class ServedKind(msgspec.Struct, frozen=True):

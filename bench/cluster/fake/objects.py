@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bench.cluster.fake.kinds import Kinds
     from bench.cluster.fake.storage import Storage
 
+_NOTHING: Final[Mapping[str, Any]] = {}
+
 
 class ResourcePath(msgspec.Struct, frozen=True):
     """A collection without ``name``; of all namespaces without ``namespace``, if its kind has any."""
@@ -47,9 +49,6 @@ def target_of(path: str, kinds: Kinds) -> ResourcePath | None:
         return None
     plural, name, subresource = [*rest, "", ""][:3]
     return ResourcePath(kind, namespace, name, subresource) if plural else None
-
-
-_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class WriteOptions(msgspec.Struct, frozen=True):

@@ -23,6 +23,17 @@ from controller.kube.access import ClusterAccess
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+_MAX_PAGES: Final = 100
+_VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_PAGES: Final[Mapping[str, dict[str, Any]]] = {
+    "/readyz": {"ok": True},
+    "/healthz": {"ok": True},
+    "/livez": {"ok": True},
+    "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0-fake"},
+}
+_ADMIN: Final = "fake-admin"
+_NOBODY: Final = "fake-nobody"
+
 
 class Call(msgspec.Struct, frozen=True):
     """A client's request. ``verb``: as RBAC names it (get, list, watch, create, update, patch, delete)."""
@@ -232,18 +243,6 @@ class _Chosen:
         metadata, target = thing["metadata"], self._target
         here = target.namespace is None or metadata.get("namespace") == target.namespace
         return here and (not target.name or metadata["name"] == target.name) and self._matches(thing)
-
-
-_MAX_PAGES: Final = 100
-_VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
-_PAGES: Final[Mapping[str, dict[str, Any]]] = {
-    "/readyz": {"ok": True},
-    "/healthz": {"ok": True},
-    "/livez": {"ok": True},
-    "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0-fake"},
-}
-_ADMIN: Final = "fake-admin"
-_NOBODY: Final = "fake-nobody"
 
 
 class FakeServer:

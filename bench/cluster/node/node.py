@@ -37,6 +37,30 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
+_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+_PAUSE_S: Final = 0.2
+_CHUNK_BYTES: Final = 65_536
+_LEASES: Final = "kube-node-lease"
+_MANAGER: Final = "node"
+# the scheduler ignores conditions
+_UNREACHABLE: Final = {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}
+_STATES: Final = ("node.kubernetes.io/not-", _UNREACHABLE["key"])
+# the API requires all of them
+_INFO: Final = {
+    "machineID": "",
+    "systemUUID": "",
+    "bootID": "",
+    "kernelVersion": "",
+    "osImage": "processes of this machine",
+    "containerRuntimeVersion": "process://1",
+    "kubeletVersion": "v0.0.0-process",
+    "kubeProxyVersion": "",
+    "operatingSystem": "linux",
+    "architecture": "amd64",
+}
+_REFRESH_S: Final = 5.0
+
 
 class NodeFaults:
     """Faults that new starts of containers meet. Killing processes and losing the node: see ``Node``."""
@@ -66,10 +90,6 @@ class NodeFaults:
     def crashes(self, key: str) -> bool:
         """Whether this pod's containers crash at once."""
         return key in self._crashing
-
-
-_PAUSE_S: Final = 0.2
-_CHUNK_BYTES: Final = 65_536
 
 
 @contextlib.asynccontextmanager
@@ -137,27 +157,6 @@ def _context(address: str) -> ssl.SSLContext:
         paths = [write_private(Path(directory) / name, text) for name, text in (("cert", certificate), ("key", key))]
         context.load_cert_chain(*map(os.fspath, paths))
     return context
-
-
-_log = logging.getLogger(__name__)
-_LEASES: Final = "kube-node-lease"
-_MANAGER: Final = "node"
-# the scheduler ignores conditions
-_UNREACHABLE: Final = {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}
-_STATES: Final = ("node.kubernetes.io/not-", _UNREACHABLE["key"])
-# the API requires all of them
-_INFO: Final = {
-    "machineID": "",
-    "systemUUID": "",
-    "bootID": "",
-    "kernelVersion": "",
-    "osImage": "processes of this machine",
-    "containerRuntimeVersion": "process://1",
-    "kubeletVersion": "v0.0.0-process",
-    "kubeProxyVersion": "",
-    "operatingSystem": "linux",
-    "architecture": "amd64",
-}
 
 
 class NodeSpec(msgspec.Struct, frozen=True):
@@ -290,10 +289,6 @@ class Heartbeat:
             await self._client.apply(LEASES, lease, manager=_MANAGER, force=True)
         except (NotFound, AlreadyExists) as error:  # a server without that namespace has no node lifecycle either
             _log.debug("node %s has no lease: %s", self._spec.name, error)
-
-
-log = logging.getLogger(__name__)
-_REFRESH_S: Final = 5.0
 
 
 class Node:

@@ -40,6 +40,19 @@ if TYPE_CHECKING:
     from controller.kube.resources import Object
 
 _KEPT: Final = {"hostPath", "persistentVolumeClaim"}
+# programs are found, and Python finds this repository, as in the process that runs the node
+_INHERITED: Final = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "TMPDIR",
+    "COVERAGE_PROCESS_START",
+    "COVERAGE_PROCESS_CONFIG",
+)
+_DAY_S: Final = 86_400  # tokens are not renewed
+_CRASH: Final = ("sh", "-c", "echo this pod was made to crash; exit 1")
 
 
 def volume_files(pod: Mapping[str, Any], sources: Sources) -> dict[str, dict[str, bytes]]:
@@ -192,21 +205,6 @@ def _chosen(
     if not source.get("items"):
         return data
     return {one["path"]: data[one["key"]] for one in source["items"] if one["key"] in data}
-
-
-# programs are found, and Python finds this repository, as in the process that runs the node
-_INHERITED: Final = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "TMPDIR",
-    "COVERAGE_PROCESS_START",
-    "COVERAGE_PROCESS_CONFIG",
-)
-_DAY_S: Final = 86_400  # tokens are not renewed
-_CRASH: Final = ("sh", "-c", "echo this pod was made to crash; exit 1")
 
 
 class PodFiles:

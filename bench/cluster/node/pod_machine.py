@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from bench.cluster.node.pod_spec import ContainerSpec, PodSpec, ProbeSpec
 
+State = Literal["waiting", "starting", "running", "stopping", "terminated"]
+Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
+
 
 class ProbeState:
     """One probe of a container that runs since ``began_at_s``. ``passed``: None until a threshold has been reached."""
@@ -53,9 +56,6 @@ class ProbeState:
         self.message = message
         if self._row >= (self.spec.successes if ok else self.spec.failures):
             self.passed = ok
-
-
-State = Literal["waiting", "starting", "running", "stopping", "terminated"]
 
 
 class NodeTiming(msgspec.Struct, frozen=True):
@@ -164,9 +164,6 @@ class ContainerStateMachine:
         self.state = "waiting"
         self.reason = "CrashLoopBackOff" if waits else "ContainerCreating"
         self.message = f"back-off {waits:g}s restarting failed container={self.spec.name}" if waits else ""
-
-
-Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 
 class StartProcess(msgspec.Struct, frozen=True):

@@ -23,6 +23,8 @@ _NETWORKS: Final = range(1, 255)
 _PER_NETWORK: Final = 254 * 255
 # the process that binds this port of a network's last address owns the network
 _CLAIM_PORT: Final = 61_127
+# reports when it is in its namespace, and runs until it is killed
+_HOLDER: Final = ("unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec sleep infinity")
 
 
 class NoAddressLeft(Exception):
@@ -77,10 +79,6 @@ def _claimed(networks: Iterable[int]) -> tuple[socket.socket, int]:
         else:
             return claim, network
     raise NoAddressLeft("other clusters use all networks of 127/8")
-
-
-# reports when it is in its namespace, and runs until it is killed
-_HOLDER: Final = ("unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec sleep infinity")
 
 
 class PodSandbox(Protocol):

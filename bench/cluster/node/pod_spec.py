@@ -32,6 +32,10 @@ IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "python": (),
 }
 """The entry points by repository, without registry and tag."""
+ProbeKind = Literal["startup", "liveness", "readiness"]
+RestartPolicy = Literal["Always", "OnFailure", "Never"]
+_VARIABLE: Final = re.compile(r"\$(\$|\(([^)]*)\))")
+_FIELD_KEY: Final = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
 class ImageMissing(Exception):
@@ -59,10 +63,6 @@ def command(container: Mapping[str, Any], images: Mapping[str, Sequence[str]]) -
         raise ImageMissing(f'failed to pull image "{image}": this node has none called {name}')
     given, args = container.get("command") or (), container.get("args") or ()
     return () if given else images[name], (*given, *args)
-
-
-ProbeKind = Literal["startup", "liveness", "readiness"]
-RestartPolicy = Literal["Always", "OnFailure", "Never"]
 
 
 class Handler(msgspec.Struct, frozen=True):
@@ -185,10 +185,6 @@ def _handler(given: Mapping[str, Any]) -> Handler:
     if "sleep" in given:
         return Handler("sleep", sleep_s=float((given["sleep"] or {}).get("seconds", 0)))
     return Handler("exec", command=tuple((given.get("exec") or {}).get("command") or ()))
-
-
-_VARIABLE: Final = re.compile(r"\$(\$|\(([^)]*)\))")
-_FIELD_KEY: Final = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
 class ReferenceMissing(Exception):

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
+log = logging.getLogger(__name__)
+_NAMES: Final = ("default-scheduler", None)
+_RETRY_S: Final = 0.5
+
 
 class NowhereToGo(Exception):
     """No node takes the pod; the message is kube-scheduler's: how many nodes, and why not."""
@@ -109,11 +113,6 @@ def _tolerates(toleration: Mapping[str, str], taint: Mapping[str, str]) -> bool:
     if toleration.get("operator") == "Exists":
         return not toleration.get("key") or toleration["key"] == taint["key"]
     return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")
-
-
-log = logging.getLogger(__name__)
-_NAMES: Final = ("default-scheduler", None)
-_RETRY_S: Final = 0.5
 
 
 class PodScheduler:

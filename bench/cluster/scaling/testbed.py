@@ -46,6 +46,14 @@ if TYPE_CHECKING:
     from bench.cluster.control_plane import ControlPlane
     from controller.kube.resources import Object, Resource
 
+_LONGEST_S = 300.0
+ENTRY_LABELS: Final = ("attache.dev/model-infer", "attache.dev/entry")
+PATIENCE_S: Final = 240.0
+_QUICK: Final = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.1, pull_max_s=0.4, heartbeat_s=2.0)
+_MANAGER: Final = "manager"
+_LEASE_S: Final = 5
+_SETTLE: Final = "1s"
+
 
 class ReplicaChange(msgspec.Struct, frozen=True):
     """``at_s``: when its event arrived, by the event loop's clock. ``replicas``: in the spec since then."""
@@ -122,9 +130,6 @@ def now_s() -> float:
 
 def _replicas(thing: Object) -> int:
     return int(thing["spec"].get("replicas", 1))
-
-
-_LONGEST_S = 300.0
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,9 +219,6 @@ class LoadClient:
         return {"model": self._model, "messages": [message], "max_tokens": tokens, "stream": True}
 
 
-ENTRY_LABELS: Final = ("attache.dev/model-infer", "attache.dev/entry")
-
-
 class ScaledModel(msgspec.Struct, frozen=True, kw_only=True):
     """What is scaled. ``kind``: Deployment or ModelInfer. ``engine``: words of the simulated engine. ``start_s``: that
     an engine waits before it begins to start. ``policy``: spec of its policy. ``server``: more of its ModelServer.
@@ -294,13 +296,6 @@ class ScaledModel(msgspec.Struct, frozen=True, kw_only=True):
                 "args": [],
             }
         return {"containers": [container], "terminationGracePeriodSeconds": 60}
-
-
-PATIENCE_S: Final = 240.0
-_QUICK: Final = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.1, pull_max_s=0.4, heartbeat_s=2.0)
-_MANAGER: Final = "manager"
-_LEASE_S: Final = 5
-_SETTLE: Final = "1s"
 
 
 class TestbedGateway(msgspec.Struct, frozen=True):

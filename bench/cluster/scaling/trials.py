@@ -48,6 +48,24 @@ _DECISIONS: Final = 50
 _RECORDED_S: Final = 0.5
 _RECORDED_TRIES: Final = 10
 _TURNS: Final = 6
+_IDLE_S: Final = 2.0
+# 14 tokens a second, so that streams are long and cost this machine little.
+_SPEED: Final = 0.1
+_TOKENS_PER_S: Final = 14
+_REPLICAS: Final = 3
+PROMETHEUS: Final = "prometheus"
+_MOST: Final = 6
+_NAME: Final = "faults"
+# Of each gateway. An engine is to have 2.1 requests in flight (70% of 3): both gateways' streams need three engines,
+# those of one need two.
+_STREAMS: Final = 3
+_TOKENS: Final = 28
+_FOREVER: Final = 1_000_000
+_LAWS: Final = (
+    {"name": "Target"},
+    {"name": "Concurrency", "concurrency": {"target": 3, "stableWindow": "6s"}},
+    {"name": "Work"},
+)
 
 
 class Reaction(msgspec.Struct, frozen=True):
@@ -223,9 +241,6 @@ async def _emptied(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> 
     await testbed.until_ready(model, 0)
 
 
-_IDLE_S: Final = 2.0
-
-
 class Cycles(msgspec.Struct, frozen=True, kw_only=True):
     """``cycles``: writes of 0. ``asked``: requests. ``lost``: outcomes of those without a whole answer."""
 
@@ -282,12 +297,6 @@ async def _worst_moment(rng: random.Random, replicas: Replicas, zeros: int) -> N
 
 def _zeros(replicas: Replicas) -> int:
     return sum(one.replicas == 0 for one in replicas.changes[1:])
-
-
-# 14 tokens a second, so that streams are long and cost this machine little.
-_SPEED: Final = 0.1
-_TOKENS_PER_S: Final = 14
-_REPLICAS: Final = 3
 
 
 class DrainOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,9 +360,6 @@ async def scaled_in(testbed: Testbed, kind: str, *, streams: int = 18) -> DrainO
         )
 
 
-PROMETHEUS: Final = "prometheus"
-
-
 def in_flight(namespace: str, server: str) -> str:
     """A query: requests of a ModelServer at its engines, of all gateways."""
     return f'sum(attache_in_flight{{server="{namespace}/{server}"}})'
@@ -391,20 +397,6 @@ async def running_prometheus(testbed: Testbed) -> AsyncIterator[None]:
     finally:
         if testbed.processes.is_running(PROMETHEUS):
             await testbed.processes.end(PROMETHEUS)
-
-
-_MOST: Final = 6
-_NAME: Final = "faults"
-# Of each gateway. An engine is to have 2.1 requests in flight (70% of 3): both gateways' streams need three engines,
-# those of one need two.
-_STREAMS: Final = 3
-_TOKENS: Final = 28
-_FOREVER: Final = 1_000_000
-_LAWS: Final = (
-    {"name": "Target"},
-    {"name": "Concurrency", "concurrency": {"target": 3, "stableWindow": "6s"}},
-    {"name": "Work"},
-)
 
 
 def _model(testbed: Testbed) -> ScaledModel:

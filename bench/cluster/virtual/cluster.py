@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bench.cluster.fake.storage import ObjectChange
     from bench.cluster.virtual.manager import Witness
     from controller.kube.plan import Plan
-    from controller.kube.resources import Object
     from controller.models.model_infer.model_infer_state import ModelInferState
 
 _PLACES = (("", PODS.plural), ("", NODES.plural))

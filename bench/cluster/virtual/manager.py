@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 Fate = Literal["done", "refused", "lost"]
 """Of a call: done, refused before it had an effect, or done while its answer was lost."""
+Place = tuple[str, str]
+NAME: Final = "attache-manager"
+WATCHED: Final = (MODEL_INFERS, NODES, *OWNED)
+_LOADS_EACH_S: Final = 1.0
+_SOONEST_S: Final = 0.05
 
 
 class Faults(msgspec.Struct):
@@ -68,9 +73,6 @@ class Faults(msgspec.Struct):
     def lag(self, plural: str) -> float:
         """Until the next change of a kind is seen."""
         return self.rng.uniform(0.0, self.lags.get(plural, self.lag_s))
-
-
-Place = tuple[str, str]
 
 
 class Caches:
@@ -131,9 +133,6 @@ class Caches:
 
 def _place(resource: Resource) -> Place:
     return resource.group, resource.plural
-
-
-NAME: Final = "attache-manager"
 
 
 def perform(server: VirtualApiServer, action: Action) -> None:
@@ -212,9 +211,6 @@ def _without_times(status: Mapping[str, object]) -> dict[str, object]:
     return {**plain, "conditions": conditions}
 
 
-WATCHED: Final = (MODEL_INFERS, NODES, *OWNED)
-
-
 class ClusterConditions(msgspec.Struct, frozen=True):
     """Inputs that are no objects: loads and the pods whose loads were requested, gang schedulers, whether nodes are
     read.
@@ -290,10 +286,6 @@ def _capacities(caches: Caches) -> list[NodeCapacity]:
 def _has_crashed(pod: Object) -> bool:
     containers = (pod.get("status") or {}).get("containerStatuses") or ()
     return any(one.get("restartCount") for one in containers)
-
-
-_LOADS_EACH_S: Final = 1.0
-_SOONEST_S: Final = 0.05
 
 
 class ReconcileRecord(msgspec.Struct, frozen=True):

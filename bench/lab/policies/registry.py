@@ -47,6 +47,10 @@ _CONFIGS: Final = Path(__file__).parent / "configs"
 
 
 _KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
+# The memory of each router; see its module.
+_SENT: Final = MemoryRule()
+_UNBOUNDED: Final = MemoryRule(is_bounded=False)
+_ENDED: Final = MemoryRule(by="ended", is_bounded=False)
 
 
 def _plain(make: Callable[[], Picker]) -> Callable[[EngineCalibration], PolicySetup]:
@@ -120,11 +124,6 @@ def _pairs(decide: Decider) -> Callable[[EngineCalibration], PolicySetup]:
 
     return build
 
-
-# The memory of each router; see its module.
-_SENT: Final = MemoryRule()
-_UNBOUNDED: Final = MemoryRule(is_bounded=False)
-_ENDED: Final = MemoryRule(by="ended", is_bounded=False)
 
 POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = MappingProxyType(
     {

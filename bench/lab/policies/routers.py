@@ -86,6 +86,21 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.picker import View
 
+_AFFINITY = 0.80
+_MAX_PENALTY_S = 18.0
+_MOST_WAITING: Final = 10
+_SEEN_TOKENS: Final = 8192 / 4
+_BEST: Final = 5
+_SGLANG_APART: Final = 32
+_TIMES: Final = 1.1
+_SGLANG_MATCH: Final = 0.5
+WINDOW_S: Final = 180.0
+_IMBALANCE: Final = 1.5
+_AIBRIX_APART: Final = 8
+_DEVIATIONS: Final = 1.0
+_RAY_APART: Final = 10
+_RAY_MATCH: Final = 0.1
+
 
 def least_cost(view: View, cost: Floats, rng: random.Random, among: Bools | None = None) -> Pick:
     """The candidates by cost, the least first. ``cost``: by row of the endpoint table.
@@ -149,10 +164,6 @@ class PowerOfTwo:
         return least_cost(view, cost, rng)
 
 
-_AFFINITY = 0.80
-_MAX_PENALTY_S = 18.0
-
-
 class AffinityWithTokenLoad:
     """``prefill_tokens_per_s``: the peak of one engine, by llm-d's calibration."""
 
@@ -161,7 +172,6 @@ class AffinityWithTokenLoad:
         self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         self._tracker.observe(view)
         may = view.candidates()
         waiting = self._tracker.prefill_tokens
@@ -174,11 +184,6 @@ class AffinityWithTokenLoad:
             if penalty_s > _MAX_PENALTY_S:
                 sticky = may
         return least_cost(view, load, rng, sticky)
-
-
-_MOST_WAITING: Final = 10
-_SEEN_TOKENS: Final = 8192 / 4
-_BEST: Final = 5
 
 
 class KthenaMeasured:
@@ -209,7 +214,6 @@ class KthenaDefault:
     """The sum of three scores."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         among = view.candidates()
         short = among & (estimated_waiting(view.table, view.now_s) < _MOST_WAITING)
         among = short if short.any() else among
@@ -227,16 +231,10 @@ def _prefix(view: View) -> Floats:
     return ratio
 
 
-_SGLANG_APART: Final = 32
-_TIMES: Final = 1.1
-_SGLANG_MATCH: Final = 0.5
-
-
 class CacheAware:
     """Balance first, then the tree."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         may, load = view.candidates(), requests_in_flight(view)
         most, fewest = float(load[may].max()), float(load[may].min())
         ratio = match_ratio(view)
@@ -255,16 +253,11 @@ class KvRouter:
         self._block_size = block_size
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         tracker = self._tracker
         request = tracker.observe(view)
         tokens = tracker.prefill_tokens + view.request.input_tokens - view.demand.cached_tokens
         cost = np.maximum(tokens, 0.0) / self._block_size + tracker.blocks_with(request)
         return least_cost(view, cost, rng)
-
-
-WINDOW_S: Final = 180.0
-_IMBALANCE: Final = 1.5
 
 
 class _EngineHistory:
@@ -316,7 +309,6 @@ class ExploitExplore:
         self._output_tokens = 200.0
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         request = self._tracker.observe(view)
         table, now = view.table, view.now_s
         self._histories += [_EngineHistory() for _ in range(len(table.addresses) - len(self._histories))]
@@ -351,15 +343,10 @@ class ExploitExplore:
         self._histories[row].send(now, seconds, list(request.text.hashes))
 
 
-_AIBRIX_APART: Final = 8
-_DEVIATIONS: Final = 1.0
-
-
 class PrefixCache:
     """``prefix-cache`` with the defaults of the code."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         may, load = view.candidates(), requests_in_flight(view)
         if float(load[may].max() - load[may].min()) > _AIBRIX_APART:
             return least_cost(view, load, rng)
@@ -380,10 +367,6 @@ class LeastKvCache:
         return least_cost(view, view.table.kv_usage, rng)
 
 
-_RAY_APART: Final = 10
-_RAY_MATCH: Final = 0.1
-
-
 class PrefixAffinity:
     """Keeps the size of each endpoint's part of the tree: the tokens that it was the first to be sent."""
 
@@ -391,7 +374,6 @@ class PrefixAffinity:
         self._tree: Floats = np.zeros(0)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         self._tree = np.pad(self._tree, (0, len(view.table.addresses) - self._tree.size))
         may, load, ratio = view.candidates(), requests_in_flight(view), match_ratio(view)
         if float(load[may].max() - load[may].min()) > _RAY_APART:
@@ -412,7 +394,6 @@ class LMetric:
         self._tracker = tracker
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         self._tracker.observe(view)
         tokens = self._tracker.prefill_tokens + view.request.input_tokens - view.demand.cached_tokens
         return least_cost(view, tokens * (1 + requests_in_flight(view)), rng)
@@ -428,7 +409,6 @@ class Oracle:
         self._others = others
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module."""
         request = self._tracker.observe(view)
         cost = np.full(len(view.table.addresses), np.inf)
         for address, engine in self._tracker.engines.items():

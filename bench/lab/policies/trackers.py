@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.scheduling.picker import Pick, View
 
+# How long a prompt counts as held after its pick, until KV events confirm it.
+PREDICTED_S: Final = 5.0
+
 
 class _Entry(msgspec.Struct):
     row: int
@@ -120,10 +123,6 @@ class InFlightTracker:
         if entry.is_prefilling:
             entry.is_prefilling = False
             self.prefill_tokens[entry.row] -= entry.uncached_tokens
-
-
-# How long a prompt counts as held after its pick, until KV events confirm it.
-PREDICTED_S: Final = 5.0
 
 
 class MemoryRule(msgspec.Struct, frozen=True):

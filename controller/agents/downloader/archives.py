@@ -29,6 +29,22 @@ if TYPE_CHECKING:
     from controller.agents.downloader.core.fetch_plan import Archive
 
 _GIB: Final = 1024**3
+Kind = Literal["file", "directory", "symlink", "hardlink", "other"]
+_BLOCK: Final = 1024**2
+# Extended headers are read into memory whole.
+_LARGEST_HEADER: Final = 1024**2
+# 100,000 members with names of 120 characters.
+_LARGEST_TABLE: Final = 16 * 1024**2
+_ZSTD_WINDOW: Final = 128 * 1024**2
+_EXTENDED: Final = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+_WHITEOUT: Final = ".wh."
+_OPAQUE: Final = ".wh..wh..opq"
 
 
 class ArchiveLimits(msgspec.Struct, frozen=True):
@@ -38,9 +54,6 @@ class ArchiveLimits(msgspec.Struct, frozen=True):
     size: int = 4096 * _GIB
     ratio: int = 200
     ratio_from: int = 64 * 1024**2
-
-
-Kind = Literal["file", "directory", "symlink", "hardlink", "other"]
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -146,23 +159,6 @@ def check_symlink(path: str, target: str) -> None:
     ups = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
     if ".." in parts[ups:] or ups > path.count("/"):
         raise refused
-
-
-_BLOCK: Final = 1024**2
-# Extended headers are read into memory whole.
-_LARGEST_HEADER: Final = 1024**2
-# 100,000 members with names of 120 characters.
-_LARGEST_TABLE: Final = 16 * 1024**2
-_ZSTD_WINDOW: Final = 128 * 1024**2
-_EXTENDED: Final = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
-_WHITEOUT: Final = ".wh."
-_OPAQUE: Final = ".wh..wh..opq"
 
 
 class UnpackingStopped(Exception):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _KEY_LENGTH: Final = 32
+Step = Literal["use", "fetch", "follow"]
 
 
 class CacheEntry:
@@ -234,9 +235,6 @@ class EntryState(msgspec.Struct, frozen=True):
 
     is_ready: bool
     holds_lock: bool
-
-
-Step = Literal["use", "fetch", "follow"]
 
 
 def next_step(found: EntryState) -> Step:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from controller.agents.downloader.core.uri import FileLocation
 
 _BLOCK: Final = 1024**2
+_T = TypeVar("_T")
 
 
 class _Hash(Protocol):
@@ -155,9 +156,6 @@ def _replace(path: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     temporary.replace(path)
-
-
-_T = TypeVar("_T")
 
 
 async def in_thread(

@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
+_LOG: Final = logging.getLogger("attache.download")
+
 Phase = Literal["Resolving", "Waiting", "Downloading", "Unpacking", "Ready", "Failed"]
+_EVERY_S: Final = 1.0
+_PHASES: Final = ("Resolving", "Waiting", "Downloading", "Unpacking", "Ready", "Failed")
+CONDITION: Final = "attache.dev/WeightsReady"
+_CONDITION_EVERY_S: Final = 10.0
+_LAST_S: Final = 5.0
 
 
 class Progress(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -57,10 +64,6 @@ class Progress(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         share = f" ({100 * self.bytes_done // self.bytes_total}%)" if self.bytes_total else ""
         size = f"{self.bytes_done / 1e6:.0f} of {self.bytes_total / 1e6:.0f} MB{share}"
         return f"{self.phase} {self.uri}: {self.files_done} of {self.files_total} files, {size}"
-
-
-_LOG: Final = logging.getLogger("attache.download")
-_EVERY_S: Final = 1.0
 
 
 class Listener(Protocol):
@@ -126,9 +129,6 @@ class Tracker:
             listener.update(self.now)
 
 
-_PHASES: Final = ("Resolving", "Waiting", "Downloading", "Unpacking", "Ready", "Failed")
-
-
 class ProgressMetrics:
     """``/metrics`` of one download, in a registry of its own."""
 
@@ -184,11 +184,6 @@ class ProgressLines:
         """Write the line."""
         sys.stdout.write(msgspec.json.encode(progress).decode() + "\n")
         sys.stdout.flush()
-
-
-CONDITION: Final = "attache.dev/WeightsReady"
-_CONDITION_EVERY_S: Final = 10.0
-_LAST_S: Final = 5.0
 
 
 def condition_of(progress: Progress, since: str) -> Object:

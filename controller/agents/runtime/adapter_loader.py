@@ -28,8 +28,19 @@ if TYPE_CHECKING:
     from controller.agents.runtime.settings import AdapterSettings
     from extproc.engines.dialects import Dialect
 
+log = logging.getLogger(__name__)
+
 _FIRST_RETRY_S: Final = 2.0
 _LONGEST_RETRY_S: Final = 120.0
+_FINISHED = "finished_requests_total"
+_WAITING = "waiting_requests"
+# Adapters that are loaded at the same time, downloads included.
+_MOST_COMING: Final = 32
+# Most failures kept: names come from callers.
+_MOST_FAILURES: Final = 256
+# Evictions and the load itself.
+_MOST_STEPS: Final = 8
+_LIST_TIMEOUT_S: Final = 10.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -164,10 +175,6 @@ def _is_due(name: str, shelf: EngineAdapters, wishes: WantedAdapters, now_s: flo
     return held is None or bool(path and held.path and held.path != path)
 
 
-_FINISHED = "finished_requests_total"
-_WAITING = "waiting_requests"
-
-
 class AdapterUsage:
     """Only of adapters that are loaded, so it does not grow."""
 
@@ -233,16 +240,6 @@ class AdapterUsage:
                     self._used_at_s[name] = now_s
                 self._finished[name] = finished
         return frozenset(name for name, waiting in page.values.get(_WAITING, {}).items() if waiting)
-
-
-# Adapters that are loaded at the same time, downloads included.
-_MOST_COMING: Final = 32
-# Most failures kept: names come from callers.
-_MOST_FAILURES: Final = 256
-# Evictions and the load itself.
-_MOST_STEPS: Final = 8
-_LIST_TIMEOUT_S: Final = 10.0
-log = logging.getLogger(__name__)
 
 
 class LoadRefused(Exception):

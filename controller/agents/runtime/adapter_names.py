@@ -14,11 +14,14 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+log = logging.getLogger(__name__)
+
 _LONGEST: Final = 256
 _LONGEST_URI: Final = 2048
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+-]*")
 _URI: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^\s]+")
 _DIGEST: Final = 12
+_MOST_BYTES: Final = 1024 * 1024
 
 
 class DeclaredAdapter(msgspec.Struct, frozen=True):
@@ -123,10 +126,6 @@ def _declared(name: str, raw: msgspec.Raw, policy: SourcePolicy, *, is_directory
     elif not is_directory:
         raise NameInvalid("uri is missing")
     return one
-
-
-_MOST_BYTES: Final = 1024 * 1024
-log = logging.getLogger(__name__)
 
 
 class DeclaredFile:

@@ -16,9 +16,12 @@ from msgspec.structs import replace
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+log = logging.getLogger(__name__)
+
 # Pages in a row that must show nothing: a request between two queues is on none of them.
 _IN_A_ROW: Final = 2
 Outcome = Literal["", "idle", "gone", "timeout"]
+_PAUSE_S: Final = 0.5
 
 
 class DrainSettings(msgspec.Struct, frozen=True):
@@ -82,10 +85,6 @@ def _is_quiet(load: EngineLoad, *, finishes_requests: bool) -> bool:
     if load.running is None and load.waiting is None:
         return False
     return not load.running and not load.waiting
-
-
-_PAUSE_S: Final = 0.5
-log = logging.getLogger(__name__)
 
 
 class Drainer:

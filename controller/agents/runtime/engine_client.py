@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from extproc.engines.dialects import Dialect
 
 _WORD: Final = " hello"
-
-
-class ModelRequest(msgspec.Struct, frozen=True):
-    """A POST. ``proof``: the member of the response that must be a non-empty list; empty: status 200 suffices.
-    ``is_form``: the body is a form, else JSON.
-    """
-
-    path: str
-    body: dict[str, Any]
-    proof: str = ""
-    is_form: bool = False
-
-
 # APIs that serve a model's first request, tried in order, with the ``proof`` of each.
 PROBES: Final[Mapping[Api, str]] = MappingProxyType(
     {
@@ -54,6 +41,20 @@ PROBES: Final[Mapping[Api, str]] = MappingProxyType(
         Api.SPEECH: "",
     }
 )
+# As extproc: vLLM's pages have 30 to 200 KB.
+_MOST_BYTES: Final = 4 * 1024 * 1024
+_CHUNK_BYTES: Final = 64 * 1024
+
+
+class ModelRequest(msgspec.Struct, frozen=True):
+    """A POST. ``proof``: the member of the response that must be a non-empty list; empty: status 200 suffices.
+    ``is_form``: the body is a form, else JSON.
+    """
+
+    path: str
+    body: dict[str, Any]
+    proof: str = ""
+    is_form: bool = False
 
 
 def build_model_request(api: Api, *, model: str, prompt: str, max_tokens: int) -> ModelRequest:
@@ -99,11 +100,6 @@ def warm_up_prompts(count: int, lengths: Sequence[int], prompts: Sequence[str]) 
 def parse_prompts(text: str) -> tuple[str, ...]:
     """A prompt a line; empty lines are left out."""
     return tuple(line for one in text.splitlines() if (line := one.strip()))
-
-
-# As extproc: vLLM's pages have 30 to 200 KB.
-_MOST_BYTES: Final = 4 * 1024 * 1024
-_CHUNK_BYTES: Final = 64 * 1024
 
 
 class EngineFailed(Exception):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
     from extproc.engines.dialects import Dialect, EngineMetricFamily
 
+# Of one name. A page of 4 MiB, and no longer one is read, has hardly more.
+_MOST_SERIES: Final = 65_536
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
 
 @dataclass
 class Counters:
@@ -30,10 +34,6 @@ class Counters:
     warm_up_s: float = 0.0
     warm_up_failures: int = 0
     starts: int = 0
-
-
-# Of one name. A page of 4 MiB, and no longer one is read, has hardly more.
-_MOST_SERIES: Final = 65_536
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -149,9 +149,6 @@ def _adapter_use(series: Iterable[_Sample], unix_s: float) -> AdapterUse:
 def _names(one: _Sample) -> frozenset[str]:
     both = f"{one.labels.get('running_lora_adapters', '')},{one.labels.get('waiting_lora_adapters', '')}"
     return frozenset(name for part in both.split(",") if (name := part.strip()))
-
-
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class AgentState(msgspec.Struct, frozen=True):

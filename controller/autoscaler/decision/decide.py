@@ -28,10 +28,15 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
     from controller.autoscaler.decision.decision import Recommendation, StageDecision
-    from controller.autoscaler.decision.situation import TargetSituation
-    from controller.autoscaler.decision.stage import StageAnswer
 
 _ONE: Final = 1.0
+# Where targets differ, needs and capacities are rounded to these steps: noise of learned speeds moves no replicas.
+_NEED_STEP: Final = 0.1
+_CAPACITY_DIGITS: Final = 2
+_EPSILON: Final = 1e-6
+# Of the cost without other targets' new replicas.
+_WORTH_MOVING: Final = 0.9
+UNPROVEN: Final = "not proven the cheapest"
 
 
 def decide(
@@ -156,15 +161,6 @@ def _target(target: TargetSituation, desired: int | None, reason: str) -> Target
 
 def _as_it_is(target: TargetSituation) -> TargetDecision:
     return _target(target, target.current, "the policy is paused")
-
-
-# Where targets differ, needs and capacities are rounded to these steps: noise of learned speeds moves no replicas.
-_NEED_STEP: Final = 0.1
-_CAPACITY_DIGITS: Final = 2
-_EPSILON: Final = 1e-6
-# Of the cost without other targets' new replicas.
-_WORTH_MOVING: Final = 0.9
-UNPROVEN: Final = "not proven the cheapest"
 
 
 class SharedReplicas(msgspec.Struct, frozen=True):

@@ -14,32 +14,6 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
 
 Memory = TypeVar("Memory")
-
-
-class Recommendation(msgspec.Struct, frozen=True):
-    """``strategy``: its name. ``replicas``: of the first target, a fraction where targets differ in capacity; None:
-    unknown, which forbids scaling in. ``reason``: for people. ``inputs``: the numbers used, by name and unit.
-    """
-
-    strategy: str = msgspec.field(name="law")
-    replicas: float | None
-    reason: str
-    inputs: Mapping[str, float] = {}
-
-
-class Strategy(Protocol[Memory]):
-    """One strategy. Bounds, behaviour blocks and modes are applied after it."""
-
-    @property
-    def name(self) -> str:
-        """The strategy's name."""
-        ...
-
-    def recommend(self, situation: Situation, memory: Memory | None) -> tuple[Recommendation, Memory | None]:
-        """``memory``: what the strategy returned last; None at first, and after a restart."""
-        ...
-
-
 Rule = Literal[
     "Unknown",
     "Waiting",
@@ -58,6 +32,32 @@ Rule = Literal[
     "Budget",
     "Ratio",
 ]
+
+
+class Recommendation(msgspec.Struct, frozen=True):
+    """``strategy``: its name. ``replicas``: of the first target, a fraction where targets differ in capacity; None:
+    unknown, which forbids scaling in. ``reason``: for people. ``inputs``: the numbers used, by name and unit.
+    """
+
+    strategy: str
+    replicas: float | None
+    reason: str
+    inputs: Mapping[str, float] = {}
+
+
+class Strategy(Protocol[Memory]):
+    """One strategy. Bounds, behaviour blocks and modes are applied after it."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        ...
+
+    def recommend(self, situation: Situation, memory: Memory | None) -> tuple[Recommendation, Memory | None]:
+        """``memory``: what the strategy returned last; None at first, and after a restart."""
+        ...
+
+
 """All rules that may change a recommendation, in the order of a decision; docs/autoscaling.md describes each."""
 
 

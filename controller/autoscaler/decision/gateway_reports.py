@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 
     from extproc.api.status_pages import Demand
 
+# No process counts as much, nor does an engine have as many; and no server has as many engines or models.
+MOST: Final = 1e15
+MOST_ENGINES: Final = 4096
+MOST_MODELS: Final = 1000
+_LONGEST_ADDRESS: Final = 100
+_ROLES: Final = frozenset({"prefill", "decode"})
+_GOOD_ROLES: Final = _ROLES | {""}
+Value = TypeVar("Value")
+# They report once a second.
+SILENT_AFTER_S: Final = 3.0
+# Most tracked processes of a gateway, ended ones included.
+_MOST_PROCESSES: Final = 64
+_LONGEST_SLOT: Final = 100
+_LONGEST_INSTANCE: Final = 400
+
 
 class EngineSignal(msgspec.Struct, frozen=True, gc=False):
     """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``last_report_s``: time of the last gateway
@@ -106,16 +121,6 @@ def _merged(several: list[tuple[EngineDemand, float]]) -> EngineSignal:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [one for one in values if one is not None]
     return sum(known) / len(known) if known else None
-
-
-# No process counts as much, nor does an engine have as many; and no server has as many engines or models.
-MOST: Final = 1e15
-MOST_ENGINES: Final = 4096
-MOST_MODELS: Final = 1000
-_LONGEST_ADDRESS: Final = 100
-_ROLES: Final = frozenset({"prefill", "decode"})
-_GOOD_ROLES: Final = _ROLES | {""}
-Value = TypeVar("Value")
 
 
 class ServerReports(msgspec.Struct):
@@ -266,14 +271,6 @@ def _rise(highest: list[int], report: tuple[int, ...]) -> list[int]:
 
 def _first(report: Mapping[str, Value], most: int) -> Mapping[str, Value]:
     return report if len(report) <= most else dict(list(report.items())[:most])
-
-
-# They report once a second.
-SILENT_AFTER_S: Final = 3.0
-# Most tracked processes of a gateway, ended ones included.
-_MOST_PROCESSES: Final = 64
-_LONGEST_SLOT: Final = 100
-_LONGEST_INSTANCE: Final = 400
 
 
 class ReportingProcess(msgspec.Struct):

@@ -26,12 +26,35 @@ from controller.autoscaler.decision.traffic import Totals, Traffic
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.autoscaler.decision.traffic import Traffic
 
 BINS_PER_WINDOW: Final = 3
 # Windows of 1, 2, 4, 8 and 16 times the shortest.
 _DOUBLINGS: Final = 4
 MOST_BINS: Final = BINS_PER_WINDOW * 2**_DOUBLINGS
+# Differences of fewer standard errors than this are noise: one in 370 by chance.
+_SIGMAS: Final = 3.0
+# Of the newer part of a window, before more counts than its mean.
+_RISE_SIGMAS: Final = 1.5
+# Seconds in which a burst is searched for, and standard errors that make one; many seconds are tested, so the bound is
+# high.
+_BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))
+# The newest part of a trend may be steeper or flatter than all of it by so many.
+_STILL_ON_LINE: Final = 2.0
+# The share of a trend that goes on.
+_DAMPED: Final = 0.7
+# Of the difference of two equal normal values: median absolute value over their standard deviation.
+_MEDIAN_OF_DIFFERENCE: Final = 0.9539
+# Tokens of requests vary about as much as they are large.
+_VARIATION_OF_TOKENS: Final = 1.0
+# Spans in which a trend is searched for; each is cut into so many groups.
+_TREND_BINS: Final = (12, 24, 48)
+_TREND_GROUPS: Final = 12
+# The sum of squares of the groups' places, counted from their middle.
+_TREND_SPREAD: Final = _TREND_GROUPS * (_TREND_GROUPS**2 - 1) / 12
+# Means over requests that have ended need longer windows: after a rise of load the short answers end first.
+_FEWEST_BINS_OF_ENDS: Final = 12
+# Fewer bins give no estimate of the spread.
+_FEWEST_BINS: Final = 5
 
 
 class Bins(msgspec.Struct, frozen=True):
@@ -98,32 +121,6 @@ def windows(bins: int) -> list[int]:
     """Lengths in bins, the shortest first; the last is at most the number of bins."""
     lengths = [BINS_PER_WINDOW * 2**power for power in range(_DOUBLINGS + 1)]
     return [length for length in lengths if length < bins] + [bins] if bins < lengths[-1] else lengths
-
-
-# Differences of fewer standard errors than this are noise: one in 370 by chance.
-_SIGMAS: Final = 3.0
-# Of the newer part of a window, before more counts than its mean.
-_RISE_SIGMAS: Final = 1.5
-# Seconds in which a burst is searched for, and standard errors that make one; many seconds are tested, so the bound is
-# high.
-_BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))
-# The newest part of a trend may be steeper or flatter than all of it by so many.
-_STILL_ON_LINE: Final = 2.0
-# The share of a trend that goes on.
-_DAMPED: Final = 0.7
-# Of the difference of two equal normal values: median absolute value over their standard deviation.
-_MEDIAN_OF_DIFFERENCE: Final = 0.9539
-# Tokens of requests vary about as much as they are large.
-_VARIATION_OF_TOKENS: Final = 1.0
-# Spans in which a trend is searched for; each is cut into so many groups.
-_TREND_BINS: Final = (12, 24, 48)
-_TREND_GROUPS: Final = 12
-# The sum of squares of the groups' places, counted from their middle.
-_TREND_SPREAD: Final = _TREND_GROUPS * (_TREND_GROUPS**2 - 1) / 12
-# Means over requests that have ended need longer windows: after a rise of load the short answers end first.
-_FEWEST_BINS_OF_ENDS: Final = 12
-# Fewer bins give no estimate of the spread.
-_FEWEST_BINS: Final = 5
 
 
 class PerRequest(msgspec.Struct, frozen=True):

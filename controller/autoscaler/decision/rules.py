@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Recommendation
     from controller.autoscaler.decision.memory import StageMemory
-    from controller.autoscaler.decision.situation import Situation
     from extproc.api.quantities import Duration
 
 # Caches of the remaining replicas may be in use to this share.
@@ -29,6 +28,10 @@ _SHORT_WAIT_S: Final = 1.0
 # With latency above this share of the objective no replica is removed.
 _NEAR_OBJECTIVE: Final = 0.9
 _LATENCY_WINDOW_S: Final = 60.0
+# Requests that one replica serves concurrently, where its capacity is unknown.
+REQUESTS_A_REPLICA: Final = 32
+# A start may take so many times as long as usual before its replicas may go again.
+_PATIENCE: Final = 3.0
 
 
 def combine_recommendations(recommendations: Sequence[Recommendation], current: float) -> StageReplicas | None:
@@ -83,10 +86,6 @@ def _late(situation: Situation) -> str:
         if value is not None and limit is not None and value > _NEAR_OBJECTIVE * limit:
             return f"P{objective.percentile:g} of {name} is {value:.3g} s, the objective {limit}"
     return ""
-
-
-# Requests that one replica serves concurrently, where its capacity is unknown.
-REQUESTS_A_REPLICA: Final = 32
 
 
 def needs_gateways(policy: AutoscalingPolicySpec) -> bool:
@@ -149,10 +148,6 @@ def limit_by_data_age(answer: StageReplicas, situation: Situation, policy: Autos
         return answer.adjusted_to("Stale", max(situation.current, min(answer.replicas, for_waiting)), stale)
     why = not_for_scale_in(situation, policy)
     return answer.floored_at("Stale", situation.current, why) if why else answer
-
-
-# A start may take so many times as long as usual before its replicas may go again.
-_PATIENCE: Final = 3.0
 
 
 def with_activity(memory: StageMemory, situation: Situation) -> StageMemory:

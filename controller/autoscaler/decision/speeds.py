@@ -57,6 +57,16 @@ MOST_UTILIZATION: Final = 0.9
 MOST_CACHE: Final = 0.9
 _NORMAL: Final = NormalDist()
 _HALVINGS: Final = 20
+# An 8B model on an H100. Defaults for missing values where others are known.
+_TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
+# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they
+# do not, the strategy's correction follows what is measured at once.
+_SMOOTHING_S: Final = 600.0
+# The first estimates come from few answers, so they count no more than this.
+_FIRST_S: Final = 30.0
+# Most starts kept.
+MOST_STARTS: Final = 32
+_LEAST_S: Final = 1.0
 
 
 class RequestWork(msgspec.Struct, frozen=True):
@@ -108,15 +118,6 @@ def replicas_for_cache(rate: float, work: RequestWork, *, kv_tokens: float, tpot
     """By Little's law: tokens in flight are the rate, times how long a request takes, times its context."""
     in_flight = rate * (work.prefill_s + work.output_tokens * tpot_s) * work.context_tokens
     return in_flight / (MOST_CACHE * kv_tokens)
-
-
-# An 8B model on an H100. Defaults for missing values where others are known.
-_TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
-# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they
-# do not, the strategy's correction follows what is measured at once.
-_SMOOTHING_S: Final = 600.0
-# The first estimates come from few answers, so they count no more than this.
-_FIRST_S: Final = 30.0
 
 
 def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed | None:
@@ -207,11 +208,6 @@ def _between(before: float, new: float, weight: float) -> float:
     if before <= 0 or new <= 0 or before == new:
         return new
     return math.exp((1 - weight) * math.log(before) + weight * math.log(new))
-
-
-# Most starts kept.
-MOST_STARTS: Final = 32
-_LEAST_S: Final = 1.0
 
 
 class EngineStart(msgspec.Struct, frozen=True):

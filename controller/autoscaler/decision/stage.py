@@ -60,6 +60,18 @@ _HELD_BACK: Final = 0.1
 _MOST_REPLICAS: Final = 1.6e10
 # Of rounding.
 _EPSILON: Final = 1e-6
+# The mix of requests by which speeds are compared until one is measured.
+_TYPICAL_REQUEST: Final = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)
+# The mix of requests in which targets are compared.
+# Of a replica, in those of the first target.
+_MOST_CAPACITY: Final = 1000.0
+_MIX_WINDOW_S: Final = 120.0
+# Replicas that grow again after this share of them had gone, or one, follow noise; after more, they follow the load.
+_SMALL_SWING: Final = 0.2
+_NO_STARTS: Final = StartDurations()
+_NEVER_BLOCKED: Final = Blockage()
+# So many periods without a decision are a gap.
+_GAP_PERIODS: Final = 6
 
 
 class StageAnswer(msgspec.Struct, frozen=True):
@@ -252,20 +264,6 @@ def _is_whole(situation: Situation) -> bool:
 
 def _whole(replicas: float, situation: Situation) -> float:
     return float(math.ceil(replicas - _EPSILON)) if _is_whole(situation) else replicas
-
-
-# The mix of requests by which speeds are compared until one is measured.
-_TYPICAL_REQUEST: Final = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)
-# The mix of requests in which targets are compared.
-# Of a replica, in those of the first target.
-_MOST_CAPACITY: Final = 1000.0
-_MIX_WINDOW_S: Final = 120.0
-# Replicas that grow again after this share of them had gone, or one, follow noise; after more, they follow the load.
-_SMALL_SWING: Final = 0.2
-_NO_STARTS: Final = StartDurations()
-_NEVER_BLOCKED: Final = Blockage()
-# So many periods without a decision are a gap.
-_GAP_PERIODS: Final = 6
 
 
 def prepare_stage(

@@ -20,6 +20,27 @@ import msgspec
 
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, percentile
 
+# At a tick a second: five minutes of all points, then one of thirty for two hours.
+FINE: Final = 300
+COARSE: Final = 240
+EACH: Final = 30
+# Points with histograms of their own, the newest ones. Of older ones so many have those of the first of them.
+RECENT: Final = 120
+EACH_HISTOGRAM: Final = 30
+EACH_OLD_HISTOGRAM: Final = 300
+# Of a bucket.
+MOST_COUNTED: Final = 2**32 - 1
+TTFT_BUCKETS: Final = len(TTFT_BOUNDS_S) + 1
+TPOT_BUCKETS: Final = len(TPOT_BOUNDS_S) + 1
+# Nothing was counted. They are the same objects each time, and must not be changed.
+NONE_OF_TTFT: Final = [0] * TTFT_BUCKETS
+NONE_OF_TPOT: Final = [0] * TPOT_BUCKETS
+_COUNTERS: Final = 7
+# of both histograms: the first bucket that is not empty, and how many there are from there on
+_HEAD: Final = Struct("<4B")
+_COUNT: Final = "I"
+_COUNT_BYTES: Final = array(_COUNT).itemsize
+
 
 class Totals(msgspec.Struct, frozen=True):
     """Sums over gateways since the first sample; they only grow. ``ttft`` and ``tpot``: requests by bucket, as in
@@ -144,28 +165,6 @@ class Traffic(msgspec.Struct, frozen=True):
 def _since(counts: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     known = len(before)
     return tuple(count - (before[index] if index < known else 0) for index, count in enumerate(counts))
-
-
-# At a tick a second: five minutes of all points, then one of thirty for two hours.
-FINE: Final = 300
-COARSE: Final = 240
-EACH: Final = 30
-# Points with histograms of their own, the newest ones. Of older ones so many have those of the first of them.
-RECENT: Final = 120
-EACH_HISTOGRAM: Final = 30
-EACH_OLD_HISTOGRAM: Final = 300
-# Of a bucket.
-MOST_COUNTED: Final = 2**32 - 1
-TTFT_BUCKETS: Final = len(TTFT_BOUNDS_S) + 1
-TPOT_BUCKETS: Final = len(TPOT_BOUNDS_S) + 1
-# Nothing was counted. They are the same objects each time, and must not be changed.
-NONE_OF_TTFT: Final = [0] * TTFT_BUCKETS
-NONE_OF_TPOT: Final = [0] * TPOT_BUCKETS
-_COUNTERS: Final = 7
-# of both histograms: the first bucket that is not empty, and how many there are from there on
-_HEAD: Final = Struct("<4B")
-_COUNT: Final = "I"
-_COUNT_BYTES: Final = array(_COUNT).itemsize
 
 
 class TrafficSums(msgspec.Struct):

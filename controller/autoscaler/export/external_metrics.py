@@ -26,17 +26,22 @@ from extproc.api.addresses import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from typing import Any
 
     from aiohttp.typedefs import Handler
 
     from controller.kube.client import Client
     from controller.webhooks.certificates import KeyPair
 
+log = logging.getLogger(__name__)
+
 GROUP: Final = "external.metrics.k8s.io"
 VERSION: Final = "v1beta1"
 GROUP_VERSION: Final = f"{GROUP}/{VERSION}"
 ROOT: Final = f"/apis/{GROUP_VERSION}"
+CONFIG_MAP: Final = ("kube-system", "extension-apiserver-authentication")
+_NAMES = msgspec.json.Decoder(tuple[str, ...])
+_POLL_S: Final = 60.0
+_OPEN: Final = ("/healthz", "/readyz", "/livez")
 
 
 def groups() -> dict[str, Any]:
@@ -85,10 +90,6 @@ def quantity(value: float) -> str:
 def _group() -> dict[str, Any]:
     version = {"groupVersion": GROUP_VERSION, "version": VERSION}
     return {"name": GROUP, "versions": [version], "preferredVersion": version}
-
-
-CONFIG_MAP: Final = ("kube-system", "extension-apiserver-authentication")
-_NAMES = msgspec.json.Decoder(tuple[str, ...])
 
 
 class FrontProxy(msgspec.Struct, frozen=True):
@@ -145,11 +146,6 @@ def _common_name(certificate: Mapping[str, Any]) -> str:
             if key == "commonName":
                 return str(value)
     return ""
-
-
-log = logging.getLogger(__name__)
-_POLL_S: Final = 60.0
-_OPEN: Final = ("/healthz", "/readyz", "/livez")
 
 
 class MetricsServer:

@@ -32,6 +32,26 @@ from controller.autoscaler.export.keda_messages import (
 from extproc.reload import Reloadable
 
 log = logging.getLogger(__name__)
+METRIC: Final = "attache-desired-replicas"
+# Streams get a message at least this often, so that broken connections are noticed sooner.
+_REPEAT_S: Final = 30.0
+# Concurrent calls other than streams.
+_MOST_CALLS: Final = 1024
+# Names of Kubernetes' objects are no longer.
+_LONGEST_NAME: Final = 253
+_OPTIONS: Final = (
+    # a second process on the same port would share its connections without a word
+    ("grpc.so_reuseport", 0),
+    # ScaledObjects hold a stream each, over one connection; OpenStreams limits them
+    ("grpc.max_concurrent_streams", 100_000),
+    # a reference to a ScaledObject is short
+    ("grpc.max_receive_message_length", 64 * 1024),
+    # a client that is gone without a word keeps its streams no longer than this
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+)
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -81,27 +101,6 @@ def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCe
     if clients is not None:
         check_authorities(clients, None)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], clients)
-
-
-METRIC: Final = "attache-desired-replicas"
-# Streams get a message at least this often, so that broken connections are noticed sooner.
-_REPEAT_S: Final = 30.0
-# Concurrent calls other than streams.
-_MOST_CALLS: Final = 1024
-# Names of Kubernetes' objects are no longer.
-_LONGEST_NAME: Final = 253
-_OPTIONS: Final = (
-    # a second process on the same port would share its connections without a word
-    ("grpc.so_reuseport", 0),
-    # ScaledObjects hold a stream each, over one connection; OpenStreams limits them
-    ("grpc.max_concurrent_streams", 100_000),
-    # a reference to a ScaledObject is short
-    ("grpc.max_receive_message_length", 64 * 1024),
-    # a client that is gone without a word keeps its streams no longer than this
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.max_connection_idle_ms", 600_000),
-)
 
 
 class DecisionSource(Protocol):
@@ -238,9 +237,6 @@ class KedaScaler:
         if refusal:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
         return f"{ref.namespace}/{binding}", target
-
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _names(context: _Context) -> list[str]:

@@ -17,6 +17,11 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Each takes some 26 KiB.
+MOST_STREAMS: Final = 4096
+_OF_A_CALLER: Final = 2
+_OF_A_NAMESPACE: Final = 8
+
 
 class Readers(msgspec.Struct, frozen=True):
     """``namespaces``: those whose decisions are readable; empty: all. ``clients``: by a name in a client's certificate,
@@ -58,12 +63,6 @@ def readers_of(namespaces: Iterable[str], clients: Iterable[str]) -> Readers:
             raise ValueError(f"{name!r} is there twice; write all of its namespaces together")
         found[name] = its
     return Readers(frozenset(namespaces), found)
-
-
-# Each takes some 26 KiB.
-MOST_STREAMS: Final = 4096
-_OF_A_CALLER: Final = 2
-_OF_A_NAMESPACE: Final = 8
 
 
 class TooMany(Exception):

@@ -56,7 +56,7 @@ class ExportRole:
         self._is_ready = False
 
     def use(self, pair: KeyPair) -> None:
-        """See ``MetricsServer``."""
+        """The certificate to show from now on; raises OSError."""
         if self._server is not None:
             self._server.use(pair)
 

@@ -133,7 +133,7 @@ class Accelerators:
             self._wake.set()
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Watch nodes and pods while any binding needs to know their capacity, until cancelled."""
         while True:
             self._wake.clear()
             if self._users:

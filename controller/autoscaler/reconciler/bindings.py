@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _REPLICAS: Final = ("wva_desired_replicas", "inferno_desired_replicas")
 ScalableRef = tuple[str, str, str, str]
 """What is scaled: namespace, group, kind, name."""
+_METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp")
+Decoded = TypeVar("Decoded")
 
 
 class TargetClaim(NamedTuple):
@@ -146,10 +148,6 @@ def hold_of(
     return ManualOverride(found.writer or "somebody", found.replicas, until_s) if now_s < until_s else None
 
 
-_METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp")
-Decoded = TypeVar("Decoded")
-
-
 class PolicyView(msgspec.Struct, frozen=True):
     """``thing``: the object without its spec. ``policy``: None if it is invalid; ``problem`` has the mistake."""
 
@@ -188,14 +186,14 @@ class BindingView(msgspec.Struct, frozen=True):
 
 
 def trimmed_policy(thing: Object) -> Object:
-    """See the module."""
+    """The object as the cache keeps it: its identity, and a PolicyView in ``view``."""
     policy, problem = _decoded(thing, AutoscalingPolicy)
     small = _small(thing, AUTOSCALING_POLICIES.kind)
     return {**small, "view": PolicyView(small, policy, problem)}
 
 
 def trimmed_binding(thing: Object) -> Object:
-    """See the module."""
+    """The object as the cache keeps it: its identity, and a BindingView in ``view``."""
     binding, problem = _decoded(thing, AutoscalingPolicyBinding)
     small, claim = _small(thing, AUTOSCALING_POLICY_BINDINGS.kind), claim_of(thing)
     namespace = claim.key.partition("/")[0]

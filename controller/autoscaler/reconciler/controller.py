@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.recorder import Counted
 
+log = logging.getLogger(__name__)
+
 _CLOCK: Final = time.perf_counter
+DECIDER: Final = Decider(decide, encode_memory, decode_memory)
+_EACH_S: Final = 2.0
 
 
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,9 +191,6 @@ def _loop_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-DECIDER: Final = Decider(decide, encode_memory, decode_memory)
-
-
 def scaling_of(
     settings: ScalingSettings, metrics: ScalingMetrics, records: Records
 ) -> Callable[[Client], Awaitable[None]]:
@@ -200,10 +201,6 @@ def scaling_of(
         await ScalingController(client, settings, metrics, decider=DECIDER, demand=demand, records=records).run()
 
     return run
-
-
-log = logging.getLogger(__name__)
-_EACH_S: Final = 2.0
 
 
 class PolicyStatuses:

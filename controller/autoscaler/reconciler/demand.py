@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from extproc.api.status_pages import Demand
 
+Urgent = Callable[[str], None]
+_TICK_S: Final = 1.0
+
 
 def together(reports: Sequence[EngineReport]) -> EngineReport:
     """One report of several engines: amounts are summed; age is that of the oldest; cache usage is the largest."""
@@ -46,7 +49,6 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-Urgent = Callable[[str], None]
 """Gets the key of a ModelServer about which something should be decided at once."""
 
 
@@ -84,9 +86,6 @@ class DemandSource(Protocol):
         ...
 
 
-_TICK_S: Final = 1.0
-
-
 class _SlotReport(msgspec.Struct):
     """The last report of one gateway process. ``unfinished``: by server, requests held at zero and all unfinished ones,
     at the last jump or the fewest since then.
@@ -118,7 +117,7 @@ class GatewayDemand:
         self._last: tuple[tuple[str, ...], float, DemandView] | None = None
 
     async def run(self, urgent: Urgent) -> None:
-        """See ``DemandSource``."""
+        """Read the gateways' pages until cancelled; call ``urgent`` when a server's demand jumps."""
         self._urgent = urgent
         self._gateways.subscribe(self._feed.gateways_changed)
         async with asyncio.TaskGroup() as tasks:
@@ -135,11 +134,11 @@ class GatewayDemand:
                 await asyncio.sleep(_TICK_S)
 
     def follow(self, servers: Collection[str]) -> None:
-        """See ``DemandSource``."""
+        """Request the demand of these ModelServers, by key."""
         self._wanted = servers
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
-        """See ``DemandSource``. Calls at the same instant return the same object."""
+        """The demand for these ModelServers; calls at the same instant return the same object."""
         wanted = tuple(servers)
         if self._last is not None and self._last[:2] == (wanted, now_s):
             return self._last[2]

@@ -38,10 +38,13 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import ScalableRef, TargetClaim
     from controller.autoscaler.reconciler.scalables import PodView
     from controller.kube.client import Client
-    from controller.kube.informer import InformerTiming
 
 _Bucket = tuple[str, str, str]
 _Query = tuple[str, tuple[tuple[str, str], ...]]
+# a watch is a connection and a task
+_MOST: Final = 16
+_HPAS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+_SCALED_OBJECTS: Final = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 
 
 class PodIndex:
@@ -112,10 +115,6 @@ class PodIndex:
         return [(namespace, name, pod.labels[name]) for name in labels if name in pod.labels]
 
 
-# a watch is a connection and a task
-_MOST: Final = 16
-
-
 class NamespacedPods:
     """Informers of pods in the namespaces given to ``set_wanted``. ``index``: all of their pods."""
 
@@ -184,10 +183,6 @@ class NamespacedPods:
             for key in self._informers.pop(name).objects:
                 if not any(key in one.objects for one in kept):
                     self.index.put(key, None)
-
-
-_HPAS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
-_SCALED_OBJECTS: Final = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 
 
 class Informers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -43,6 +42,11 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.scalables import PodView
     from controller.kube.client import Client
+
+POD_METRICS: Final = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
+# Bad Request and Unprocessable Entity: the body has Prometheus' error about the query.
+_EXPLAINED: Final = (400, 422)
+_LONGEST: Final = 300
 
 
 class MetricSample(msgspec.Struct, frozen=True):
@@ -100,12 +104,6 @@ def shares_of(
         why = f"the pods request no {name}" if lacks else f"there is no recent {name} usage of any engine"
         return Metric(at_s=now_s, problem=why)
     return Metric(at_s=at_s, by_engine=values)
-
-
-POD_METRICS: Final = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
-# Bad Request and Unprocessable Entity: the body has Prometheus' error about the query.
-_EXPLAINED: Final = (400, 422)
-_LONGEST: Final = 300
 
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")
 _STAGE: Final = ("namespace", "binding", "stage")
 _BINDING: Final = ("namespace", "binding")
+# A queue of so many counts as full, as in the gateways.
+_FULL_QUEUE = 5.0
 
 
 class TargetSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class ScalingMetrics(Collector):
             registry=registry,
         )
         self._looks = Counter(
-            "attache_scaling_looks_total",
+            "attache_scaling_reconciles_total",
             "Looks at bindings: decided, waiting (not all is known yet), invalid,"
             " paused, again (a target had changed meanwhile), gone, error",
             ("outcome",),
@@ -143,8 +145,8 @@ def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
         for one in bindings
         for stage in one.stages
     ]
-    by_law = [
-        (labels_of((*_STAGE, "law"), (*values, one.strategy)), one.replicas)
+    by_strategy = [
+        (labels_of((*_STAGE, "strategy"), (*values, one.strategy)), one.replicas)
         for values, stage, _ in stages
         for one in stage.recommendations
         if one.replicas is not None
@@ -158,7 +160,7 @@ def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     unproven = [(labels, not stage.is_proven) for _, stage, labels in stages]
     age = [(labels_of(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
     message = "What a strategy asks for, in replicas of the first target"
-    yield MetricFamily("attache_scaling_law_replicas", message, "gauge", by_law)
+    yield MetricFamily("attache_scaling_strategy_replicas", message, "gauge", by_strategy)
     yield MetricFamily("attache_scaling_need_replicas", "What the strategies ask for together", "gauge", need)
     message = "By how much a rule has changed what the strategies ask for"
     yield MetricFamily("attache_scaling_kept_replicas", message, "gauge", kept)
@@ -173,10 +175,6 @@ def _changes(stage: StageDecision) -> dict[str, float]:
     for step in stage.steps:
         found[step.rule] = found.get(step.rule, 0.0) + step.after - step.before
     return found
-
-
-# A queue of so many counts as full, as in the gateways.
-_FULL_QUEUE = 5.0
 
 
 def series_of(state: BindingState, model_of: Callable[[str], str]) -> BindingSeries | None:

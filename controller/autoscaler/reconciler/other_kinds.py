@@ -24,9 +24,22 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.reconciler.bindings import ScalableRef
     from controller.kube.client import Client
-    from controller.kube.resources import Object
+
+log = logging.getLogger(__name__)
 
 _VERSION: Final = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z]([-a-z0-9]*[a-z0-9])?")
+_EACH_S: Final = 5.0
+# However many targets there are, at most fifty reads begin in a second.
+_GAP_S: Final = 0.02
+# So many are read side by side, and each group of kinds has a share: behind it may be a server of its own that is slow.
+_SIDE_BY_SIDE: Final = 16
+# What has not been read by then cannot be read.
+_DEADLINE_S: Final = 10.0
+# Discovery and granted permissions are checked again after so long; denied permissions at each read.
+_KNOWN_S: Final = 300.0
+_REVIEWS: Final = Resource(
+    "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
+)
 
 
 class Unscalable(NamedTuple):
@@ -86,21 +99,6 @@ def path_problem(place: ScalableRef, version: str) -> Unscalable | None:
 def target_display_name(place: ScalableRef) -> str:
     """For people."""
     return f"{place[2]} {place[0]}/{place[3]}"
-
-
-log = logging.getLogger(__name__)
-_EACH_S: Final = 5.0
-# However many targets there are, at most fifty reads begin in a second.
-_GAP_S: Final = 0.02
-# So many are read side by side, and each group of kinds has a share: behind it may be a server of its own that is slow.
-_SIDE_BY_SIDE: Final = 16
-# What has not been read by then cannot be read.
-_DEADLINE_S: Final = 10.0
-# Discovery and granted permissions are checked again after so long; denied permissions at each read.
-_KNOWN_S: Final = 300.0
-_REVIEWS: Final = Resource(
-    "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
-)
 
 
 class OtherKinds:

@@ -20,7 +20,7 @@ from aiohttp import web
 from controller.autoscaler.decision.decision import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from controller.autoscaler.decision.decision import StageDecision
 
@@ -30,6 +30,8 @@ _EACH_S: Final = 60.0
 _MOST_QUIET: Final = 20
 # Thirty million years, in seconds.
 _ENDLESS: Final = 1e15
+DECISIONS_PATH: Final = "/decisions"
+_MOST_ON_PAGE: Final = 100
 
 
 class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -207,10 +209,6 @@ def _names(names: Sequence[str]) -> str:
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-DECISIONS_PATH: Final = "/decisions"
-_MOST_ON_PAGE: Final = 100
 
 
 def routes(records: Records, leads: Callable[[], bool]) -> Sequence[web.RouteDef]:

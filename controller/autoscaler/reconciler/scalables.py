@@ -72,6 +72,12 @@ _FAILING: Final = frozenset(
     }
 )
 _NO_NODE: Final = frozenset({"Unschedulable", "SchedulingGated"})
+STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+# Two of 32 bits, and the words between them.
+_LONGEST_NUMBERS: Final = 40
+_LWS: Final = "leaderworkerset.sigs.k8s.io/"
+Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,13 +174,6 @@ def _fails(container: Mapping[str, Any]) -> bool:
     return (state.get("waiting") or {}).get("reason") in _FAILING
 
 
-STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
-LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
-# Two of 32 bits, and the words between them.
-_LONGEST_NUMBERS: Final = 40
-_LWS: Final = "leaderworkerset.sigs.k8s.io/"
-
-
 class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas``: of its spec. ``selector``: labels of its pods; empty if labels alone do not select them.
     ``template``: labels of the pods that serve requests; ``roles``: the same by role of a ModelInfer. ``scaled_by`` and
@@ -201,7 +200,6 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     selects: str = ""
 
 
-Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
 """The selector and the template's labels of an object."""
 UnitOf = Callable[[PodView], str]
 """Which replica a pod is a part of."""

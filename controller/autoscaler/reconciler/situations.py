@@ -23,7 +23,7 @@ from controller.autoscaler.decision.speeds import speed_of
 from controller.autoscaler.reconciler.demand import together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.reconciler.bindings import ManualOverride
@@ -39,6 +39,8 @@ _WORST_FIRST: Final = (
     EngineState.STARTING,
     EngineState.READY,
 )
+_UNDECLARED: Final = EngineCapacity()
+View = Callable[[Sequence[str]], "DemandView"]
 
 
 def engines_of(kind: ScalableKind, pods: Iterable[PodView], reports: Mapping[str, EngineReport]) -> tuple[Engine, ...]:
@@ -72,8 +74,6 @@ def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Eng
     )
 
 
-_UNDECLARED: Final = EngineCapacity()
-View = Callable[[Sequence[str]], "DemandView"]
 """The demand for some ModelServers together."""
 
 

@@ -49,6 +49,14 @@ Found = TypeVar("Found")
 
 # Entries that were not read for so long are dropped.
 _FORGET_S: Final = 600.0
+_KEYS = ("token", "ca.crt", "tls.crt", "tls.key")
+_LONGEST: Final = 200
+_SELECTOR: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(\{[^{}]*\})?|\{[^{}]*\}")
+# Lines of a metric, and of those with its name as a prefix: engines have a few.
+_MOST_LINES: Final = 10_000
+_WHICH: Final = "attache_sample"
+# Of several series of one page, as of data-parallel ranks, these are shares: the fullest counts. Others add up.
+_SHARES: Final = ("_perc", "_percent", "_ratio", "_usage", "_utilization")
 
 
 class _Entry(Generic[Found]):
@@ -276,9 +284,6 @@ def credentials_of(data: Mapping[str, Any], name: str, version: str) -> Credenti
         return Credentials(problem=f"the certificates in the Secret {name} cannot be used", version=version)
 
 
-_KEYS = ("token", "ca.crt", "tls.crt", "tls.key")
-
-
 class FetchFailed(Exception):
     """The page could not be fetched; the message has the reason, and nothing of the server's answer."""
 
@@ -314,15 +319,6 @@ async def fetch_page(
         raise FetchFailed(f"the server's certificate is not trusted: {error.certificate_error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise FetchFailed(f"the server cannot be asked: {error}") from None
-
-
-_LONGEST: Final = 200
-_SELECTOR: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(\{[^{}]*\})?|\{[^{}]*\}")
-# Lines of a metric, and of those with its name as a prefix: engines have a few.
-_MOST_LINES: Final = 10_000
-_WHICH: Final = "attache_sample"
-# Of several series of one page, as of data-parallel ranks, these are shares: the fullest counts. Others add up.
-_SHARES: Final = ("_perc", "_percent", "_ratio", "_usage", "_utilization")
 
 
 class MetricValue(msgspec.Struct, frozen=True):

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.result import Result, TargetAction
 
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
+# Rules of a decision's steps that limited the recommendation of the strategies.
+LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
+_LONGEST: Final = 1000
+_MISSING: Final = "DataMissing"
+_AWAITED: Final = "DataAwaited"
+# Messages of these conditions have numbers that change all the time: they stay while status and reason do.
+_STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
 
 
 def reasons_of(stage: StageDecision) -> list[str]:
@@ -30,15 +37,6 @@ def reasons_of(stage: StageDecision) -> list[str]:
 def without_numbers(text: str) -> str:
     """The same for all numbers in it."""
     return _NUMBERS.sub("#", text)
-
-
-# Rules of a decision's steps that limited the recommendation of the strategies.
-LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
-_LONGEST: Final = 1000
-_MISSING: Final = "DataMissing"
-_AWAITED: Final = "DataAwaited"
-# Messages of these conditions have numbers that change all the time: they stay while status and reason do.
-_STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
 
 
 def status_of(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:

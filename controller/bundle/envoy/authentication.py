@@ -102,6 +102,139 @@ _NOWHERE: Final = "x-attache-nowhere"
 # No name that a configuration could have.
 _NO_ISSUER: Final = "(none)"
 _JWT_FILTER: Final = TOKENS_NAMESPACE
+# Longer values are no key of ours, and are not hashed.
+_MOST_KEY_BYTES: Final = 4096
+# SHA-256 as FIPS 180-4 has it; numbers are 32 bits wide and signed, as LuaJIT's bit operations return them.
+_KEYS_SCRIPT: Final = """
+local CLIENTS = {@CLIENTS@}
+local EXPIRES_AT_MS = {@EXPIRES@}
+local INITIAL = {@INITIAL@}
+local ROUND = {@ROUND@}
+local band, bnot, bxor, bor = bit.band, bit.bnot, bit.bxor, bit.bor
+local lshift, ror, rshift, tobit, tohex = bit.lshift, bit.ror, bit.rshift, bit.tobit, bit.tohex
+
+local function compress(state, text, at, w)
+  for i = 1, 16 do
+    local b1, b2, b3, b4 = string.byte(text, at + 4 * i - 4, at + 4 * i - 1)
+    w[i] = bor(lshift(b1, 24), lshift(b2, 16), lshift(b3, 8), b4)
+  end
+  for i = 17, 64 do
+    local x, y = w[i - 15], w[i - 2]
+    local s0 = bxor(ror(x, 7), ror(x, 18), rshift(x, 3))
+    local s1 = bxor(ror(y, 17), ror(y, 19), rshift(y, 10))
+    w[i] = tobit(w[i - 16] + s0 + w[i - 7] + s1)
+  end
+  local a, b, c, d, e, f, g, h = unpack(state)
+  for i = 1, 64 do
+    local s1 = bxor(ror(e, 6), ror(e, 11), ror(e, 25))
+    local t1 = h + s1 + bxor(band(e, f), band(bnot(e), g)) + ROUND[i] + w[i]
+    local s0 = bxor(ror(a, 2), ror(a, 13), ror(a, 22))
+    local t2 = s0 + bxor(band(a, b), band(a, c), band(b, c))
+    h, g, f, e, d, c, b, a = g, f, e, tobit(d + t1), c, b, a, tobit(t1 + t2)
+  end
+  for i, value in ipairs({a, b, c, d, e, f, g, h}) do
+    state[i] = tobit(state[i] + value)
+  end
+end
+
+local function sha256(text)
+  local size = #text
+  local bits = {}
+  for i = 0, 7 do
+    bits[8 - i] = string.char(math.floor(size * 8 / 256 ^ i) % 256)
+  end
+  text = text .. "\\128" .. string.rep("\\0", (55 - size) % 64) .. table.concat(bits)
+  local state, w = {unpack(INITIAL)}, {}
+  for at = 1, #text, 64 do
+    compress(state, text, at, w)
+  end
+  for i = 1, 8 do
+    state[i] = tohex(state[i])
+  end
+  return table.concat(state)
+end
+
+-- With or without "Bearer" before it.
+local function key_in(value)
+  local scheme, rest = string.match(value, "^(%a+) +(.*)$")
+  return scheme and string.lower(scheme) == "bearer" and rest or value
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local value = headers:get("authorization")
+  if not value or value == "" then
+    value = headers:get("x-api-key") or ""
+  end
+  local client
+  if #value > 0 and #value <= @MOST_BYTES@ then
+    local digest = sha256(key_in(value))
+    local expires_at_ms = EXPIRES_AT_MS[digest]
+    if not expires_at_ms or handle:timestamp() < expires_at_ms then
+      client = CLIENTS[digest]
+    end
+  end
+  if not client then
+    handle:respond({[":status"] = "401"}, "")
+    return
+  end
+  headers:remove("authorization")
+  headers:remove("x-api-key")
+  headers:replace("@CLIENT@", client)
+end
+"""
+_CERTIFICATE_NAMESPACE: Final = "attache.certificate"
+_CERTIFICATE_KEY: Final = "name"
+_HOLE: Final = re.compile(r"\{(tenant|user)\}")
+# What {tenant} and {user} do not reach over; no control character, as the names go into headers.
+_HOLE_ENDS: Final = {"URI": "/", "DNS": "%.", "CommonName": "/@"}
+_CERTIFICATES_SCRIPT: Final = """
+local NAMES = {@NAMES@}
+
+local function values_of(ssl, field)
+  if field == "URI" then return ssl:uriSanPeerCertificate() end
+  if field == "DNS" then return ssl:dnsSansPeerCertificate() end
+  local subject = ssl:parsedSubjectPeerCertificate()
+  return subject and {subject:commonName()} or {}
+end
+
+-- Tenant and user; nothing if no value fits, or two do.
+local function read(ssl, one)
+  local found
+  for _, value in ipairs(values_of(ssl, one.field)) do
+    if one.field == "DNS" then value = string.lower(value) end
+    local groups = {string.match(value, one.pattern)}
+    if #groups > 0 then
+      if found then return nil end
+      found = groups
+    end
+  end
+  return found and (one.tenant or found[one.tenant_at]), found and found[one.user_at]
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  headers:remove("@TENANT@")
+  headers:remove("@USER@")
+  local ssl = handle:streamInfo():downstreamSslConnection()
+  if not ssl or not ssl:peerCertificateValidated() then
+    handle:respond({[":status"] = "401"}, "")
+    return
+  end
+  for _, one in ipairs(NAMES) do
+    local tenant, user = read(ssl, one)
+    if tenant then
+      headers:replace("@TENANT@", tenant)
+      if user then headers:replace("@USER@", user) end
+      handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@KEY@", one.name)
+      return
+    end
+  end
+end
+"""
+_HTTPS_PORT: Final = 443
+# After a fetch that failed.
+_RETRY_S: Final = 2.0
 
 
 def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:
@@ -239,90 +372,6 @@ def _is_name(path: tuple[str, ...]) -> MetadataMatcher:
     )
 
 
-# Longer values are no key of ours, and are not hashed.
-_MOST_KEY_BYTES: Final = 4096
-
-# SHA-256 as FIPS 180-4 has it; numbers are 32 bits wide and signed, as LuaJIT's bit operations return them.
-_KEYS_SCRIPT: Final = """
-local CLIENTS = {@CLIENTS@}
-local EXPIRES_AT_MS = {@EXPIRES@}
-local INITIAL = {@INITIAL@}
-local ROUND = {@ROUND@}
-local band, bnot, bxor, bor = bit.band, bit.bnot, bit.bxor, bit.bor
-local lshift, ror, rshift, tobit, tohex = bit.lshift, bit.ror, bit.rshift, bit.tobit, bit.tohex
-
-local function compress(state, text, at, w)
-  for i = 1, 16 do
-    local b1, b2, b3, b4 = string.byte(text, at + 4 * i - 4, at + 4 * i - 1)
-    w[i] = bor(lshift(b1, 24), lshift(b2, 16), lshift(b3, 8), b4)
-  end
-  for i = 17, 64 do
-    local x, y = w[i - 15], w[i - 2]
-    local s0 = bxor(ror(x, 7), ror(x, 18), rshift(x, 3))
-    local s1 = bxor(ror(y, 17), ror(y, 19), rshift(y, 10))
-    w[i] = tobit(w[i - 16] + s0 + w[i - 7] + s1)
-  end
-  local a, b, c, d, e, f, g, h = unpack(state)
-  for i = 1, 64 do
-    local s1 = bxor(ror(e, 6), ror(e, 11), ror(e, 25))
-    local t1 = h + s1 + bxor(band(e, f), band(bnot(e), g)) + ROUND[i] + w[i]
-    local s0 = bxor(ror(a, 2), ror(a, 13), ror(a, 22))
-    local t2 = s0 + bxor(band(a, b), band(a, c), band(b, c))
-    h, g, f, e, d, c, b, a = g, f, e, tobit(d + t1), c, b, a, tobit(t1 + t2)
-  end
-  for i, value in ipairs({a, b, c, d, e, f, g, h}) do
-    state[i] = tobit(state[i] + value)
-  end
-end
-
-local function sha256(text)
-  local size = #text
-  local bits = {}
-  for i = 0, 7 do
-    bits[8 - i] = string.char(math.floor(size * 8 / 256 ^ i) % 256)
-  end
-  text = text .. "\\128" .. string.rep("\\0", (55 - size) % 64) .. table.concat(bits)
-  local state, w = {unpack(INITIAL)}, {}
-  for at = 1, #text, 64 do
-    compress(state, text, at, w)
-  end
-  for i = 1, 8 do
-    state[i] = tohex(state[i])
-  end
-  return table.concat(state)
-end
-
--- With or without "Bearer" before it.
-local function key_in(value)
-  local scheme, rest = string.match(value, "^(%a+) +(.*)$")
-  return scheme and string.lower(scheme) == "bearer" and rest or value
-end
-
-function envoy_on_request(handle)
-  local headers = handle:headers()
-  local value = headers:get("authorization")
-  if not value or value == "" then
-    value = headers:get("x-api-key") or ""
-  end
-  local client
-  if #value > 0 and #value <= @MOST_BYTES@ then
-    local digest = sha256(key_in(value))
-    local expires_at_ms = EXPIRES_AT_MS[digest]
-    if not expires_at_ms or handle:timestamp() < expires_at_ms then
-      client = CLIENTS[digest]
-    end
-  end
-  if not client then
-    handle:respond({[":status"] = "401"}, "")
-    return
-  end
-  headers:remove("authorization")
-  headers:remove("x-api-key")
-  headers:replace("@CLIENT@", client)
-end
-"""
-
-
 def known_keys(keys: Sequence[ApiKey]) -> Lua:
     """The filter for API keys: it writes the name of the caller's key into a header and removes the key.
 
@@ -367,58 +416,6 @@ def _cube_root(number: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if middle**3 <= number else (low, middle - 1)
     return low
-
-
-_CERTIFICATE_NAMESPACE: Final = "attache.certificate"
-_CERTIFICATE_KEY: Final = "name"
-_HOLE: Final = re.compile(r"\{(tenant|user)\}")
-# What {tenant} and {user} do not reach over; no control character, as the names go into headers.
-_HOLE_ENDS: Final = {"URI": "/", "DNS": "%.", "CommonName": "/@"}
-
-_CERTIFICATES_SCRIPT: Final = """
-local NAMES = {@NAMES@}
-
-local function values_of(ssl, field)
-  if field == "URI" then return ssl:uriSanPeerCertificate() end
-  if field == "DNS" then return ssl:dnsSansPeerCertificate() end
-  local subject = ssl:parsedSubjectPeerCertificate()
-  return subject and {subject:commonName()} or {}
-end
-
--- Tenant and user; nothing if no value fits, or two do.
-local function read(ssl, one)
-  local found
-  for _, value in ipairs(values_of(ssl, one.field)) do
-    if one.field == "DNS" then value = string.lower(value) end
-    local groups = {string.match(value, one.pattern)}
-    if #groups > 0 then
-      if found then return nil end
-      found = groups
-    end
-  end
-  return found and (one.tenant or found[one.tenant_at]), found and found[one.user_at]
-end
-
-function envoy_on_request(handle)
-  local headers = handle:headers()
-  headers:remove("@TENANT@")
-  headers:remove("@USER@")
-  local ssl = handle:streamInfo():downstreamSslConnection()
-  if not ssl or not ssl:peerCertificateValidated() then
-    handle:respond({[":status"] = "401"}, "")
-    return
-  end
-  for _, one in ipairs(NAMES) do
-    local tenant, user = read(ssl, one)
-    if tenant then
-      headers:replace("@TENANT@", tenant)
-      if user then headers:replace("@USER@", user) end
-      handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@KEY@", one.name)
-      return
-    end
-  end
-end
-"""
 
 
 def named_by_certificates(names: Sequence[CertificateName]) -> Lua:
@@ -477,11 +474,6 @@ def _name_entry(one: CertificateName) -> str:
 def _quoted(text: str) -> str:
     """As a string of Lua, which spells quotes and backslashes as JSON does; there are no control characters."""
     return msgspec.json.encode(text).decode()
-
-
-_HTTPS_PORT: Final = 443
-# After a fetch that failed.
-_RETRY_S: Final = 2.0
 
 
 def remote_key_set(issuer: str, remote: RemoteJwks) -> EnvoysRemoteJwks:

@@ -83,6 +83,7 @@ _PING_ANSWER_S: Final = 3.0
 IDLE_S: Final = 4.0
 # File systems take names of 255 bytes; drafts of a file have a longer name.
 _LONGEST_FILE_NAME: Final = 200
+_BACKEND_CONNECT_S: Final = 5.0
 
 
 def server_cluster_name(server: str) -> str:
@@ -329,9 +330,6 @@ def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
             LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=address(one))) for one in addresses])
         ],
     )
-
-
-_BACKEND_CONNECT_S: Final = 5.0
 
 
 def backend_cluster_name(backend: str) -> str:

@@ -45,6 +45,7 @@ _INTEGERS_AS_TEXT: Final = frozenset(
     }
 )
 _FLOATS: Final = frozenset({betterproto2.TYPE_FLOAT, betterproto2.TYPE_DOUBLE})
+T = TypeVar("T")
 
 
 def _as_it_is(name: str) -> str:
@@ -226,9 +227,6 @@ def resources_file(resources: Sequence[Mapping[str, object]]) -> str:
     # json indents in Python, which takes a second for some hundred routes
     text = msgspec.json.encode({"version_info": version, "resources": list(resources)})
     return msgspec.json.format(text, indent=1).decode() + "\n"
-
-
-T = TypeVar("T")
 
 
 class Memo:

@@ -107,23 +107,8 @@ USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FI
 
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
-
-
-def _paths_where(usage: str) -> str:
-    """A regular expression of the paths, with their query, of APIs that report usage under these names."""
-    found = [path for path, api in APIS_BY_PATH.items() if api.spec.usage == usage]
-    # one that others stand beneath stands for them
-    shortest = [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
-    texts = [path + "(/[^?]*)?" * any(other.startswith(f"{path}/") for other in found) for path in shortest]
-    return f"({'|'.join(texts)})(\\?.*)?"
-
-
-# Answers of the first have JSON in them that a client or a model has written, which may contain a false ``usage``.
-_INPUT_TOKENS_PATHS: Final = _paths_where("input_tokens")
-_PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 # Where an HTTPRoute may cut a prefix off.
 _ANY_PREFIX: Final = "[^?]*"
-
 _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
     (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
@@ -143,6 +128,20 @@ _USAGE_PATHS: Final = (
         if not (place and key == COMPLETION_TOKENS)
     ),
 )
+
+
+def _paths_where(usage: str) -> str:
+    """A regular expression of the paths, with their query, of APIs that report usage under these names."""
+    found = [path for path, api in APIS_BY_PATH.items() if api.spec.usage == usage]
+    # one that others stand beneath stands for them
+    shortest = [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
+    texts = [path + "(/[^?]*)?" * any(other.startswith(f"{path}/") for other in found) for path in shortest]
+    return f"({'|'.join(texts)})(\\?.*)?"
+
+
+# Answers of the first have JSON in them that a client or a model has written, which may contain a false ``usage``.
+_INPUT_TOKENS_PATHS: Final = _paths_where("input_tokens")
+_PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 
 
 class Needs(msgspec.Struct, frozen=True):

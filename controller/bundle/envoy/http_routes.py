@@ -93,6 +93,16 @@ _UPGRADED_IDLE_S: Final = 3600.0
 Named = ModelServer | Backend | None
 # Per-route configuration of filters, by their names, as plain data.
 Configs = Mapping[str, object]
+_REDIRECT_CODE: Final = RedirectActionRedirectResponseCode
+_REDIRECT_CODES: Final = {
+    301: _REDIRECT_CODE.MOVED_PERMANENTLY,
+    302: _REDIRECT_CODE.FOUND,
+    303: _REDIRECT_CODE.SEE_OTHER,
+    307: _REDIRECT_CODE.TEMPORARY_REDIRECT,
+    308: _REDIRECT_CODE.PERMANENT_REDIRECT,
+}
+_WELL_KNOWN_PORTS: Final = {"http": 80, "https": 443}
+_MILLION: Final = 1_000_000
 
 
 class RuleLocation(msgspec.Struct, frozen=True):
@@ -321,18 +331,6 @@ def _value_match(match: ValueMatch) -> StringMatcher:
     if match.type == "Exact":
         return StringMatcher(exact=match.value)
     return StringMatcher(safe_regex=RegexMatcher(regex=match.value))
-
-
-_REDIRECT_CODE: Final = RedirectActionRedirectResponseCode
-_REDIRECT_CODES: Final = {
-    301: _REDIRECT_CODE.MOVED_PERMANENTLY,
-    302: _REDIRECT_CODE.FOUND,
-    303: _REDIRECT_CODE.SEE_OTHER,
-    307: _REDIRECT_CODE.TEMPORARY_REDIRECT,
-    308: _REDIRECT_CODE.PERMANENT_REDIRECT,
-}
-_WELL_KNOWN_PORTS: Final = {"http": 80, "https": 443}
-_MILLION: Final = 1_000_000
 
 
 def change_headers(target: Route | WeightedClusterClusterWeight, filters: Iterable[HTTPRouteFilter]) -> None:

@@ -72,6 +72,23 @@ DEFAULT_ROUTES: Final = "attache"
 ROUTES_FOLDER: Final = "rds"
 # The listener that ``listen`` stands for.
 DEFAULT_LISTENER: Final = "default"
+# With these headers of Envoy's a client could set timeouts and retries.
+_ENVOYS_PREFIX: Final = "x-envoy-"
+# Only this gateway itself writes these, even if its clients are trusted.
+_OWN_HEADERS: Final = (
+    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, *SIDECAR_HEADERS),
+    # who sees whose usage; a route does not write a name that is not known
+    *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER),
+)
+_SERVER_NAME: Final = "attache"
+# Envoy's default; the longest hold is added.
+_IDLE_S: Final = 300.0
+# HTTP/2: to a client that is silent for so long, and how long it may take to answer.
+_PING_S: Final = 30.0
+_PING_ANSWER_S: Final = 20.0
+# Of TLS: a client that does not finish it holds memory.
+_HANDSHAKE_S: Final = 15.0
+_MANAGER: Final = "envoy.filters.network.http_connection_manager"
 
 
 class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,25 +147,6 @@ def _group(address: str, listeners: Sequence[Listener]) -> ListenerGroup:
     return ListenerGroup(
         route_config_name=f"{DEFAULT_ROUTES}/{name}", address=address, listeners=tuple(listeners), tls=first.tls
     )
-
-
-# With these headers of Envoy's a client could set timeouts and retries.
-_ENVOYS_PREFIX: Final = "x-envoy-"
-# Only this gateway itself writes these, even if its clients are trusted.
-_OWN_HEADERS: Final = (
-    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, *SIDECAR_HEADERS),
-    # who sees whose usage; a route does not write a name that is not known
-    *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER),
-)
-_SERVER_NAME: Final = "attache"
-# Envoy's default; the longest hold is added.
-_IDLE_S: Final = 300.0
-# HTTP/2: to a client that is silent for so long, and how long it may take to answer.
-_PING_S: Final = 30.0
-_PING_ANSWER_S: Final = 20.0
-# Of TLS: a client that does not finish it holds memory.
-_HANDSHAKE_S: Final = 15.0
-_MANAGER: Final = "envoy.filters.network.http_connection_manager"
 
 
 def listener_resources(

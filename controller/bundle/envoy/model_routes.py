@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _DEFAULT_POLICY: Final = TrafficPolicy()
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+_IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
 
 
 def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
@@ -203,9 +204,6 @@ def _string_matcher(match: StringMatch) -> StringMatcher:
     if match.prefix is not None:
         return StringMatcher(prefix=match.prefix)
     return StringMatcher(safe_regex=RegexMatcher(regex=match.regex or ""))
-
-
-_IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
 
 
 def _asks_for(names: list[str]) -> MetadataMatcher:

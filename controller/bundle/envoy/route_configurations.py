@@ -84,6 +84,9 @@ _INVALID: Final = "invalid_request_error"
 _NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
 _NO_ROUTE: Final = "Nothing is served under this host and path."
 _OTHER_LISTENER: Final = "Another listener serves this host; connect to it under its own name."
+# Reports read many rows; they end by themselves before this.
+_REPORT_S: Final = 60.0
+_CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLER_USER))
 
 
 def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
@@ -241,11 +244,6 @@ def _health_route(path: str) -> dict[str, object]:
     # the filter has no configuration by route; one without a type enables it, which Envoy's classes cannot write
     enabled = {**to_resource(FilterConfig()), "config": {}}
     return {**to_plain(made), "typed_per_filter_config": {HEALTH_FILTER: enabled}}
-
-
-# Reports read many rows; they end by themselves before this.
-_REPORT_S: Final = 60.0
-_CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLER_USER))
 
 
 def _usage_routes(gateway: GatewayConfigSpec, memo: Memo) -> list[dict[str, object]]:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
 
 SECRETS_FOLDER: Final = "secrets"
+_ALPN: Final = ("h2", "http/1.1")
+_VERSIONS: Final = {"1.2": TlsParametersTlsProtocol.TLSv1_2, "1.3": TlsParametersTlsProtocol.TLSv1_3}
 
 
 class SecretSource(msgspec.Struct, frozen=True, tag=True):
@@ -129,10 +131,6 @@ def secret_file(source: SecretSource, content: Mapping[str, bytes]) -> str:
     ]
     # the classes of Envoy's schema would print the key when they fail
     return resources_file([{**to_resource(Secret(name=source.name)), kind: fields}])
-
-
-_ALPN: Final = ("h2", "http/1.1")
-_VERSIONS: Final = {"1.2": TlsParametersTlsProtocol.TLSv1_2, "1.3": TlsParametersTlsProtocol.TLSv1_3}
 
 
 def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:

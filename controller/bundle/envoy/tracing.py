@@ -77,6 +77,11 @@ _MOST_SPANS: Final = 1024
 _EXPORT_S: Final = 2.0
 _CONNECT_S: Final = 1.0
 _PARTS_OF_PERCENT: Final = 10_000
+# As the conventions name them; of a request that extproc has not decided, its method.
+_NAME: Final = (
+    f"%CEL('{TRACE_NAMESPACE}' in metadata.filter_metadata"
+    f" ? metadata.filter_metadata['{TRACE_NAMESPACE}']['name'] : request.method)%"
+)
 
 
 def _metadata(namespace: str, key: str) -> str:
@@ -87,11 +92,6 @@ def _of_trace(key: str) -> str:
     return _metadata(TRACE_NAMESPACE, key)
 
 
-# As the conventions name them; of a request that extproc has not decided, its method.
-_NAME: Final = (
-    f"%CEL('{TRACE_NAMESPACE}' in metadata.filter_metadata"
-    f" ? metadata.filter_metadata['{TRACE_NAMESPACE}']['name'] : request.method)%"
-)
 # Attributes of OpenTelemetry's conventions for generative AI, and ours. An attribute without a value is left out.
 _TEXTS: Final[Mapping[str, str]] = {
     "gen_ai.operation.name": _of_trace("operation"),

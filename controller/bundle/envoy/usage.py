@@ -128,36 +128,8 @@ local function show(chunk, came, text, tail, is_end)
   return tail
 end
 """
-
-
-def hiding_script(*, hides: bool, drops_details: bool) -> str:
-    """Defines HIDES_COUNTS, ``read`` and ``show`` for the scripts of filters, which take an answer piece by piece.
-
-    A hidden count becomes 0. In the Messages API cached tokens are no part of ``input_tokens``: they are added there,
-    and the counts of caches are removed. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was
-    cached: so it is always removed, and so is SGLang's ``cached_tokens_details``. No byte of an answer, nor their
-    number, depends on what was cached; so answers have no ``content-length``.
-
-    The pieces of an answer may cut what is hidden in two: its beginning is held back until the next piece has come, at
-    most 512 bytes.
-
-    ``drops_details``: not for the responses API, whose answers always have theirs and repeat what clients sent.
-    """
-    names = ", ".join(f'"{name}"' for name in _NAMES)
-    marks = {"@HIDES@": _lua(value=hides), "@NAMES@": names, "@DROPS_DETAILS@": _lua(value=drops_details)}
-    script = _HIDING
-    for mark, text in marks.items():
-        script = script.replace(mark, text)
-    return script
-
-
-def _lua(*, value: bool) -> str:
-    return "true" if value else "false"
-
-
 # When the request began, in microseconds since 1970: filter state that the bundle writes for these scripts.
 STARTED_US: Final = "attache.started_us"
-
 # What only the usage log needs of an answer. The numbers are in metadata after every piece: where a stream is cut, no
 # script runs any more.
 _LOGGING: Final = """
@@ -188,29 +160,8 @@ local function log_events(handle, log, more, finish)
   metadata:set("@USAGE_NAMESPACE@", "@EVENTS@", log.events)
 end
 """
-
-
-def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
-    """``script`` behind what it calls for the usage log, with ``marks`` replaced. Not ``logs``: no script calls it."""
-    marks = {
-        "@LOGS@": _lua(value=logs),
-        "@STARTED_US@": STARTED_US,
-        "@FALLBACK_NAMESPACE@": FALLBACK_NAMESPACE,
-        "@FIRST_CONTENT_US@": FIRST_CONTENT_US,
-        "@EVENTS@": EVENTS,
-        "@FINISH@": FINISH,
-        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
-        **marks,
-    }
-    text = _LOGGING + script
-    for mark, value in marks.items():
-        text = text.replace(mark, value)
-    return Lua(default_source_code=DataSource(inline_string=text))
-
-
 # Of the object with usage, which has some hundred bytes.
 _MOST_KEPT: Final = 64 * 1024
-
 # Wrappers such as dynamicMetadata() are valid within one piece only.
 _NESTED: Final = """
 -- the first of several that is there; of the Messages API, input_tokens are those that were not cached
@@ -396,39 +347,10 @@ function envoy_on_response(handle)
   end
 end
 """
-
-
-def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
-    """Reads usage in plain answers of the responses and the Messages API.
-
-    Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the
-    model wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts. So
-    the filter follows strings and brackets through the pieces of the answer, and keeps that object alone. Streams,
-    compressed answers and those that extproc has not decided pass untouched.
-
-    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided. ``logs``: the usage
-    log needs more; the events of streams are counted, by their names, which no model writes: line ends in JSON are
-    escaped.
-    """
-    marks = {
-        "@PROMPT_TOKENS@": PROMPT_TOKENS,
-        "@COMPLETION_TOKENS@": COMPLETION_TOKENS,
-        "@CACHED_TOKENS@": CACHED_TOKENS,
-        "@NAMESPACE@": NAMESPACE,
-        "@TICKET@": TICKET,
-        "@MOST_KEPT@": str(_MOST_KEPT),
-        "@CREATED_TOKENS@": CREATED_TOKENS,
-        "@REASONING_TOKENS@": REASONING_TOKENS,
-        "@UNCACHED_TOKENS@": UNCACHED_TOKENS,
-    }
-    return _lua_of(hiding_script(hides=hides_counts, drops_details=False) + _NESTED, marks, logs=logs)
-
-
 # An event with usage has some hundred bytes.
 MOST_HELD_BYTES: Final = 64 * 1024
 # The usage of a plain answer is no longer than this.
 _OVERLAP_BYTES: Final = 2048
-
 # Quotes within JSON strings are escaped, so text that a model writes matches none of the patterns.
 # Wrappers such as dynamicMetadata() are valid within one piece only.
 _STREAMS: Final = """
@@ -599,6 +521,75 @@ function envoy_on_response(response_handle)
   end
 end
 """
+
+
+def hiding_script(*, hides: bool, drops_details: bool) -> str:
+    """Defines HIDES_COUNTS, ``read`` and ``show`` for the scripts of filters, which take an answer piece by piece.
+
+    A hidden count becomes 0. In the Messages API cached tokens are no part of ``input_tokens``: they are added there,
+    and the counts of caches are removed. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was
+    cached: so it is always removed, and so is SGLang's ``cached_tokens_details``. No byte of an answer, nor their
+    number, depends on what was cached; so answers have no ``content-length``.
+
+    The pieces of an answer may cut what is hidden in two: its beginning is held back until the next piece has come, at
+    most 512 bytes.
+
+    ``drops_details``: not for the responses API, whose answers always have theirs and repeat what clients sent.
+    """
+    names = ", ".join(f'"{name}"' for name in _NAMES)
+    marks = {"@HIDES@": _lua(value=hides), "@NAMES@": names, "@DROPS_DETAILS@": _lua(value=drops_details)}
+    script = _HIDING
+    for mark, text in marks.items():
+        script = script.replace(mark, text)
+    return script
+
+
+def _lua(*, value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
+    """``script`` behind what it calls for the usage log, with ``marks`` replaced. Not ``logs``: no script calls it."""
+    marks = {
+        "@LOGS@": _lua(value=logs),
+        "@STARTED_US@": STARTED_US,
+        "@FALLBACK_NAMESPACE@": FALLBACK_NAMESPACE,
+        "@FIRST_CONTENT_US@": FIRST_CONTENT_US,
+        "@EVENTS@": EVENTS,
+        "@FINISH@": FINISH,
+        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
+        **marks,
+    }
+    text = _LOGGING + script
+    for mark, value in marks.items():
+        text = text.replace(mark, value)
+    return Lua(default_source_code=DataSource(inline_string=text))
+
+
+def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
+    """Reads usage in plain answers of the responses and the Messages API.
+
+    Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the
+    model wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts. So
+    the filter follows strings and brackets through the pieces of the answer, and keeps that object alone. Streams,
+    compressed answers and those that extproc has not decided pass untouched.
+
+    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided. ``logs``: the usage
+    log needs more; the events of streams are counted, by their names, which no model writes: line ends in JSON are
+    escaped.
+    """
+    marks = {
+        "@PROMPT_TOKENS@": PROMPT_TOKENS,
+        "@COMPLETION_TOKENS@": COMPLETION_TOKENS,
+        "@CACHED_TOKENS@": CACHED_TOKENS,
+        "@NAMESPACE@": NAMESPACE,
+        "@TICKET@": TICKET,
+        "@MOST_KEPT@": str(_MOST_KEPT),
+        "@CREATED_TOKENS@": CREATED_TOKENS,
+        "@REASONING_TOKENS@": REASONING_TOKENS,
+        "@UNCACHED_TOKENS@": UNCACHED_TOKENS,
+    }
+    return _lua_of(hiding_script(hides=hides_counts, drops_details=False) + _NESTED, marks, logs=logs)
 
 
 def stream_usage(*, hides_counts: bool, logs: bool = False) -> Lua:

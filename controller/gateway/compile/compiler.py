@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 # Of namespaces in one message.
 _MOST_SAID: Final = 3
+GATEWAY_FILE: Final = "gateway.json"
+# Kinds whose objects are attached to others, by what compiles them.
+_POLICIES: Final = {"ModelAccessPolicy": compile_policies}
 
 
 def size_problem(files: Mapping[str, bytes]) -> str:
@@ -65,11 +68,6 @@ def size_problem(files: Mapping[str, bytes]) -> str:
         f"all objects come to {total} bytes, and {MAX_DIRECTORY_BYTES} are read; "
         f"the namespaces with most of them: {largest}"
     )
-
-
-GATEWAY_FILE: Final = "gateway.json"
-# Kinds whose objects are attached to others, by what compiles them.
-_POLICIES: Final = {"ModelAccessPolicy": compile_policies}
 
 
 class CompileResult(msgspec.Struct, frozen=True):

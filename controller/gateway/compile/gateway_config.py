@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 
     from extproc.api.authentication import ApiKeySecret, Authentication, JwtIssuer, VirtualKeys
 
+TENANT: Final = "attache.dev/tenant"
+USER: Final = "attache.dev/user"
+_NAME: Final = re.compile(patterns.NAME)
+_KEY: Final = re.compile(patterns.KEY)
+_TEXT: Final = re.compile(patterns.NO_CONTROL)
+_SHORTEST_KEY: Final = 8
+_LONGEST_KEY: Final = 512
+# A digest without a known preimage, used where no key can be read: a gateway with all Secrets missing still requires
+# keys.
+_NO_KEY: Final = {"name": "none", "tenant": "none", "keySHA256": "0" * 64}
+_RESOLVED: Final = frozenset({"apiKeys", "apiKeySecrets", "virtualKeys", "jwt"})
+_DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}}
+
 
 class GatewayConfigs:
     """``sources``: every GatewayConfig by key; it may change."""
@@ -50,21 +63,6 @@ class GatewayConfigs:
             return False
         authentication = config.decoded.spec.authentication
         return authentication is not None and bool(authentication.client_certificates)
-
-
-TENANT: Final = "attache.dev/tenant"
-USER: Final = "attache.dev/user"
-_NAME: Final = re.compile(patterns.NAME)
-_KEY: Final = re.compile(patterns.KEY)
-_TEXT: Final = re.compile(patterns.NO_CONTROL)
-_SHORTEST_KEY: Final = 8
-_LONGEST_KEY: Final = 512
-# A digest without a known preimage, used where no key can be read: a gateway with all Secrets missing still requires
-# keys.
-_NO_KEY: Final = {"name": "none", "tenant": "none", "keySHA256": "0" * 64}
-
-
-_RESOLVED: Final = frozenset({"apiKeys", "apiKeySecrets", "virtualKeys", "jwt"})
 
 
 class SecretContent(msgspec.Struct, frozen=True):
@@ -225,9 +223,6 @@ def _is_text(value: str) -> bool:
 
 def _digest(key: bytes) -> str:
     return sha256(key).hexdigest()
-
-
-_DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}}
 
 
 class GatewayDocument(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 # File systems take 255 bytes, of which the name of a draft needs some. Of a longer name this much is kept.
 _LONGEST: Final = 200
 _KEPT: Final = 120
+# Directories read *.json and *.yaml as documents: a writer of Secrets must not be able to write a document.
+_SUFFIX: Final = "data"
+# Of bits. Envoy refuses smaller keys.
+_SMALLEST_RSA: Final = 2048
+_CLIENT_FILES: Final = ("tls.crt", "tls.key")
+_LONGEST_KEY: Final = 4096
 
 
 def bounded_name(stem: str, suffix: str) -> str:
@@ -42,12 +48,6 @@ def bounded_name(stem: str, suffix: str) -> str:
     if len(stem) + len(suffix) > _LONGEST:
         stem = f"{stem[:_KEPT]}~{sha256(stem.encode()).hexdigest()[:32]}"
     return stem + suffix
-
-
-# Directories read *.json and *.yaml as documents: a writer of Secrets must not be able to write a document.
-_SUFFIX: Final = "data"
-# Of bits. Envoy refuses smaller keys.
-_SMALLEST_RSA: Final = 2048
 
 
 class Pointer(msgspec.Struct, frozen=True, order=True):
@@ -122,8 +122,6 @@ def authorities_problem(pointed: PointedObject, name: str = "ca.crt") -> str:
     return ""
 
 
-_CLIENT_FILES: Final = ("tls.crt", "tls.key")
-_LONGEST_KEY: Final = 4096
 Read = Callable[[Pointer], PointedObject | None]
 """The target of a pointer; None if it does not exist or is not read yet."""
 

@@ -28,6 +28,24 @@ if TYPE_CHECKING:
     from controller.gateway.compile.secrets import Read
     from extproc.api.picker_config import PickerCheck
 
+# ConfigMaps with this label are read; others may be large, and are none of our business.
+LABEL: Final = "attache.dev/picker-config"
+_PORT_FIELDS = ("workloadSelector", "workloadPort")
+# A writer of ModelServers could otherwise send the gateway's own keys to their engine, and a missing file would make
+# the whole configuration invalid.
+_FILES: Final = (
+    "connection names files or variables of the gateway, which objects of a cluster may not; write caCertificateRef, "
+    "clientCertificateRef and apiKeyRef in place of caFile, clientCertificate, apiKeyFile and apiKeyEnv"
+)
+_NAMES_NOTHING: Final = "it names no other object"
+_UNCONNECTED: Final = (
+    "its engines must not be reached without what connection refers to, and its requests are answered 503"
+)
+# What was deleted and what came back, which hold requests until there are engines.
+_HOLD: Final = {"holdTimeout": str(RETURNED.hold_timeout)}
+# Of pods in one message.
+_MOST_SAID: Final = 3
+
 
 def address_mistake(spec: ModelServerSpec, networks: Sequence[Network] | None = None) -> str:
     """Why objects of a cluster may not list such an address; empty if they may. ``networks``: those that may be listed;
@@ -51,10 +69,6 @@ def address_mistake(spec: ModelServerSpec, networks: Sequence[Network] | None = 
 def _addresses(spec: ModelServerSpec) -> Iterator[str]:
     for endpoint in spec.endpoints:
         yield from (one for one in (endpoint.address, endpoint.kv_events, endpoint.kv_replay) if one is not None)
-
-
-# ConfigMaps with this label are read; others may be large, and are none of our business.
-LABEL: Final = "attache.dev/picker-config"
 
 
 class Picker(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,23 +106,6 @@ def _mistake_text(mistake: Mistake) -> str:
     """The error text without the synthetic file name."""
     where = f"line {mistake.line}: " if mistake.line else ""
     return f"{where}{mistake.path}: {mistake.message}" if mistake.path else f"{where}{mistake.message}"
-
-
-_PORT_FIELDS = ("workloadSelector", "workloadPort")
-# A writer of ModelServers could otherwise send the gateway's own keys to their engine, and a missing file would make
-# the whole configuration invalid.
-_FILES: Final = (
-    "connection names files or variables of the gateway, which objects of a cluster may not; write caCertificateRef, "
-    "clientCertificateRef and apiKeyRef in place of caFile, clientCertificate, apiKeyFile and apiKeyEnv"
-)
-_NAMES_NOTHING: Final = "it names no other object"
-_UNCONNECTED: Final = (
-    "its engines must not be reached without what connection refers to, and its requests are answered 503"
-)
-# What was deleted and what came back, which hold requests until there are engines.
-_HOLD: Final = {"holdTimeout": str(RETURNED.hold_timeout)}
-# Of pods in one message.
-_MOST_SAID: Final = 3
 
 
 class ServerResult(msgspec.Struct, frozen=True):

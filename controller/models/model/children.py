@@ -36,6 +36,17 @@ if TYPE_CHECKING:
 
 # A digest of the applied object. Only the digest shows fields that are no longer desired.
 APPLIED: Final = "attache.dev/applied"
+_SPANS: Final = ("schedulingSeconds", "downloadSeconds", "loadSeconds")
+# Measured start times are written in such steps, up to so many seconds: otherwise each start would change the
+# ModelServer.
+_STEPS: Final = ((120.0, 15.0), (600.0, 30.0), (math.inf, 60.0))
+# The reported start time stays while the measured one differs by no more than this share.
+_TOLERATED: Final = 0.25
+# As the presets' flags have it.
+_KV_EVENTS: Final = {"port": 5557, "replayPort": 5657, "topic": "kv-events"}
+_MANAGED_BY: Final = {"app.kubernetes.io/managed-by": "attache"}
+_REPLICAS: Final = ("spec", "replicas")
+_UNKNOWN: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def with_digest(thing: Object) -> Object:
@@ -72,14 +83,6 @@ def _covers(wanted: object, found: object) -> bool:
             and all(_covers(one, other) for one, other in zip(wanted, found, strict=True))
         )
     return wanted == found
-
-
-_SPANS: Final = ("schedulingSeconds", "downloadSeconds", "loadSeconds")
-# Measured start times are written in such steps, up to so many seconds: otherwise each start would change the
-# ModelServer.
-_STEPS: Final = ((120.0, 15.0), (600.0, 30.0), (math.inf, 60.0))
-# The reported start time stays while the measured one differs by no more than this share.
-_TOLERATED: Final = 0.25
 
 
 def may_be_at_zero(model: ResolvedModel, made: ResolvedBackend) -> bool:
@@ -129,10 +132,6 @@ def start_time_of(measured_s: float | None, told: str | None) -> str | None:
         return told
     step_s = next(step for most_s, step in _STEPS if measured_s <= most_s)
     return f"{math.ceil(measured_s / step_s) * step_s:g}s"
-
-
-# As the presets' flags have it.
-_KV_EVENTS: Final = {"port": 5557, "replayPort": 5657, "topic": "kv-events"}
 
 
 def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any]:
@@ -239,11 +238,6 @@ def _least(model: ResolvedModel) -> int:
     """A Model is scaled to zero only with ``scaleToZero`` in its spec or in its policy."""
     wanted = model.spec.autoscaling
     return 0 if model.to_zero is not None or (wanted is not None and wanted.scale_to_zero is not None) else 1
-
-
-_MANAGED_BY: Final = {"app.kubernetes.io/managed-by": "attache"}
-_REPLICAS: Final = ("spec", "replicas")
-_UNKNOWN: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Child(msgspec.Struct, frozen=True):

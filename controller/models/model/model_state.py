@@ -46,6 +46,7 @@ MODEL: Final = "attache.dev/model"
 BACKEND: Final = "attache.dev/backend"
 # On pods that serve nothing: ``warm`` on those that fetch weights ahead.
 PURPOSE: Final = "attache.dev/purpose"
+RoleName = Literal["engine", "prefill", "decode"]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +77,6 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     gateways: Sequence[Object] = ()
     policies: Sequence[Object] = ()
     settings: ModelSettings = ModelSettings()
-
-
-RoleName = Literal["engine", "prefill", "decode"]
 
 
 class ResolvedRole(msgspec.Struct, frozen=True):

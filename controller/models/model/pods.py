@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel, ResolvedRole
     from controller.models.runtimes.settings import Node
 
-
-def digest(text: str) -> str:
-    """Eight characters."""
-    return sha256(text.encode()).hexdigest()[:8]
-
-
 Plain = dict[str, Any]
 AGENT_PORT: Final = 9000
 DOWNLOAD: Final = "download"
@@ -51,6 +45,24 @@ _ADAPTERS: Final = "adapters"
 _AFTER_DRAIN_S: Final = 30
 # What only a pod has that requests are sent to.
 _OF_ENTRIES: Final = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "ports")
+# What decides on which nodes a pod may run.
+_PLACEMENT: Final = (
+    "nodeSelector",
+    "affinity",
+    "tolerations",
+    "runtimeClassName",
+    "imagePullSecrets",
+    "serviceAccountName",
+)
+_WARM: Final = "warm"
+_METRICS_PORT: Final = 9006
+# It stays, so that the weights are in use and not evicted.
+_HOLD: Final = ("--hold", f"--metrics=0.0.0.0:{_METRICS_PORT}")
+
+
+def digest(text: str) -> str:
+    """Eight characters."""
+    return sha256(text.encode()).hexdigest()[:8]
 
 
 def template(
@@ -265,21 +277,6 @@ def _role(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, setti
         found["workerReplicas"] = role.engine.config.nodes - 1
         found["workerTemplate"] = template(model, made, role, "worker", settings)
     return found
-
-
-# What decides on which nodes a pod may run.
-_PLACEMENT: Final = (
-    "nodeSelector",
-    "affinity",
-    "tolerations",
-    "runtimeClassName",
-    "imagePullSecrets",
-    "serviceAccountName",
-)
-_WARM: Final = "warm"
-_METRICS_PORT: Final = 9006
-# It stays, so that the weights are in use and not evicted.
-_HOLD: Final = ("--hold", f"--metrics=0.0.0.0:{_METRICS_PORT}")
 
 
 def cannot_warm(model: ResolvedModel) -> str:

@@ -28,6 +28,26 @@ _TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "ModelRoute": ("Programmed",),
     "AutoscalingPolicyBinding": ("ScalingActive",),
 }
+Phase = Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"]
+Transition = Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"]
+# Lasting reasons; others, such as a pod without a node or on a lost one, may be temporary.
+_LOADING_FAILED: Final = frozenset(
+    {
+        *("ModelLoadFailed", "RuntimeUnhealthy", "PodFailed", "BlockedByFailedLoad"),
+        *("ImagePullFailed", "ContainerConfigFailed"),
+    }
+)
+# Why a container waits, where waiting alone does not help.
+_STUCK: Final = frozenset(
+    {
+        *("CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"),
+        *("CreateContainerError", "RunContainerError"),
+    }
+)
+Status = dict[str, Any]
+Owned = Mapping[tuple[str, str], "Object"]
+_BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
+_URL_PATH: Final = "/v1"
 
 
 def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
@@ -64,17 +84,6 @@ def condition_of(thing: Object, type_: str) -> Mapping[str, Any]:
         if one.get("type") == type_ and (generation is None or seen >= generation):
             return one  # type: ignore[no-any-return]  # an object's JSON
     return {}
-
-
-Phase = Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"]
-Transition = Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"]
-# Lasting reasons; others, such as a pod without a node or on a lost one, may be temporary.
-_LOADING_FAILED: Final = frozenset(
-    {
-        *("ModelLoadFailed", "RuntimeUnhealthy", "PodFailed", "BlockedByFailedLoad"),
-        *("ImagePullFailed", "ContainerConfigFailed"),
-    }
-)
 
 
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,15 +150,6 @@ def _listed(times: Mapping[str, float]) -> list[dict[str, Any]]:
 
 def _written(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-# Why a container waits, where waiting alone does not help.
-_STUCK: Final = frozenset(
-    {
-        *("CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"),
-        *("CreateContainerError", "RunContainerError"),
-    }
-)
 
 
 class PodFailure(msgspec.Struct, frozen=True):
@@ -226,12 +226,6 @@ def _between(start: str | None, end: str | None) -> float | None:
     if not start or not end:
         return None
     return max((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds(), 0.0)
-
-
-Status = dict[str, Any]
-Owned = Mapping[tuple[str, str], "Object"]
-_BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
-_URL_PATH: Final = "/v1"
 
 
 def replicas_of(owned: Owned, model: ResolvedModel) -> dict[str, int]:

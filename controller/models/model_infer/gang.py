@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 # Of a bound in a node affinity.
 _MOST_DIGITS: Final = 18
 _EFFECTS: Final = ("NoSchedule", "NoExecute")
+Form = Literal["Kueue", "Volcano", "SchedulerPlugins", "Hold"]
+_KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+_VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
+_VOLCANO: Final = "volcano"
+# nodes change without an event for us
+_LOOK_EACH_S: Final = 15.0
 
 
 def total(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -125,12 +131,6 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
             return False
         return int(value) > int(bound) if operator == "Gt" else int(value) < int(bound)
     return requirement_holds(key, str(operator), values, labels)
-
-
-Form = Literal["Kueue", "Volcano", "SchedulerPlugins", "Hold"]
-_KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
-_VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
-_VOLCANO: Final = "volcano"
 
 
 class GangMarks(msgspec.Struct, frozen=True):
@@ -255,10 +255,6 @@ def _pod_group(ordinal: int, revision: Revision, target: DesiredState, kind: Res
         },
         "spec": spec,
     }
-
-
-# nodes change without an event for us
-_LOOK_EACH_S: Final = 15.0
 
 
 class GangResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 _DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED: Final = ("Failed", "Succeeded")
+# A node that misses a few heartbeats often recovers.
+LOST_AFTER_S: Final = 30.0
+_STUCK: Final = {
+    "ImagePullBackOff": "ImagePullFailed",
+    "ErrImagePull": "ImagePullFailed",
+    "InvalidImageName": "ImagePullFailed",
+    "CreateContainerConfigError": "ContainerConfigFailed",
+    "CreateContainerError": "ContainerConfigFailed",
+    "RunContainerError": "ContainerConfigFailed",
+}
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +116,6 @@ def _cost(text: object) -> int:
         return int(str(text)) if text is not None else 0
     except ValueError:
         return 0
-
-
-# A node that misses a few heartbeats often recovers.
-LOST_AFTER_S: Final = 30.0
 
 
 class PodFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,16 +213,6 @@ def _tail(pod: Pod, observed: ModelInferState) -> str:
     if not last:
         return ""
     return f": {last.strip()}" + (f"\nbefore that it wrote:\n{before}" if before else "")
-
-
-_STUCK: Final = {
-    "ImagePullBackOff": "ImagePullFailed",
-    "ErrImagePull": "ImagePullFailed",
-    "InvalidImageName": "ImagePullFailed",
-    "CreateContainerConfigError": "ContainerConfigFailed",
-    "CreateContainerError": "ContainerConfigFailed",
-    "RunContainerError": "ContainerConfigFailed",
-}
 
 
 def stuck_reason(pod: Pod, observed: ModelInferState) -> PodFailure | None:

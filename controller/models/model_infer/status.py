@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 2000
 _MOST_NAMED: Final = 3
+_SUMMARY: Final = 200
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -118,9 +119,6 @@ def _as_problem(failure: PodFailure, target: DesiredState) -> DegradedReason:
     is_new = failure.pod.revision == update.hash != target.current.hash and not update.reached
     reason = "ModelLoadFailed" if failure.reason == "RuntimeUnhealthy" and is_new else failure.reason
     return DegradedReason(reason, f"pod {failure.pod.key.partition('/')[2]}: {failure.message}")
-
-
-_SUMMARY: Final = 200
 
 
 def status_of(

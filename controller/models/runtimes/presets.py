@@ -20,6 +20,8 @@ from extproc.api.quantities import decode_quantity
 if TYPE_CHECKING:
     from controller.api.model import Backend, ModelFormat
 
+Reason = Literal["NoSupportingRuntime", "RuntimeDisabled", "RuntimeNotRecognized", "AmbiguousRuntime"]
+
 
 class Scope(IntEnum):
     """The source of a preset; a source nearer to the Model is higher."""
@@ -86,9 +88,6 @@ def objects() -> list[dict[str, Any]]:
     folder = resources.files("controller.models.runtimes") / "builtin"
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".yaml")), key=lambda one: one.name)
     return [yaml.load(one.read_text(), Loader) for one in files]  # noqa: S506 - a safe one
-
-
-Reason = Literal["NoSupportingRuntime", "RuntimeDisabled", "RuntimeNotRecognized", "AmbiguousRuntime"]
 
 
 class NotChosen(msgspec.Struct, frozen=True):

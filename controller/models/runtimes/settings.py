@@ -44,6 +44,16 @@ NAMES: Final = frozenset(
     }
 )
 Node = Literal["entry", "worker"]
+# JSON in arguments has braces, too, but never a bare word in them.
+_PLACE: Final = re.compile(r"(?<!\$)\{([A-Za-z]+)\}")
+_ANY: Final = "*"
+CACHE_PATH: Final = "/var/cache/attache"
+WEIGHTS: Final = "weights"
+MODELS: Final = "models"
+_DEFAULT_FORMAT: Final = "huggingface"
+# By the suffix of a single file.
+_FORMATS: Final = {".gguf": "gguf", ".onnx": "onnx"}
+_MOUNTED: Final = ("pvc", "file")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,11 +113,6 @@ def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
     return {**found, **{name: text for name, text in texts.items() if text is not None}}
 
 
-# JSON in arguments has braces, too, but never a bare word in them.
-_PLACE: Final = re.compile(r"(?<!\$)\{([A-Za-z]+)\}")
-_ANY: Final = "*"
-
-
 class CommandLine(NamedTuple):
     """``args``: of the command line. ``env``: as a container has it."""
 
@@ -140,15 +145,6 @@ def _holds(when: Mapping[str, str], settings: Mapping[str, str]) -> bool:
 
 def _filled(text: str, settings: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda match: settings.get(match[1], match[0]), text)
-
-
-CACHE_PATH: Final = "/var/cache/attache"
-WEIGHTS: Final = "weights"
-MODELS: Final = "models"
-_DEFAULT_FORMAT: Final = "huggingface"
-# By the suffix of a single file.
-_FORMATS: Final = {".gguf": "gguf", ".onnx": "onnx"}
-_MOUNTED: Final = ("pvc", "file")
 
 
 class Weights(msgspec.Struct, frozen=True):

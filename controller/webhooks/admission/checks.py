@@ -27,8 +27,6 @@ from extproc.api.quantities import decode_quantity
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from extproc.api.picker_config import PickerCheck
 
 API_VERSION: Final = "admission.k8s.io/v1"
@@ -37,6 +35,15 @@ _LONGEST_WARNING: Final = 256
 _MOST_WARNINGS: Final = 12
 Operation = Literal["CREATE", "UPDATE", "DELETE", "CONNECT"]
 Object = Mapping[str, Any]
+# Objects by kind and key.
+Known = Mapping[str, Mapping[str, Mapping[str, Any]]]
+_POLICY_TARGETS: Final = frozenset({"GatewayConfig", "ModelRoute", "ModelServer"})
+_DOCUMENTS: Final = frozenset(kind.name for kind in GATEWAY_KINDS)
+_OTHERS: Final[Mapping[str, type]] = MappingProxyType(
+    {kind.name: kind.document for kind in KINDS if kind.is_reviewed and kind not in GATEWAY_KINDS}
+)
+# Fields with an object's desired state; other fields, such as labels and finalizers, may change in spite of mistakes.
+_ASKING: Final = ("spec", "data")
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -91,11 +98,6 @@ def admission_response(review: Review, verdict: Verdict) -> bytes:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_WARNING else f"{text[: _LONGEST_WARNING - 3]}..."
-
-
-# Objects by kind and key.
-Known = Mapping[str, Mapping[str, Mapping[str, Any]]]
-_POLICY_TARGETS: Final = frozenset({"GatewayConfig", "ModelRoute", "ModelServer"})
 
 
 def route_warnings(key: str, route: Object, known: Known) -> Iterator[str]:
@@ -209,14 +211,6 @@ def users_of(kind: str, key: str, known: Known) -> Iterator[str]:
         for other, binding in known.get("AutoscalingPolicyBinding", {}).items():
             if namespace_of(other) == namespace and (binding.get("spec") or {}).get("policyRef") == name:
                 yield f"AutoscalingPolicyBinding {other} still names it; its targets are not scaled any more"
-
-
-_DOCUMENTS: Final = frozenset(kind.name for kind in GATEWAY_KINDS)
-_OTHERS: Final[Mapping[str, type]] = MappingProxyType(
-    {kind.name: kind.document for kind in KINDS if kind.is_reviewed and kind not in GATEWAY_KINDS}
-)
-# Fields with an object's desired state; other fields, such as labels and finalizers, may change in spite of mistakes.
-_ASKING: Final = ("spec", "data")
 
 
 def counted_as(kind: str) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import View
 
 Tokens = Annotated[float, msgspec.Meta(ge=0)]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -285,9 +286,6 @@ def _try(profile: Profile, view: View, rng: random.Random) -> Pick | None:
         return profile.pick(view, rng=rng)
     except NoEndpoint:
         return None
-
-
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class RequiredRoles(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

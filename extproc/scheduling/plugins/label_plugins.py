@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 ROLE_LABEL: Final = "llm-d.ai/role"
 RANGE_LABEL: Final = "llm-d.ai/context-length-range"
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+EXTRACTOR_TYPE: Final = "topology-extractor"
+# From the nearest to the farthest; the last of the scores is for endpoints that share none of them.
+LEVELS: Final = ("host", "rack", "zone", "region")
+_SCORES: Final = (1.0, 0.2, 0.05, 0.02, 0.0)
+_APART: Final = len(LEVELS)
 
 
 class Requirement(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -237,13 +242,6 @@ class LabelWeights(msgspec.Struct, frozen=True):
             return np.full(candidates.size, self.other)
         # by endpoints, not by weights: a file may list many values that none has
         return np.array([self.scores.get(value, self.other) for value in label_values(view.table, self.label)])
-
-
-EXTRACTOR_TYPE: Final = "topology-extractor"
-# From the nearest to the farthest; the last of the scores is for endpoints that share none of them.
-LEVELS: Final = ("host", "rack", "zone", "region")
-_SCORES: Final = (1.0, 0.2, 0.05, 0.02, 0.0)
-_APART: Final = len(LEVELS)
 
 
 class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

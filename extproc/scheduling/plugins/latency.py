@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import View
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+# Makes the draw independent of that of other plugins.
+_STREAM: Final = 1
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+# A fuller cache means that the engine has been in use, so that what was learned of its speed holds.
+_COLD_KV_USAGE: Final = 0.02
+_RETRY_AFTER_S: Final = 1
 
 
 def uniforms(now_s: float, count: int, *, stream: int = 0) -> Floats:
@@ -74,10 +82,6 @@ def meets_objectives(view: View) -> Bools | None:
     if tpot_ms:
         meets &= 1000 * view.table.tpot_s <= tpot_ms
     return meets
-
-
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class LeastLatency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -159,10 +163,6 @@ class RandomScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         return uniforms(view.now_s, candidates.size)
 
 
-# Makes the draw independent of that of other plugins.
-_STREAM: Final = 1
-
-
 class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``slo-headroom-tier-filter``: the endpoints expected to meet the request's objectives, or the others.
 
@@ -184,12 +184,6 @@ class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         if not good.any() or not bad.any():
             return candidates
         return bad if float(uniforms(view.now_s, 1, stream=_STREAM)[0]) < self.epsilon_explore_neg else good
-
-
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-# A fuller cache means that the engine has been in use, so that what was learned of its speed holds.
-_COLD_KV_USAGE: Final = 0.02
-_RETRY_AFTER_S: Final = 1
 
 
 class ProbabilisticAdmitter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

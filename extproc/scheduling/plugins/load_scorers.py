@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 def less_is_better(values: Floats, candidates: Bools) -> Floats:
@@ -140,9 +141,6 @@ class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         base = sent + 100.0 * np.maximum(sent - estimated_running(view.table, view.now_s), 0.0)
         most = float(base[candidates].max(initial=0.0))
         return (most - base) / most if most > 0 else np.ones(base.size)
-
-
-Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -42,6 +42,9 @@ _RELATIONS: Final[Mapping[str, Callable[[float, float], bool]]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+# Beyond it a double is no whole number for certain, and Envoy's metadata have doubles.
+_MOST: Final = 2**53
 
 
 def compile_usage(text: str) -> Evaluate:
@@ -288,11 +291,6 @@ def _whole(value: float) -> float:
     if not math.isfinite(value):
         raise ArithmeticError("is no whole number")
     return float(int(value))
-
-
-_Text = Annotated[str, msgspec.Meta(min_length=1)]
-# Beyond it a double is no whole number for certain, and Envoy's metadata have doubles.
-_MOST: Final = 2**53
 
 
 class AttributeKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

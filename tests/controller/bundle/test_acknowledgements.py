@@ -234,8 +234,8 @@ def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None
     registry.register(BundleSeries(BundleSync(ConfigDirectory(tmp_path), tmp_path, str(tmp_path), acknowledgements)))
     acknowledgements.poll(101.0)
     page = generate_latest(registry).decode()
-    assert 'attache_bundle_uptake{status="Refused"} 1.0' in page
-    assert 'attache_bundle_uptake{status="Taken"} 0.0' in page
+    assert 'attache_bundle_acknowledgement{status="Refused"} 1.0' in page
+    assert 'attache_bundle_acknowledgement{status="Taken"} 0.0' in page
     assert "attache_bundle_refused_files 1.0" in page
     assert "attache_bundle_config_valid 1.0" in page
 

@@ -31,6 +31,9 @@ _ENDINGS: Final[Mapping[str, Archive]] = {
 _LONGEST_PART: Final = 255
 _LONGEST_PATH: Final = 1024
 _MOST_FILES: Final = 100_000
+# Of how entries are laid out: an entry of another layout is never taken for one of this.
+_LAYOUT: Final = 1
+_HEAD: Final = "attache-journal-1"
 
 
 class Checksum(msgspec.Struct, frozen=True):
@@ -139,10 +142,6 @@ def _fits(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, one + "*" if one.endswith("/") else one) for one in patterns)
 
 
-# Of how entries are laid out: an entry of another layout is never taken for one of this.
-_LAYOUT: Final = 1
-
-
 class FileSelection(msgspec.Struct, frozen=True):
     """The user's selection of files. ``sha256``: pairs of file and digest; they are part of the selection."""
 
@@ -181,9 +180,6 @@ def _choice(wanted: FileSelection) -> list[object]:
 
 def _digest(parts: object) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
-
-
-_HEAD: Final = "attache-journal-1"
 
 
 class Span(msgspec.Struct, frozen=True, order=True):

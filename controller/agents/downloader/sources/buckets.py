@@ -28,6 +28,17 @@ if TYPE_CHECKING:
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import Transfer
 
+_S3_SIGNED_FOR_S: Final = 3600
+_HEADS_AT_ONCE: Final = 8
+_FULL_OBJECT: Final = "FULL_OBJECT"
+_GOOGLE_SERVER: Final = "https://storage.googleapis.com"
+_GOOGLE_SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_only"
+_GOOGLE_FIELDS: Final = "nextPageToken,items(name,size,generation,md5Hash,crc32c,contentEncoding)"
+_GOOGLE_TOKEN_S: Final = 300.0
+_AZURE_SIGNED_FOR: Final = timedelta(hours=1)
+_AZURE_SCOPE: Final = "https://storage.azure.com/.default"
+_AZURE_VERSION: Final = "2021-12-02"
+
 
 def path_below(prefix: str, key: str) -> str:
     """The path of the object ``key``; empty: it is none of the model's files.
@@ -41,11 +52,6 @@ def path_below(prefix: str, key: str) -> str:
         return key.rpartition("/")[2]
     folder = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
     return key.removeprefix(folder) if key.startswith(folder) else ""
-
-
-_S3_SIGNED_FOR_S: Final = 3600
-_HEADS_AT_ONCE: Final = 8
-_FULL_OBJECT: Final = "FULL_OBJECT"
 
 
 class S3Source:
@@ -187,12 +193,6 @@ def checksum_in(head: Mapping[str, Any]) -> Checksum | None:
     return None
 
 
-_GOOGLE_SERVER: Final = "https://storage.googleapis.com"
-_GOOGLE_SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_only"
-_GOOGLE_FIELDS: Final = "nextPageToken,items(name,size,generation,md5Hash,crc32c,contentEncoding)"
-_GOOGLE_TOKEN_S: Final = 300.0
-
-
 class _GoogleItem(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     size: str
@@ -293,11 +293,6 @@ class GoogleSource:
 
 def _now_s() -> float:
     return time.monotonic()  # noqa: TID251 - the edge: how old a token is
-
-
-_AZURE_SIGNED_FOR: Final = timedelta(hours=1)
-_AZURE_SCOPE: Final = "https://storage.azure.com/.default"
-_AZURE_VERSION: Final = "2021-12-02"
 
 
 class AzureSource:

@@ -53,6 +53,10 @@ _TARS: Final[tuple[tuple[str, Archive], ...]] = (
     ("tar", "tar"),
 )
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
+_PARAMETER: Final = re.compile(r'([a-zA-Z_]+)="([^"]*)"')
+_LEAST_TOKEN_S: Final = 60.0
+_DOCKER_HUB: Final = ("docker.io", "index.docker.io")
+_LOCAL: Final = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 
 
 class _Platform(msgspec.Struct, frozen=True):
@@ -141,12 +145,6 @@ def _file(layer: _Descriptor, index: int, *, is_image: bool) -> RemoteFile:
     path = f"layer-{index:05}" if archive else title or digest
     only = _FOLDER if is_image else ""
     return RemoteFile(path, layer.size, layer.digest, Checksum("sha256", digest), archive=archive, only=only)
-
-
-_PARAMETER: Final = re.compile(r'([a-zA-Z_]+)="([^"]*)"')
-_LEAST_TOKEN_S: Final = 60.0
-_DOCKER_HUB: Final = ("docker.io", "index.docker.io")
-_LOCAL: Final = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 
 
 class _Token(msgspec.Struct, frozen=True):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import HttpRequest, Transfer
 
+RemotePlace = HubLocation | BucketLocation | AzureLocation | WebLocation | OciLocation | HdfsLocation
+
 
 class RemoteSource(Protocol):
     """A remote place. All of them serve files over HTTP, so that one fetcher does ranges, time-outs and memory."""
@@ -41,9 +43,6 @@ class RemoteSource(Protocol):
         Most ignore the range, because the fetcher sends it in a header.
         """
         ...
-
-
-RemotePlace = HubLocation | BucketLocation | AzureLocation | WebLocation | OciLocation | HdfsLocation
 
 
 def source_for(place: RemotePlace, transfer: Transfer, environment: Environment) -> RemoteSource:  # noqa: PLR0911 - one a scheme

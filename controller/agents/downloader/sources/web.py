@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import Document, Transfer
 
+_MOST_FILES: Final = 100_000
+
 
 class WebSource:
     """Headers with credentials come from ``ATTACHE_HTTP_HEADERS``, a JSON object, and go to the URL's own host
@@ -61,9 +63,6 @@ def _size_of(answer: Document) -> tuple[int | None, bool]:
     length = answer.headers.get("content-length", "")
     is_encoded = answer.headers.get("content-encoding", "identity") != "identity"
     return (int(length) if length.isdecimal() and not is_encoded else None), False
-
-
-_MOST_FILES: Final = 100_000
 
 
 class _Status(msgspec.Struct, frozen=True, rename="camel"):

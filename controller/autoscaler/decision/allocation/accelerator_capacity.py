@@ -31,6 +31,8 @@ _KIND_LABELS: Final = (
 _RESOURCES: Final = re.compile(
     r"^(nvidia\.com/(gpu|mig-.+)|amd\.com/gpu|gpu\.intel\.com/.+|habana\.ai/gaudi|google\.com/tpu|huawei\.com/Ascend.+)$"
 )
+Kinds = tuple[str, ...]
+Order = tuple[int, str, str]
 
 
 class FreeNode(Protocol):
@@ -109,9 +111,7 @@ def _labels(node: FreeNode) -> Iterator[str]:
     return (value for label in _KIND_LABELS if (value := node.labels.get(label)))
 
 
-Kinds = tuple[str, ...]
 """Of accelerators, as targets spell them."""
-Order = tuple[int, str, str]
 """Of a binding: the negative of its priority, when it was created, its key. The smallest comes first."""
 
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 # Capacities are integers in thousandths, finer than their accuracy; prices in millionths.
 _CAPACITY: Final = 1000
 _PRICE: Final = 1_000_000
+_HALVINGS: Final = 7
+_ROUNDING: Final = 1e-9
+# More than any target may have: ratios may be beyond all bounds.
+_MOST: Final = 1e9
 
 
 def cheapest_allocation(need: float, variants: Sequence[Variant], rules: Rules, effort: int = EFFORT) -> Allocation:
@@ -169,7 +173,6 @@ _MODES: Final[Mapping[Mode, Callable[[float, Sequence[Variant], Rules], Allocati
     "Weights": by_weights,
     "Expansion": by_expansion,
 }
-_HALVINGS: Final = 7
 
 
 def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> Rules:
@@ -291,11 +294,6 @@ def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Vari
     return all(
         sum(_fresh(one, n) for one, n in rows if one.takes_from(pool)) <= limit for pool, limit in rules.free.items()
     )
-
-
-_ROUNDING: Final = 1e-9
-# More than any target may have: ratios may be beyond all bounds.
-_MOST: Final = 1e9
 
 
 def repair(

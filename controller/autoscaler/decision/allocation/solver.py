@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 
 # Shares count in thousandths.
 SHARES: Final = 1000
+# Evaluations of bounds, each about half a microsecond.
+EFFORT: Final = 1250
+# Choices of one variant that are tried: in the first of two passes, and in the second.
+_BROAD: Final = 2
+_ALL: Final = 1_000_000
+# Places that are tried one by one.
+_STEPS: Final = 16
+# While there is no answer at all, so many times that.
+_PATIENCE: Final = 10
+# Bounds count in this part of a weight, so that prices of what is limited need not be whole weights.
+SCALE: Final = 1 << 20
+_FINE: Final = 1 << 80
+_SWEEPS: Final = 2
+_HALVINGS: Final = 8
+_FACTORS: Final = (0.5, 1.5)
+# Weight, capacity and count of a segment, and what a replica of it takes of each pool and of the balance.
+_Row = tuple[float, float, float, tuple[float, ...]]
+_PASSES: Final = 5
+# Weight, capacity, balance and what is left of each pool; of a change: by how much they change.
+_Amounts = tuple[int, ...]
 
 
 class ResourcePool(msgspec.Struct, frozen=True):
@@ -71,17 +91,6 @@ class AllocationProblem(msgspec.Struct, frozen=True, kw_only=True):
         """What they add to capacity on demand beyond the share that must be; negative for spot."""
         share = -self.on_demand if self.spot[index] else SHARES - self.on_demand
         return share * self.capacity[index] * replicas
-
-
-# Evaluations of bounds, each about half a microsecond.
-EFFORT: Final = 1250
-# Choices of one variant that are tried: in the first of two passes, and in the second.
-_BROAD: Final = 2
-_ALL: Final = 1_000_000
-# Places that are tried one by one.
-_STEPS: Final = 16
-# While there is no answer at all, so many times that.
-_PATIENCE: Final = 10
 
 
 class Solution(msgspec.Struct, frozen=True):
@@ -317,14 +326,6 @@ def _order(parts: Sequence[Segment], problem: AllocationProblem) -> list[int]:
     return sorted(order, key=lambda index: problem.spot[index]) if problem.on_demand else order
 
 
-# Bounds count in this part of a weight, so that prices of what is limited need not be whole weights.
-SCALE: Final = 1 << 20
-_FINE: Final = 1 << 80
-_SWEEPS: Final = 2
-_HALVINGS: Final = 8
-_FACTORS: Final = (0.5, 1.5)
-
-
 class Segment(msgspec.Struct, frozen=True):
     """Up to ``count`` replicas of one variant, each with the same ``weight`` (scaled, with prices) and ``capacity``.
     ``variant``: its index; -1: capacity that is not carried. ``is_fresh``: replicas that must start.
@@ -420,10 +421,6 @@ def prices_of(problem: AllocationProblem, need: int) -> Prices:
     return Prices(tuple(scaled[:-1]), scaled[-1])
 
 
-# Weight, capacity and count of a segment, and what a replica of it takes of each pool and of the balance.
-_Row = tuple[float, float, float, tuple[float, ...]]
-
-
 def _rows(problem: AllocationProblem, need: int) -> list[_Row]:
     nothing = Prices((0,) * len(problem.pools))
     rows: list[_Row] = []
@@ -488,11 +485,6 @@ def _with(prices: Prices, place: int, price: int) -> Prices:
     if place == len(prices.pools):
         return Prices(prices.pools, price)
     return Prices((*prices.pools[:place], price, *prices.pools[place + 1 :]), prices.on_demand)
-
-
-_PASSES: Final = 5
-# Weight, capacity, balance and what is left of each pool; of a change: by how much they change.
-_Amounts = tuple[int, ...]
 
 
 def local_search(problem: AllocationProblem, replicas: Sequence[int]) -> tuple[int, ...]:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Mode = Literal["Cheapest", "Priority", "Weights", "Expansion"]
+# Rounding of sums of capacities.
+_NOTHING: Final = 1e-9
+# Steps are at most this part of what is still missing, where replicas are not all of one target.
+_SMALL: Final = 128
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,12 +120,6 @@ def variant_of(target: TargetSituation) -> Variant:
         accelerators=spec.accelerators,
         pools=target.pools,
     )
-
-
-# Rounding of sums of capacities.
-_NOTHING: Final = 1e-9
-# Steps are at most this part of what is still missing, where replicas are not all of one target.
-_SMALL: Final = 128
 
 
 class _Assignment:

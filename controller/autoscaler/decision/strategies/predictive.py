@@ -36,6 +36,15 @@ MOST_PLACES: Final = 288
 _DIGITS: Final = 3
 # Of what can be measured: requests a second, seconds.
 _MOST: Final = 1e15
+_LEVEL: Final = 0.3
+_TREND: Final = 0.1
+_DAMPING: Final = 0.9
+_FEWEST: Final = 6
+_MOST_STEPS: Final = 500
+_NEWEST_SEASON: Final = 0.5
+# How today compares with past seasons, over this many observations, and at most by this factor.
+_TODAY: Final = 0.2
+_MOST_FACTOR: Final = 3.0
 
 
 class PredictiveParameters(Spec, frozen=True):
@@ -90,17 +99,6 @@ def restore_season(kept: KeptSeason, now_s: float) -> PredictiveMemory | None:
     return PredictiveMemory(now_s, profile=kept.profile, season_s=kept.season_s)
 
 
-_LEVEL: Final = 0.3
-_TREND: Final = 0.1
-_DAMPING: Final = 0.9
-_FEWEST: Final = 6
-_MOST_STEPS: Final = 500
-_NEWEST_SEASON: Final = 0.5
-# How today compares with past seasons, over this many observations, and at most by this factor.
-_TODAY: Final = 0.2
-_MOST_FACTOR: Final = 3.0
-
-
 class PredictiveStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy."""
 
@@ -110,7 +108,7 @@ class PredictiveStrategy(msgspec.Struct, frozen=True):
     def recommend(
         self, situation: Situation, memory: PredictiveMemory | None
     ) -> tuple[Recommendation, PredictiveMemory | None]:
-        """See the module."""
+        """By the forecast for the time when a replica that starts now is ready."""
         memory = self._observed(situation, memory)
         first = situation.targets[0]
         load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)

@@ -68,9 +68,8 @@ from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.api.autoscaling import LatencyObjective
-    from controller.autoscaler.decision.offered_load import OfferedLoad, PerRequest
-    from controller.autoscaler.decision.situation import Situation, Speed, TargetSituation
-    from controller.autoscaler.decision.speeds import RequestWork
+    from controller.autoscaler.decision.offered_load import PerRequest
+    from controller.autoscaler.decision.situation import TargetSituation
 
 _REMEMBERED_S: Final = 3600.0
 _PLACE_S: Final = 300.0
@@ -78,6 +77,43 @@ _PLACE_S: Final = 300.0
 MOST_PLACES: Final = 13
 # Less is no hint at what load may rise to.
 _KNOWN_S: Final = 300.0
+# In which the factor follows what is measured.
+_FOLLOWING_S: Final = 60.0
+# Where more replicas than that share were just removed, measured latencies do not describe the remaining ones.
+_AS_MANY: Final = 1.15
+# It grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1 in an
+# hour: errors of the model for an engine are lasting, and each trial of fewer replicas removes some and adds them
+# again.
+_GROWTH_PER_S: Final = 1 / 240
+_HALVING_S: Final = 3600.0
+_SETTLED_S: Final = 180.0
+_MOST_ELAPSED_S: Final = 60.0
+LEAST_CORRECTION: Final = 0.5
+MOST_CORRECTION: Final = 2.0
+# Measured steps that are hardly slower than idle ones are a poor measure of utilisation.
+_LEAST_BUSY: Final = 0.1
+# Only from this share of the objective on can measured TPOT call for more than the model does.
+_NEAR_OBJECTIVE: Final = 0.62
+_MOST_CROWD: Final = 1.5
+_LATENCY_WINDOW_S: Final = 60.0
+# Answers that end in the window began before it.
+ANSWERED_S: Final = 90.0
+_FEWEST_ANSWERS: Final = 20
+# Digits kept of a load, finer than its accuracy; times are whole seconds.
+_DIGITS: Final = 3
+_MOST_PER_S: Final = 1e12
+_UTILIZATION: Final = 0.8
+_MOST_LEAD_S: Final = 600.0
+_SCALE_IN_ROOM: Final = 1.15
+_IN_FLIGHT: Final = 32
+# Tokens of answers whose decoding hardly counts.
+_SHORT_ANSWER: Final = 4
+# Corrections that the reason mentions.
+_TOLD: Final = 0.005
+# Of the part of a trend's forecast that is beyond all load of the last hour.
+_BEYOND: Final = 0.5
+# Requests in flight are those of a shortage for so long after it.
+_WORKED_OFF_S: Final = 60.0
 
 
 class WorkParameters(Spec, frozen=True):
@@ -131,19 +167,6 @@ class Peaks(msgspec.Struct, frozen=True):
 def with_headroom(per_s: float, headroom: float, most: float) -> float:
     """The load that replicas should be able to carry. ``most``: see ``Peaks``."""
     return max(per_s, min(per_s * headroom, most))
-
-
-# In which the factor follows what is measured.
-_FOLLOWING_S: Final = 60.0
-# Where more replicas than that share were just removed, measured latencies do not describe the remaining ones.
-_AS_MANY: Final = 1.15
-# It grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1 in an
-# hour: errors of the model for an engine are lasting, and each trial of fewer replicas removes some and adds them
-# again.
-_GROWTH_PER_S: Final = 1 / 240
-_HALVING_S: Final = 3600.0
-_SETTLED_S: Final = 180.0
-_MOST_ELAPSED_S: Final = 60.0
 
 
 class PeakReplicas(msgspec.Struct, frozen=True):
@@ -224,19 +247,6 @@ def _extreme(before: PeakReplicas | None, ready: float, now_s: float, *, sign: i
     return before
 
 
-LEAST_CORRECTION: Final = 0.5
-MOST_CORRECTION: Final = 2.0
-# Measured steps that are hardly slower than idle ones are a poor measure of utilisation.
-_LEAST_BUSY: Final = 0.1
-# Only from this share of the objective on can measured TPOT call for more than the model does.
-_NEAR_OBJECTIVE: Final = 0.62
-_MOST_CROWD: Final = 1.5
-_LATENCY_WINDOW_S: Final = 60.0
-# Answers that end in the window began before it.
-ANSWERED_S: Final = 90.0
-_FEWEST_ANSWERS: Final = 20
-
-
 def crowd(situation: Situation, load: OfferedLoad, work: RequestWork) -> float:
     """In flight over what would be at the objective, by Little's law, within bounds: engines that are slower than
     expected, or load that has risen since it was measured, show here first.
@@ -283,11 +293,6 @@ def worst_latency(situation: Situation) -> float | None:
     return max(shares) if shares else None
 
 
-# Digits kept of a load, finer than its accuracy; times are whole seconds.
-_DIGITS: Final = 3
-_MOST_PER_S: Final = 1e12
-
-
 class WorkMemory(msgspec.Struct, frozen=True):
     """``at_s``: of the last answer. ``correction``: None before the first one. ``peaks``: None as well."""
 
@@ -322,20 +327,6 @@ def restore_peaks(kept: Peaks, now_s: float) -> WorkMemory | None:
     return WorkMemory(now_s, peaks=kept)
 
 
-_UTILIZATION: Final = 0.8
-_MOST_LEAD_S: Final = 600.0
-_SCALE_IN_ROOM: Final = 1.15
-_IN_FLIGHT: Final = 32
-# Tokens of answers whose decoding hardly counts.
-_SHORT_ANSWER: Final = 4
-# Corrections that the reason mentions.
-_TOLD: Final = 0.005
-# Of the part of a trend's forecast that is beyond all load of the last hour.
-_BEYOND: Final = 0.5
-# Requests in flight are those of a shortage for so long after it.
-_WORKED_OFF_S: Final = 60.0
-
-
 class _Need(msgspec.Struct, frozen=True):
     """``replicas``: for the rate. ``bound``: which of the bounds it is."""
 
@@ -350,7 +341,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
     name: str = "Work"
 
     def recommend(self, situation: Situation, memory: WorkMemory | None) -> tuple[Recommendation, WorkMemory | None]:
-        """See the module."""
+        """By the work that arrives, what waits, and what may come while replicas start."""
         first = situation.targets[0]
         load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
         if load is None:

@@ -32,6 +32,9 @@ _PROTOCOLS: Final[Mapping[str, str]] = {
     "kubernetes.io/h2c": "H2C",
     "kubernetes.io/ws": "WebSocket",
 }
+POOL_GROUP: Final = "inference.networking.k8s.io"
+# The Backend of a namespace that stands for what cannot be resolved.
+UNRESOLVED: Final = "unresolved"
 
 
 class ServicePort(msgspec.Struct, frozen=True):
@@ -174,11 +177,6 @@ class Grants:
             return True
         names = self._names.get((*target, *source), ())
         return "" in names or name in names
-
-
-POOL_GROUP: Final = "inference.networking.k8s.io"
-# The Backend of a namespace that stands for what cannot be resolved.
-UNRESOLVED: Final = "unresolved"
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,41 +25,6 @@ if TYPE_CHECKING:
 ANY: Final = "0.0.0.0"  # noqa: S104 - a gateway is there to be reached
 # More addresses than a machine has; a range that is larger was a mistake.
 _MOST_ADDRESSES: Final = 1024
-
-
-class GatewayApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``gateway``: the one Gateway to serve, as ``namespace/name``; None: all of our classes. ``bind``: addresses that
-    Envoy binds; with several, each Gateway gets one of its own while there are enough. ``advertise``: the address in
-    statuses instead: an IP address, a host name, or ``service/NAMESPACE/NAME``; empty: the bound addresses.
-    ``port_offset`` is added to the ports of listeners, so that Envoy need not bind ports below 1024.
-    """
-
-    gateway: str | None = None
-    bind: tuple[str, ...] = (ANY,)
-    advertise: str = ""
-    port_offset: int = 0
-
-    @property
-    def advertised_service(self) -> str:
-        """The Service whose addresses are advertised, as ``namespace/name``; empty if there is none."""
-        return self.advertise.removeprefix("service/") if self.advertise.startswith("service/") else ""
-
-
-def parse_addresses(text: str) -> tuple[str, ...]:
-    """The addresses of ``IP[,IP...]`` or of a range such as ``127.0.2.0/24``; raises ValueError with what to write."""
-    found: list[str] = []
-    for part in text.split(","):
-        try:
-            network = ipaddress.ip_network(part.strip())
-        except ValueError:
-            advice = "write IP addresses with commas between them, or a range such as 127.0.2.0/24"
-            raise ValueError(f"'{part}' is not an address; {advice}") from None
-        if network.num_addresses > _MOST_ADDRESSES:
-            raise ValueError(f"'{part}' has more than {_MOST_ADDRESSES} addresses; write a smaller range")
-        found += [str(one) for one in (network.hosts() if network.num_addresses > 1 else network)]
-    return tuple(dict.fromkeys(found))
-
-
 # Sorted, as the Gateway API requires.
 FEATURES: Final = (
     "Gateway",
@@ -95,8 +60,51 @@ FEATURES: Final = (
     "HTTPRouteSchemeRedirect",
     "ReferenceGrant",
 )
-
 _GROUP = API_VERSION.partition("/")[0]
+_IP: Final = "IPAddress"
+_HOSTNAME: Final = "Hostname"
+# As many as a GatewayConfig may have.
+MOST_LISTENERS: Final = 256
+_TOO_MANY: Final = (
+    f"older Gateways have all {MOST_LISTENERS} listeners that one Envoy gets; run another role with --gateway"
+)
+_RELEASE: Final = re.compile(r"v(\d+)\.(\d+)\.")
+_OLDEST_MINOR: Final = 1
+_NEWEST_MINOR: Final = 6
+_NOT_ACCEPTED: Final = "the Gateway is not served"
+
+
+class GatewayApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``gateway``: the one Gateway to serve, as ``namespace/name``; None: all of our classes. ``bind``: addresses that
+    Envoy binds; with several, each Gateway gets one of its own while there are enough. ``advertise``: the address in
+    statuses instead: an IP address, a host name, or ``service/NAMESPACE/NAME``; empty: the bound addresses.
+    ``port_offset`` is added to the ports of listeners, so that Envoy need not bind ports below 1024.
+    """
+
+    gateway: str | None = None
+    bind: tuple[str, ...] = (ANY,)
+    advertise: str = ""
+    port_offset: int = 0
+
+    @property
+    def advertised_service(self) -> str:
+        """The Service whose addresses are advertised, as ``namespace/name``; empty if there is none."""
+        return self.advertise.removeprefix("service/") if self.advertise.startswith("service/") else ""
+
+
+def parse_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of ``IP[,IP...]`` or of a range such as ``127.0.2.0/24``; raises ValueError with what to write."""
+    found: list[str] = []
+    for part in text.split(","):
+        try:
+            network = ipaddress.ip_network(part.strip())
+        except ValueError:
+            advice = "write IP addresses with commas between them, or a range such as 127.0.2.0/24"
+            raise ValueError(f"'{part}' is not an address; {advice}") from None
+        if network.num_addresses > _MOST_ADDRESSES:
+            raise ValueError(f"'{part}' has more than {_MOST_ADDRESSES} addresses; write a smaller range")
+        found += [str(one) for one in (network.hosts() if network.num_addresses > 1 else network)]
+    return tuple(dict.fromkeys(found))
 
 
 class Configs(Protocol):
@@ -170,10 +178,6 @@ def _reference(gateway: Gateway, classes: Mapping[str, GatewayClass]) -> tuple[R
     if own is not None:
         return own, gateway.identity.namespace
     return classes[gateway.spec.gateway_class_name].spec.parameters_ref, ""
-
-
-_IP: Final = "IPAddress"
-_HOSTNAME: Final = "Hostname"
 
 
 class AssignedAddresses(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,13 +272,6 @@ def _typed(text: str) -> tuple[str, str]:
         return _HOSTNAME, text
 
 
-# As many as a GatewayConfig may have.
-MOST_LISTENERS: Final = 256
-_TOO_MANY: Final = (
-    f"older Gateways have all {MOST_LISTENERS} listeners that one Envoy gets; run another role with --gateway"
-)
-
-
 class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
     """``refused``: why the Gateway is not Accepted, or not Programmed, beyond its listeners."""
 
@@ -331,12 +328,6 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
         if listener.refused:
             return listener.refused
         return _NOT_ACCEPTED if self.refused is None else self.refused.message
-
-
-_RELEASE: Final = re.compile(r"v(\d+)\.(\d+)\.")
-_OLDEST_MINOR: Final = 1
-_NEWEST_MINOR: Final = 6
-_NOT_ACCEPTED: Final = "the Gateway is not served"
 
 
 def compile_gateways(

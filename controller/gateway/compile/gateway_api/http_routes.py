@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.listeners import Listeners
     from controller.gateway.compile.gateway_api.objects import PoolSpec, Route
 
+# Fields of rules without effect here; every other unknown field is refused.
+_WITHOUT_EFFECT: Final = ("sessionPersistence",)
+
 
 def pool_status(
     pool: PoolSpec, parents: Iterable[ParentResult], *, problem: str, picker_problem: str, gateway: str | None
@@ -65,10 +68,6 @@ def pool_status(
         lists=(WantedList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),),
         is_plain=True,
     )
-
-
-# Fields of rules without effect here; every other unknown field is refused.
-_WITHOUT_EFFECT: Final = ("sessionPersistence",)
 
 
 class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
 _SECRET_FILES: Final = ("tls.crt", "tls.key")
 CLIENT_AUTHORITIES: Final = "clientca."
+HTTP_ROUTE: Final = RouteKind("HTTPRoute")
+MODEL_ROUTE: Final = RouteKind("ModelRoute", API_VERSION.partition("/")[0])
+_KINDS: Final = (HTTP_ROUTE, MODEL_ROUTE)
+_PROTOCOLS: Final = ("HTTP", "HTTPS")
+_NO_CERTIFICATES: Final = (
+    "the GatewayConfig identifies callers by client certificates, and this listener asks for none; "
+    "make it HTTPS and write spec.tls.frontend.default.validation in the Gateway"
+)
+_HIGHEST_PORT: Final = 65535
+# Of a listener in the directory; it is part of the name of a file.
+_LONGEST_NAME: Final = 200
 
 
 class TlsResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,19 +171,6 @@ def _bad_certificate(message: str) -> WantedCondition:
 
 def _not_permitted(kind: str, key: str) -> WantedCondition:
     return fails("ResolvedRefs", "RefNotPermitted", f"no ReferenceGrant lets this Gateway use the {kind} {key}")
-
-
-HTTP_ROUTE: Final = RouteKind("HTTPRoute")
-MODEL_ROUTE: Final = RouteKind("ModelRoute", API_VERSION.partition("/")[0])
-_KINDS: Final = (HTTP_ROUTE, MODEL_ROUTE)
-_PROTOCOLS: Final = ("HTTP", "HTTPS")
-_NO_CERTIFICATES: Final = (
-    "the GatewayConfig identifies callers by client certificates, and this listener asks for none; "
-    "make it HTTPS and write spec.tls.frontend.default.validation in the Gateway"
-)
-_HIGHEST_PORT: Final = 65535
-# Of a listener in the directory; it is part of the name of a file.
-_LONGEST_NAME: Final = 200
 
 
 class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,10 @@ import msgspec
 from extproc.api.spec import object_key, requirement_holds
 
 GROUP: Final = "gateway.networking.k8s.io"
+CONTROLLER_NAME: Final = "attache.dev/gateway"
+# The label that every namespace has of itself.
+NAME_LABEL: Final = "kubernetes.io/metadata.name"
+T = TypeVar("T")
 
 
 class Read(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
@@ -152,11 +156,6 @@ class GatewaySpec(Read, frozen=True):
     tls: GatewayTls = GatewayTls()
 
 
-CONTROLLER_NAME: Final = "attache.dev/gateway"
-# The label that every namespace has of itself.
-NAME_LABEL: Final = "kubernetes.io/metadata.name"
-
-
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Which object it is. ``created``: RFC 3339, so that text sorts by time. ``namespace``: empty if it has none."""
 
@@ -293,9 +292,6 @@ class Grant(msgspec.Struct, frozen=True):
     identity: Identity
     source: tuple[GrantEnd, ...]
     to: tuple[GrantEnd, ...]
-
-
-T = TypeVar("T")
 
 
 def identity_of(thing: Mapping[str, Any]) -> Identity:

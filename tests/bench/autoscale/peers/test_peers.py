@@ -71,7 +71,7 @@ def test_llm_d_counts_queue_and_running() -> None:
     assert once(KedaQueue(up_window_s=300), pool(*[report(in_flight=40)] * 2)) == 2
 
 
-def test_llm_ds_latency_law_is_its_formula() -> None:
+def test_llm_ds_latency_strategy_is_its_formula() -> None:
     strategy = KedaSlo(PROMISED)
     assert strategy.formula(1.1, 4, 4) == 8
     assert strategy.formula(1.1, 8, 4) == 8
@@ -80,7 +80,7 @@ def test_llm_ds_latency_law_is_its_formula() -> None:
     assert strategy.formula(0.5, 7, 7) == 7
 
 
-def test_llm_ds_latency_law_takes_silence_for_idleness_and_leaves_slowly() -> None:
+def test_llm_ds_latency_strategy_takes_silence_for_idleness_and_leaves_slowly() -> None:
     answers = played(KedaSlo(PROMISED), [pool(*[report(in_flight=5)] * 4)] * 40)
     assert answers[11] == 4
     # one pod in 120 s after 180 s

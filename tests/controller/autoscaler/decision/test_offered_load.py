@@ -15,7 +15,7 @@ from tests.controller.autoscaler.decision.situations import NOW_S, traffic_of
 
 
 def load(traffic: Traffic) -> OfferedLoad:
-    """With the law's defaults."""
+    """With the strategy's defaults."""
     found = load_of(traffic, window_s=30.0, now_s=NOW_S)
     assert found is not None
     return found

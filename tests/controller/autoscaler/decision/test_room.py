@@ -63,22 +63,22 @@ def test_it_stays_small_and_never_below_load(looks: list[tuple[float, float]]) -
         assert with_headroom(per_s, 1.5, peaks.highest_load(now_s)) >= per_s
 
 
-def law_memory(*loads: tuple[float, float]) -> WorkMemory:
+def memory_of(*loads: tuple[float, float]) -> WorkMemory:
     """Of the strategy, with these loads."""
     return WorkMemory(NOW_S, peaks=seen(*loads))
 
 
 @pytest.mark.parametrize(("highest", "expected"), [(12.0, 12.0), (15.0, 15.0), (30.0, 18.0)])
-def test_the_law_keeps_as_much_room_as_the_last_hour_asks_for(highest: float, expected: float) -> None:
+def test_the_strategy_keeps_as_much_room_as_the_last_hour_asks_for(highest: float, expected: float) -> None:
     situation = situation_of(target_of(ready=4), traffic=traffic_of(12.0))
-    found = WorkStrategy().recommend(situation, law_memory((-1800, highest), (-1, 12.0)))[0]
+    found = WorkStrategy().recommend(situation, memory_of((-1800, highest), (-1, 12.0)))[0]
     assert found.inputs["arrivals_per_s_with_room"] == pytest.approx(expected)
     # 0.21 s of an engine each, 0.8 of its time
     assert found.inputs["replicas_for_rate"] == pytest.approx(expected * 0.21 / 0.8)
 
 
 def test_what_was_seen_outlives_a_restart() -> None:
-    memory = law_memory((-3000, 12.3456), (-1, 12.0))
+    memory = memory_of((-3000, 12.3456), (-1, 12.0))
     stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": memory})
     kept = decode_memory(encode_memory(Memory({"Both": stage})), NOW_S + 30).stages["Both"].strategies["Work"]
     assert isinstance(kept, WorkMemory)

@@ -174,7 +174,7 @@ def test_an_object_that_is_not_there_gets_no_replicas() -> None:
     assert Stage(target=gone, traffic=40.0).look()[0] is None
 
 
-def test_a_law_that_cannot_tell_keeps_replicas() -> None:
+def test_a_strategy_that_cannot_tell_keeps_replicas() -> None:
     policy = AutoscalingPolicySpec(
         strategies=(*POLICY.strategies, Strategy(name="Target")), metrics=(MetricTarget(name="cpu", value=1.0),)
     )
@@ -229,7 +229,7 @@ def test_a_few_requests_long_ago_and_unknown_speeds_do_not_keep_an_idle_replica(
     assert seen[-1] == (0, ["Idle"])
 
 
-def test_a_law_that_cannot_tell_keeps_an_idle_replica() -> None:
+def test_a_strategy_that_cannot_tell_keeps_an_idle_replica() -> None:
     stage = zero_stage(traffic=Traffic())
     assert {stage.look(5.0)[0] for _ in range(90)} == {1}
 

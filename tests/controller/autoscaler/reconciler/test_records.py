@@ -86,7 +86,7 @@ def test_a_decision_reads_like_its_way() -> None:
     assert "targets: not proven the cheapest; a slightly cheaper set may exist" in text
 
 
-def test_what_no_law_knows_and_nobody_waits_for_reads_so() -> None:
+def test_what_no_strategy_knows_and_nobody_waits_for_reads_so() -> None:
     decision = record(0.0).decision
     stage = msgspec.structs.replace(
         decision.stages[0], combined=None, waiting=Backlog(), freshness=Freshness(gateways=1, unreported=("pod-1",))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.traffic import Traffic
 
 PROMISED = LatencyObjective(Duration("1s"), Duration("100ms"))
-LAW = SloStrategy(objective=PROMISED)
+STRATEGY = SloStrategy(objective=PROMISED)
 
 
 def fleet(ready: int, starting: int = 0, traffic: Traffic | None = None, **kwargs: object) -> Situation:
@@ -31,7 +31,7 @@ def fleet(ready: int, starting: int = 0, traffic: Traffic | None = None, **kwarg
 
 
 def after(share: float, ready: int, starting: int = 0) -> float:
-    return LAW.desired(share, float(ready + starting), float(ready), fleet(ready, starting))
+    return STRATEGY.desired(share, float(ready + starting), float(ready), fleet(ready, starting))
 
 
 def test_more_in_proportion_to_the_excess_and_fewer_to_the_room() -> None:
@@ -67,15 +67,15 @@ def test_the_worse_of_both_latencies_counts() -> None:
 
 def test_unknown_latency_is_not_zero() -> None:
     assert share_of(fleet(2), PROMISED) is None
-    assert LAW.recommend(fleet(2), None)[0].replicas is None
+    assert STRATEGY.recommend(fleet(2), None)[0].replicas is None
     # requests are on their way, and none has been answered
-    assert LAW.recommend(fleet(2, traffic=steady(requests=1)), None)[0].replicas is None
+    assert STRATEGY.recommend(fleet(2, traffic=steady(requests=1)), None)[0].replicas is None
 
 
 def test_an_idle_fleet_is_known_to_be_idle() -> None:
     idle = pool(report(), report(), report(), traffic=steady())
     assert share_of(idle, PROMISED) == 0.0
-    assert LAW.recommend(idle, None)[0].replicas == 1
+    assert STRATEGY.recommend(idle, None)[0].replicas == 1
     assert share_of(pool(report(), None, traffic=steady()), PROMISED) is None
     assert share_of(pool(report(in_flight=1), traffic=steady()), PROMISED) is None
     assert share_of(pool(report(), traffic=steady(), waiting=Backlog(requests=1)), PROMISED) is None
@@ -87,7 +87,7 @@ def test_spikes_are_cut_and_smoothed() -> None:
     for step in range(10):
         slow = latencies(ttft_s=100.0 if step == 9 else 0.4, now_s=step * 5.0)
         seen = msgspec.structs.replace(fleet(4, traffic=slow), now_s=step * 5.0)
-        found, memory = LAW.recommend(seen, memory)
+        found, memory = STRATEGY.recommend(seen, memory)
     assert memory is not None
     assert max(one.value for one in memory.shares) == 2.0
     # eight calm samples and one spike of the last 45 s
@@ -97,16 +97,16 @@ def test_spikes_are_cut_and_smoothed() -> None:
 
 def test_when_latencies_stop_being_known_replicas_stay() -> None:
     fast = msgspec.structs.replace(fleet(6, traffic=latencies(ttft_s=0.02, now_s=0.0)), now_s=0.0)
-    found, memory = LAW.recommend(fast, None)
+    found, memory = STRATEGY.recommend(fast, None)
     assert found.replicas == 1
-    assert LAW.recommend(msgspec.structs.replace(fleet(6), now_s=10.0), memory)[0].replicas is None
-    assert LAW.recommend(msgspec.structs.replace(fleet(6), now_s=100.0), memory)[0].replicas is None
+    assert STRATEGY.recommend(msgspec.structs.replace(fleet(6), now_s=10.0), memory)[0].replicas is None
+    assert STRATEGY.recommend(msgspec.structs.replace(fleet(6), now_s=100.0), memory)[0].replicas is None
 
 
 def test_a_silent_gateway_forbids_scaling_in() -> None:
     fast, slow = latencies(ttft_s=0.02), latencies(ttft_s=5.0)
-    assert LAW.recommend(fleet(4, traffic=fast, silent=["extproc-1"]), None)[0].replicas is None
-    assert LAW.recommend(fleet(4, traffic=slow, silent=["extproc-1"]), None)[0].replicas == 15
+    assert STRATEGY.recommend(fleet(4, traffic=fast, silent=["extproc-1"]), None)[0].replicas is None
+    assert STRATEGY.recommend(fleet(4, traffic=slow, silent=["extproc-1"]), None)[0].replicas == 15
 
 
 def restated(share: Fraction, ready: int, starting: int, up: Fraction, down: Fraction) -> int:

@@ -14,11 +14,11 @@ from tests.scaling_scenes import engine, pool, report, situation, some_report, t
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation
 
-LAW = SpareCapacityStrategy()
+STRATEGY = SpareCapacityStrategy()
 
 
 def asked(seen: Situation) -> float | None:
-    return LAW.recommend(seen, None)[0].replicas
+    return STRATEGY.recommend(seen, None)[0].replicas
 
 
 def loaded(*loads: tuple[float, float]) -> Situation:
@@ -89,7 +89,7 @@ def test_many_cases_agree_with_the_restatement() -> None:
         ]
         coming = rng.choice((0, 0, 1, 2))
         them = target((engine(f"e{at}", one) for at, one in enumerate(reports)), current=len(reports) + coming)
-        found = LAW.recommend(situation(them), None)[0]
+        found = STRATEGY.recommend(situation(them), None)[0]
         edges = [found.inputs.get(name, 9.0) - 0.1 for name in ("kv_spare", "kv_spare_after")]
         edges += [found.inputs.get(name, 9.0) - 3 for name in ("queue_spare", "queue_spare_after")]
         if any(abs(edge) < 1e-9 for edge in edges):

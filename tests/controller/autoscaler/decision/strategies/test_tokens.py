@@ -23,7 +23,7 @@ from controller.autoscaler.decision.strategies.tokens import (
 from tests.examples import examples
 from tests.scaling_scenes import engine, pool, report, situation, some_report, steady, target
 
-LAW = TokensStrategy()
+STRATEGY = TokensStrategy()
 # a cache of 100,000 tokens counts as 80,000
 EMPTY = report(kv=0.0, waiting=0, cache=100_000)
 
@@ -33,7 +33,7 @@ def holding(tokens: float, waiting: float = 0) -> EngineReport:
 
 
 def asked(seen: Situation, memory: TokensMemory | None = None) -> float | None:
-    return LAW.recommend(seen, memory)[0].replicas
+    return STRATEGY.recommend(seen, memory)[0].replicas
 
 
 def test_demand_over_the_upper_share_asks_for_all_that_is_missing_at_once() -> None:
@@ -64,7 +64,7 @@ def test_waiting_requests_count_with_prompt_at_engines_and_answer_at_gateways() 
         waiting=Backlog(requests=10, tokens=4_000.0),
         traffic=steady(requests=1, prompt=1000, answer=200),
     )
-    found = LAW.recommend(seen, None)[0]
+    found = STRATEGY.recommend(seen, None)[0]
     assert found.inputs["demand_tokens"] == pytest.approx(3 * 1000 + 4_000 + 10 * 200)
     prefill = ScaleTarget("a", ObjectReference("ModelInfer", "a"), 10, stage="Prefill")
     alone = situation(
@@ -72,26 +72,26 @@ def test_waiting_requests_count_with_prompt_at_engines_and_answer_at_gateways() 
         waiting=Backlog(requests=10, tokens=4_000.0),
         traffic=steady(requests=1, prompt=1000, answer=200),
     )
-    assert LAW.recommend(alone, None)[0].inputs["demand_tokens"] == 4_000
+    assert STRATEGY.recommend(alone, None)[0].inputs["demand_tokens"] == 4_000
 
 
 def test_a_full_queue_tells_what_an_engine_can_hold_and_that_is_remembered() -> None:
     busy = steady(requests=1, prompt=1000, answer=200)
-    found, memory = LAW.recommend(pool(holding(30_000, waiting=9), traffic=busy), None)
+    found, memory = STRATEGY.recommend(pool(holding(30_000, waiting=9), traffic=busy), None)
     assert found.inputs["replica_capacity_tokens"] == pytest.approx(30_000)
-    found, memory = LAW.recommend(pool(holding(20_000, waiting=9), traffic=busy), memory)
+    found, memory = STRATEGY.recommend(pool(holding(20_000, waiting=9), traffic=busy), memory)
     assert found.inputs["replica_capacity_tokens"] == pytest.approx(20_000)
-    found, memory = LAW.recommend(pool(holding(10_000), traffic=busy), memory)
+    found, memory = STRATEGY.recommend(pool(holding(10_000), traffic=busy), memory)
     assert found.inputs["replica_capacity_tokens"] == pytest.approx(25_000)
     # longer answers are another class, of which nothing was seen: 8192 * 600 / 1600 = 3072 sequences, at most 256
-    found, _ = LAW.recommend(pool(EMPTY, traffic=steady(requests=1, prompt=1000, answer=600)), memory)
+    found, _ = STRATEGY.recommend(pool(EMPTY, traffic=steady(requests=1, prompt=1000, answer=600)), memory)
     assert found.inputs["replica_capacity_tokens"] == pytest.approx(80_000)
 
 
 def test_ten_observations_are_kept() -> None:
     memory: TokensMemory | None = None
     for tokens in range(30):
-        _, memory = LAW.recommend(pool(holding(1000.0 + tokens, waiting=9)), memory)
+        _, memory = STRATEGY.recommend(pool(holding(1000.0 + tokens, waiting=9)), memory)
     assert memory is not None
     assert [len(observed) for observed in memory.observed.values()] == [10]
 
@@ -118,17 +118,17 @@ def test_nothing_known_of_any_cache_is_no_answer() -> None:
 def test_a_declared_cache_counts_where_engines_do_not_tell() -> None:
     spec = ScaleTarget("a", ObjectReference("ModelInfer", "a"), 10, capacity=EngineCapacity(kv_tokens=50_000))
     seen = situation(target([engine("e", report(in_flight=9, tokens=60_000.0))], spec=spec))
-    found = LAW.recommend(seen, None)[0]
+    found = STRATEGY.recommend(seen, None)[0]
     assert found.inputs["replica_capacity_tokens"] == 40_000
     assert found.replicas == 2
 
 
 def test_a_target_without_engines_has_what_it_had_or_what_another_has() -> None:
-    _, memory = LAW.recommend(pool(holding(60_000)), None)
+    _, memory = STRATEGY.recommend(pool(holding(60_000)), None)
     empty = situation(target(current=0), waiting=Backlog(tokens=100_000))
     assert asked(empty, memory) == math.ceil(100_000 / 0.85 / 80_000)
     first, other = target(current=0), target([engine("b", EMPTY)], name="b", capacity=2.0)
-    found = LAW.recommend(situation(first, other, waiting=Backlog(tokens=170_000)), None)[0]
+    found = STRATEGY.recommend(situation(first, other, waiting=Backlog(tokens=170_000)), None)[0]
     assert found.inputs["replica_capacity_tokens"] == 40_000
     # 200,000 are wanted and 80,000 there: three more units, beside the two of the other target
     assert found.replicas == pytest.approx(5.0)

@@ -122,7 +122,7 @@ def test_nothing_arrives_and_nothing_waits() -> None:
     assert asked(situation_of(target_of(ready=3), traffic=traffic_of(0.0))).replicas == 0
 
 
-def test_without_traffic_the_law_does_not_know() -> None:
+def test_without_traffic_the_strategy_does_not_know() -> None:
     assert asked(situation_of(target_of(ready=3))).replicas is None
 
 
