@@ -298,6 +298,18 @@ class ModelServer(DirectoryObject, frozen=True, kw_only=True):
     spec: ModelServerSpec
 
 
+def longest_waits(spec: ModelServerSpec, control: FlowControl | None) -> dict[str, float]:
+    """The longest that a request waits before an engine gets it, in seconds, by the field that holds it. ``control``:
+    that is in effect.
+    """
+    waits = {
+        "flowControl": None if control is None else control.longest_wait_s,
+        "adapterLoading": None if spec.adapter_loading is None else spec.adapter_loading.timeout,
+        "activation": None if spec.activation is None else spec.activation.hold_timeout,
+    }
+    return {name: float(wait_s) for name, wait_s in waits.items() if wait_s}
+
+
 def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
     """Endpoint addresses are ``ip:port`` or ``name:port`` and differ; no field is without effect."""
     if (spec.listed is None) == (spec.workload_selector is None):

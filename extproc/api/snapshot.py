@@ -17,7 +17,7 @@ from extproc.api.admission import FlowControl, InferenceObjective
 from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.http_route import Backend, HTTPRoute
 from extproc.api.model_route import ModelRoute
-from extproc.api.model_server import ModelServer, ModelServerSpec
+from extproc.api.model_server import ModelServer, ModelServerSpec, longest_waits
 from extproc.api.picker_config import PickerFile
 from extproc.api.picker_flow_control import with_usage_limits
 
@@ -63,14 +63,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         named = {one.spec.priority for one in self.objectives if one.metadata.namespace == namespace}
         return with_usage_limits(file.flow_control, file.config, named) if named else file.flow_control
 
-    def longest_wait_s_of(self, spec: ModelServerSpec) -> float:
-        """The longest that a request waits before an engine of the server gets it: for the first engine, for its
-        adapter, then in the queue.
-        """
-        control, loading, activation = self.flow_control_of(spec), spec.adapter_loading, spec.activation
-        for_engine_s = 0.0 if activation is None else float(activation.hold_timeout)
-        for_adapter_s = 0.0 if loading is None else float(loading.timeout)
-        return for_engine_s + for_adapter_s + (0.0 if control is None else control.longest_wait_s)
+    def longest_waits_of(self, spec: ModelServerSpec) -> dict[str, float]:
+        """The longest that a request waits before an engine of the server gets it, by the field that holds it."""
+        return longest_waits(spec, self.flow_control_of(spec))
 
 
 def failure_mode_of(snapshot: Snapshot) -> Literal["Open", "Close"]:

@@ -168,23 +168,13 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
 
 def _too_long(snapshot: Snapshot) -> list[str]:
     """Waits that Envoy ends before extproc does."""
-    waits = [(server, snapshot.longest_wait_s_of(server.spec)) for server in snapshot.servers]
+    found = [(server.metadata.key, snapshot.longest_waits_of(server.spec)) for server in snapshot.servers]
     return [
-        f"ModelServer {server.metadata.key}: {_held_by(server.spec)} for up to {wait_s:g} s, and Envoy waits an hour"
-        " at most; write timeouts of 59m or less"
-        for server, wait_s in waits
-        if wait_s and wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
+        f"ModelServer {key}: {' and '.join(waits)} {'hold' if len(waits) > 1 else 'holds'} requests for up to"
+        f" {sum(waits.values()):g} s, and Envoy waits an hour at most; write timeouts of 59m or less"
+        for key, waits in found
+        if waits and sum(waits.values()) + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
     ]
-
-
-def _held_by(spec: ModelServerSpec) -> str:
-    holders = {
-        "flowControl": spec.flow_control or spec.picker_config,
-        "adapterLoading": spec.adapter_loading,
-        "activation": spec.activation,
-    }
-    named = [name for name, one in holders.items() if one is not None]
-    return f"{' and '.join(named)} {'hold' if len(named) > 1 else 'holds'} requests"
 
 
 def _unrouted_adapters(snapshot: Snapshot) -> list[str]:

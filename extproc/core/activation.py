@@ -414,9 +414,8 @@ class EngineWait:
         return EngineStarting(message, retry_after_s=self._retry_after_s(group.pool, now))
 
     def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
-        record.happens(Event.GIVEN_UP)
         self.withdraw(record, now)
-        out.append(self._dispatcher.refuse(record, refusal, now, out))
+        self._dispatcher.give_up(record, refusal, now, out)
 
 
 def _assumed_s(pool: Pool) -> float:

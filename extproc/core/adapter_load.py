@@ -265,7 +265,7 @@ class AdapterWait:
         """Send on those whose adapter is loaded, request loads, and refuse those that have waited too long."""
         # they go first: the adapter of an engine gives way to another's if nothing uses it
         for record in self._ready(now):
-            record.happens(Event.LOADED)
+            record.happens(Event.GRANTED)
             self._proceed(record, now, out)
         for key, group in list(self._groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:
@@ -417,9 +417,7 @@ class AdapterWait:
 
     def _refuse(self, group: _Group, ticket: str, refusal: Refusal, now: float, out: list[Effect]) -> None:
         _remove(group, ticket)
-        record = self._records[ticket]
-        record.happens(Event.GIVEN_UP)
-        out.append(self._dispatcher.refuse(record, refusal, now, out))
+        self._dispatcher.give_up(self._records[ticket], refusal, now, out)
 
 
 def _remove(group: _Group, ticket: str) -> bool:

@@ -125,6 +125,11 @@ class Dispatcher:
             usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s)
         return RequestRefused(record.ticket, refusal, arrival, record.queued, record.was_held, usage)
 
+    def give_up(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
+        """Refuse a held request that has waited too long, or gives way to another."""
+        record.happens(Event.GIVEN_UP)
+        out.append(self.refuse(record, refusal, now, out))
+
     def dispatch(
         self,
         record: Record,

@@ -76,7 +76,10 @@ class Wait(Protocol):
         ...
 
     def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
-        """Hold the request, or dispatch it; None: it need not wait here. Raises a Refusal."""
+        """Hold the request, or dispatch it; None: it need not wait here. Raises a Refusal.
+
+        It is asked again after each later wait, during which what it gives may have gone.
+        """
         ...
 
     def withdraw(self, record: Record, now: float) -> None:
@@ -120,6 +123,7 @@ class AdmissionPipeline:
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
         self._waits: tuple[Wait, ...] = (self.engines, self.adapters, self._queue)
+        self._behind_engines = self._waits[1:]
 
     def apply(self, builder: RequestBuilder, guards: Mapping[str, Guard], now: float, out: list[Effect]) -> None:
         """Follow the configuration, which the admission controller has already. ``guards``: by the key of the
@@ -397,15 +401,15 @@ class AdmissionPipeline:
         return _admit(record, waits, now, out) or self._dispatcher.dispatch(record, now, out)
 
     def _engine_ready(self, record: Record, now: float, out: list[Effect]) -> bool:
-        """The request goes to its adapter, to the queue or to the engine.
+        """The request goes to the next wait, or to the engine.
 
         Returns False if the queue is full: the request keeps its place before it.
         """
-        record.happens(Event.ENGINE_READY)
+        record.happens(Event.GRANTED)
 
         def step() -> Held | Decision | None:
             try:
-                own = _admit(record, (self.adapters, self._queue), now, out)
+                own = _admit(record, self._behind_engines, now, out)
             except QueueFull:
                 record.queued = None
                 return None
@@ -419,15 +423,15 @@ class AdmissionPipeline:
         return True
 
     def _adapter_loaded(self, record: Record, now: float, out: list[Effect]) -> None:
-        """The request goes to the engine, or to the queue."""
-        _answer(self._attempt(record, lambda: self._go_on(record, (self._queue,), now, out), now, out), out)
+        """The request goes to the next wait, or to the engine."""
+        _answer(self._attempt(record, lambda: self._go_on(record, self._behind_engines, now, out), now, out), out)
 
     def _turn_came(self, record: Record, with_room: Bools | None, now: float, out: list[Effect]) -> None:
-        """The request goes to the engine, unless its adapter has gone meanwhile."""
+        """The request goes to the engine, unless what it has waited for before has gone meanwhile."""
 
         def step() -> Held | Decision:
             gate = self._admission.gates.get(record.arrived.pool.name)
-            return self.adapters.admit(record, now, out) or self._dispatcher.dispatch(
+            return _admit(record, self._behind_engines[:-1], now, out) or self._dispatcher.dispatch(
                 record, now, out, gate=gate, with_room=with_room
             )
 

@@ -32,6 +32,7 @@ from extproc.admission.limits import ChosenNames, RouteLimits, Usage, key_charge
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
+from extproc.api.model_server import longest_waits
 from extproc.api.spec import namespace_of
 from extproc.core.dispatch import no_longer_served, prompt_of
 from extproc.core.effects import Effect, Held, WakeAt, with_fault
@@ -167,11 +168,11 @@ class AdmissionController:
         longest_s = record.answer_by_s - now
         if longest_s == math.inf:
             pool = record.arrived.pool
-            gate, activation = self.gates.get(pool.name), pool.spec.activation
-            loading = None if record.arrived.adapter is None else pool.spec.adapter_loading
-            longest_s = 0.0 if gate is None else gate.control.longest_wait_s
-            longest_s += 0.0 if loading is None else float(loading.timeout)
-            longest_s += 0.0 if activation is None else float(activation.hold_timeout)
+            gate = self.gates.get(pool.name)
+            waits = longest_waits(pool.spec, None if gate is None else gate.control)
+            if record.arrived.adapter is None:
+                waits.pop("adapterLoading", None)
+            longest_s = sum(waits.values())
             record.answer_by_s = now + longest_s
         return Held(record.ticket, record.state, longest_s)
 
@@ -337,7 +338,7 @@ class QueueWait:
             gate = self._gates.get(pool.name)
             if builder.pools.get(pool.name) is not pool:
                 self.withdraw(record, now)
-                self._refuse(record, no_longer_served(pool.name), now, out)
+                self._dispatcher.give_up(record, no_longer_served(pool.name), now, out)
             elif gate is None and before.get(pool.name) is not None:
                 self._freed.append(record.ticket)
             elif gate is not None and before.get(pool.name) is not gate:
@@ -354,7 +355,7 @@ class QueueWait:
             if not len(gate.queue):
                 continue
             for queued, refusal in gate.remove_expired(now):
-                self._refuse(self._records[queued.ticket], refusal, now, out)
+                self._dispatcher.give_up(self._records[queued.ticket], refusal, now, out)
             # one after the other: each that goes changes who has room. If a policy fails, earlier decisions must still
             # reach their streams
             while released < MOST_AT_ONCE and (found := with_fault(faults, _QUEUE_FAILED, partial(gate.next, now))):
@@ -406,7 +407,7 @@ class QueueWait:
         self.withdraw(record, now)
         self._dispatcher.move(record, other)
         record.queued, record.placement = entry, placement
-        record.happens(Event.DISPATCHED)
+        record.happens(Event.GRANTED)
         self._proceed(record, with_room, now, out)
         return True
 
@@ -415,7 +416,7 @@ class QueueWait:
         for an engine, and then none must.
         """
         for one in gate.enqueue(queued, may_evict=record.state is not State.AWAITING_ENGINE):
-            self._refuse(self._records[one.ticket], gate.eviction_refusal(now), now, out)
+            self._dispatcher.give_up(self._records[one.ticket], gate.eviction_refusal(now), now, out)
         if record.state is not State.QUEUED:
             self._dispatcher.put(record, State.QUEUED, now)
 
@@ -426,13 +427,9 @@ class QueueWait:
             if record.queued is not None:
                 self._enqueue(record, record.queued, gate, now, out)
         except Refusal as refusal:
-            self._refuse(record, refusal, now, out)
+            self._dispatcher.give_up(record, refusal, now, out)
 
     def _release(self, ticket: str, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        record.happens(Event.DISPATCHED)
+        record.happens(Event.GRANTED)
         self._proceed(record, with_room, now, out)
-
-    def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
-        record.happens(Event.GIVEN_UP)
-        out.append(self._dispatcher.refuse(record, refusal, now, out))

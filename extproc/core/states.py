@@ -26,24 +26,27 @@ StepName = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue"]
 
 
 class State(enum.IntEnum):
-    """Where a request stands. ABSENT: there is no record of it, not yet or not any more."""
+    """Where a request stands, in the order of its way to an engine and from there.
+
+    ABSENT: there is no record of it, not yet or not any more.
+    """
 
     ABSENT = 0
     ASKING_LIMITS = 1
-    ASKING_TOKENS = 2
-    # its server has no engine that can take it
-    AWAITING_ENGINE = 3
-    # its adapter is being loaded, or waits for room at an engine
-    LOADING = 4
-    QUEUED = 5
-    # sent to an engine, and its stream is open
-    RUNNING = 6
-    # the same, and its outcome is known
-    SETTLED = 7
-    # its stream is closed, and its outcome is not known yet
-    ENDED = 8
     # its limits have granted it, and the guard of its route has not answered
-    ASKING_GUARD = 9
+    ASKING_GUARD = 2
+    ASKING_TOKENS = 3
+    # its server has no engine that can take it
+    AWAITING_ENGINE = 4
+    # its adapter is being loaded, or waits for room at an engine
+    LOADING = 5
+    QUEUED = 6
+    # sent to an engine, and its stream is open
+    RUNNING = 7
+    # the same, and its outcome is known
+    SETTLED = 8
+    # its stream is closed, and its outcome is not known yet
+    ENDED = 9
 
 
 class Event(enum.IntEnum):
@@ -54,8 +57,8 @@ class Event(enum.IntEnum):
     STARTED_ELSEWHERE = 1
     # the answer to its request for a grant, to its guard or for tokens, or that there is none
     ANSWERED = 2
-    # an engine has room for it
-    DISPATCHED = 3
+    # what it waited for is there: an engine, its adapter, its turn
+    GRANTED = 3
     # it waited too long, or gave way to another
     GIVEN_UP = 4
     # its client went away before it was answered
@@ -65,12 +68,8 @@ class Event(enum.IntEnum):
     OUTCOME = 7
     # its outcome does not come: too many have ended since
     FORGOTTEN = 8
-    # an engine has its adapter
-    LOADED = 9
-    # an engine that can take it is there
-    ENGINE_READY = 10
     # the last engine that could take it has gone
-    ENGINES_GONE = 11
+    ENGINES_GONE = 9
 
 
 class IllegalEvent(Exception):
@@ -80,57 +79,49 @@ class IllegalEvent(Exception):
         super().__init__(f"{event} is not legal while {subject} is in state {state}{f'; {advice}' if advice else ''}")
 
 
-_ABSENT, _LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED, _GUARD = State
-_GONE: Final = frozenset({_ABSENT})
-
-
 def _to(*states: State) -> frozenset[State]:
     return frozenset(states)
 
 
+def _on(state: State, *back: State) -> frozenset[State]:
+    """To any later step up to an engine, as each may be skipped, or to one of ``back``; or it is refused."""
+    return _to(*(one for one in State if state < one <= State.RUNNING), *back, State.ABSENT)
+
+
+_GONE: Final = _to(State.ABSENT)
 # Events of other processes and outcomes come late, or more than once.
 _LATE: Final = {Event.STARTED_ELSEWHERE: IGNORED, Event.OUTCOME: IGNORED}
 # Until an engine gets it.
 _BEFORE: Final = {**_LATE, Event.LEFT: _GONE, Event.FINISHED: _GONE}
+_HELD: Final = {**_BEFORE, Event.GIVEN_UP: _GONE}
+_HELD_AT_ENGINES: Final = {**_HELD, Event.ENGINES_GONE: _to(State.AWAITING_ENGINE)}
 
 # What may happen in each state, and the states that it may lead to. Any other event is a mistake of its sender.
 TRANSITIONS: Final[dict[State, dict[Event, frozenset[State]]]] = {
-    _ABSENT: {
+    State.ABSENT: {
         **_LATE,
-        Event.ARRIVED: _to(_LIMITS, _GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
-        Event.STARTED_ELSEWHERE: _to(_RUNNING, _ABSENT),
+        Event.ARRIVED: _on(State.ABSENT),
+        Event.STARTED_ELSEWHERE: _to(State.RUNNING, State.ABSENT),
         Event.ANSWERED: IGNORED,  # its client went away meanwhile; what was granted is given back
         Event.LEFT: IGNORED,
         Event.FINISHED: IGNORED,
     },
-    _LIMITS: {**_BEFORE, Event.ANSWERED: _to(_GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT)},
-    _GUARD: {**_BEFORE, Event.ANSWERED: _to(_TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT)},
-    _TOKENS: {**_BEFORE, Event.ANSWERED: _to(_AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT)},
-    _AWAITING: {
-        **_BEFORE,
-        Event.GIVEN_UP: _GONE,
-        Event.ENGINE_READY: _to(_LOADING, _QUEUED, _RUNNING, _ABSENT),
+    **{
+        state: {**_BEFORE, Event.ANSWERED: _on(state)}
+        for state in (State.ASKING_LIMITS, State.ASKING_GUARD, State.ASKING_TOKENS)
     },
-    _LOADING: {
-        **_BEFORE,
-        Event.GIVEN_UP: _GONE,
-        Event.LOADED: _to(_QUEUED, _RUNNING, _ABSENT),
-        Event.ENGINES_GONE: _to(_AWAITING),
-    },
-    _QUEUED: {
-        **_BEFORE,
-        Event.GIVEN_UP: _GONE,
-        Event.DISPATCHED: _to(_RUNNING, _LOADING, _ABSENT),
-        Event.ENGINES_GONE: _to(_AWAITING),
-    },
-    _RUNNING: {
+    State.AWAITING_ENGINE: {**_HELD, Event.GRANTED: _on(State.AWAITING_ENGINE)},
+    State.LOADING: {**_HELD_AT_ENGINES, Event.GRANTED: _on(State.LOADING)},
+    # its adapter may be gone by then
+    State.QUEUED: {**_HELD_AT_ENGINES, Event.GRANTED: _on(State.QUEUED, State.LOADING)},
+    State.RUNNING: {
         **_LATE,
         Event.LEFT: _GONE,  # the answer reached no gateway, so no engine got the request
-        Event.FINISHED: _to(_ENDED),
-        Event.OUTCOME: _to(_SETTLED),
+        Event.FINISHED: _to(State.ENDED),
+        Event.OUTCOME: _to(State.SETTLED),
     },
-    _SETTLED: {**_LATE, Event.LEFT: _GONE, Event.FINISHED: _GONE},
-    _ENDED: {
+    State.SETTLED: {**_LATE, Event.LEFT: _GONE, Event.FINISHED: _GONE},
+    State.ENDED: {
         **_LATE,
         Event.LEFT: IGNORED,
         Event.FINISHED: IGNORED,
@@ -151,16 +142,16 @@ WAITING: Final = _states_that_take(Event.GIVEN_UP)
 # It is held for something that only its server's engines have.
 WAITING_AT_ENGINES: Final = _states_that_take(Event.ENGINES_GONE)
 # Its stream is open at an engine: bytes may still flow.
-IN_FLIGHT: Final = frozenset({_RUNNING, _SETTLED})
+IN_FLIGHT: Final = _to(State.RUNNING, State.SETTLED)
 
 STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
     {
-        _LIMITS: "limits",
-        _GUARD: "guard",
-        _TOKENS: "tokenize",
-        _AWAITING: "engine",
-        _LOADING: "adapter",
-        _QUEUED: "queue",
+        State.ASKING_LIMITS: "limits",
+        State.ASKING_GUARD: "guard",
+        State.ASKING_TOKENS: "tokenize",
+        State.AWAITING_ENGINE: "engine",
+        State.LOADING: "adapter",
+        State.QUEUED: "queue",
     }
 )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TextIO
 
 import msgspec
 
-from extproc.core.states import State
+from extproc.core.states import STEP_NAMES, State
 
 if TYPE_CHECKING:
     import random
@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 # Sampled requests whose end has not been reported.
 _MOST_OPEN: Final = 65_536
-_WAITS: Final = {State.LOADING: "adapter_wait_s", State.AWAITING_ENGINE: "engine_wait_s"}
 
 
 class DecisionLog:
@@ -70,9 +69,11 @@ class DecisionLog:
             "is_precise": assignment.is_precise,
             **msgspec.to_builtins(why),
         }
-        for state, name in _WAITS.items():
-            if waited_s := decision.waits.get(state):
-                line[name] = waited_s
+        line |= {
+            f"{STEP_NAMES[state]}_wait_s": waited_s
+            for state, waited_s in decision.waits.items()
+            if waited_s and state is not State.QUEUED
+        }
         self._write(line)
 
     def log_shadow(self, pick: ShadowPick) -> None:

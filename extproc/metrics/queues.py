@@ -80,13 +80,6 @@ class ActivationMetrics:
     """No series before the first request has waited for an engine."""
 
     def __init__(self, registry: CollectorRegistry, at_zero: Callable[[], Mapping[str, ZeroDemand]]) -> None:
-        self.waits = DeferredHistograms(
-            "attache_engine_wait_seconds",
-            "What requests waited while their ModelServer had no engine.",
-            _START_BUCKETS,
-            ["server"],
-            registry,
-        )
         self._starts = DeferredHistograms(
             "attache_engine_start_seconds",
             "From the first request that waited for an engine to the first engine.",
@@ -132,13 +125,6 @@ class AdapterMetrics:
         self._seconds = DeferredHistograms(
             "attache_adapter_load_seconds",
             "Of loads that succeeded, unloads included.",
-            _LOAD_BUCKETS,
-            ["server"],
-            registry,
-        )
-        self.waits = DeferredHistograms(
-            "attache_adapter_wait_seconds",
-            "What requests waited for their adapter.",
             _LOAD_BUCKETS,
             ["server"],
             registry,

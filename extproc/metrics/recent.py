@@ -63,8 +63,8 @@ class Why(msgspec.Struct, frozen=True, rename="camel"):
 class RecentRequest(msgspec.Struct, rename="camel"):
     """One request. Times are in seconds.
 
-    ``age_s``: since it arrived. ``phase``: what it does now, or how it ended. ``limits_s`` to ``queue_s``: what it
-    waited here for. ``held_s``: from its arrival to its engine or its refusal. ``ttft_s``: from its engine's choice to
+    ``age_s``: since it arrived. ``phase``: what it does now, or how it ended. ``waits_s``: what it waited here,
+    by step. ``held_s``: from its arrival to its engine or its refusal. ``ttft_s``: from its engine's choice to
     the first byte of the answer. ``writing_s``: from there to the end. ``duration_s``: all of it; of one that has not
     ended, None. ``input_tokens``: expected before, reported afterwards. ``expected_cached``: when the engine was
     chosen. ``served``: the engine that answered, ``chosen``: the first choice.
@@ -81,12 +81,7 @@ class RecentRequest(msgspec.Struct, rename="camel"):
     server: str
     age_s: float = 0.0
     phase: Phase = "running"
-    limits_s: float = 0.0
-    guard_s: float = 0.0
-    tokenize_s: float = 0.0
-    engine_s: float = 0.0
-    adapter_s: float = 0.0
-    queue_s: float = 0.0
+    waits_s: dict[StepName, float] = {}
     held_s: float | None = None
     ttft_s: float | None = None
     writing_s: float | None = None
@@ -258,8 +253,8 @@ def _end_step(found: _Open, now: float) -> None:
 def _add_wait(row: RecentRequest, found: _Open, now: float) -> None:
     """To ``row``, what its request has waited in its step."""
     if found.step is not None:
-        name = f"{found.step}_s"
-        setattr(row, name, getattr(row, name) + now - found.since_s)
+        # another dict: a row that is shown is a copy
+        row.waits_s = {**row.waits_s, found.step: row.waits_s.get(found.step, 0.0) + now - found.since_s}
 
 
 def _decided(row: RecentRequest, decision: Decision) -> None:
@@ -268,8 +263,7 @@ def _decided(row: RecentRequest, decision: Decision) -> None:
     row.prefill = "" if assignment.prefill is None else assignment.prefill.address
     row.input_tokens, row.expected_cached = round(assignment.input_tokens, 1), round(assignment.cached_tokens, 1)
     # a held request goes from one wait to the next without a message to its stream
-    for state, waited_s in decision.waits.items():
-        setattr(row, f"{STEP_NAMES[state]}_s", waited_s)
+    row.waits_s = {**row.waits_s, **{STEP_NAMES[state]: waited_s for state, waited_s in decision.waits.items()}}
     row.why = None if decision.explanation is None else _why(decision.explanation)
 
 

@@ -26,9 +26,9 @@ from extproc.core.effects import (
     RequestUnmeetable,
     SoftBudgetPassed,
 )
-from extproc.core.states import State
+from extproc.core.states import STEP_NAMES, WAITING, State
 from extproc.metrics.endpoints import EndpointSeries
-from extproc.metrics.exposition import Counters, DeferredHistogram, Registry
+from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
 from extproc.metrics.llm_d import LlmdMetrics
 from extproc.metrics.objectives import AnswerTimes, ObjectiveSeries
 from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics, BudgetSeries
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 _PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
+# of an engine that starts, too
+_WAIT_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
 _STREAM_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LAG_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 
@@ -105,7 +107,16 @@ class Metrics:
         self._adapters = AdapterMetrics(self.registry, pools)
         self._activation = ActivationMetrics(self.registry, at_zero)
         # those in queues count by band, and with requests that need not wait
-        self._waits = {State.LOADING: self._adapters.waits, State.AWAITING_ENGINE: self._activation.waits}
+        self._waits = {
+            state: DeferredHistograms(
+                f"attache_{STEP_NAMES[state]}_wait_seconds",
+                f"What requests waited in the step '{STEP_NAMES[state]}'.",
+                _WAIT_BUCKETS,
+                ["server"],
+                self.registry,
+            )
+            for state in sorted(WAITING - {State.QUEUED})
+        }
         self._wall_clock, self._clock = wall_clock, clock
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")

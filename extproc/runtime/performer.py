@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
@@ -17,6 +17,7 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     Broadcast,
+    ClientLeft,
     Decision,
     EngineNeeded,
     EngineStarted,
@@ -117,8 +118,10 @@ class Performer:
             match effect:
                 case Decision() | RequestRefused():
                     self._deliver(effect)
-                case RequestSettled() | RequestJudged() | RequestUnmeetable():
-                    # one of every request: counted, and nothing else is to be done
+                case (RequestSettled() | RequestJudged() | RequestUnmeetable() | ClientLeft()) | (
+                    AskLimits() | AskGuard() | AskTokens() | Held()
+                ):
+                    # counted; what a request waits for, its stream asks for
                     pass
                 case WakeAt():
                     self._wake_at(effect.at_s)
@@ -137,8 +140,10 @@ class Performer:
                     self._load(effect)
                 case Broadcast():
                     self._publish(effect.event)
-                case SettleGrant() | Overdraft() if self._limits is not None:
+                case SettleGrant() | Overdraft():
                     _correct(self._limits, effect)
+                case _:
+                    assert_never(effect)
         self._done()
 
     async def answer_to(
@@ -257,7 +262,10 @@ class Performer:
         self.perform(self._core.tick(self._clock()))
 
 
-def _correct(limits: RedisLimits, effect: SettleGrant | Overdraft) -> None:
+def _correct(limits: RedisLimits | None, effect: SettleGrant | Overdraft) -> None:
+    """Without a store, nothing was granted there."""
+    if limits is None:
+        return
     if isinstance(effect, Overdraft):
         limits.record_overdraft(effect.charge, effect.amount)
     else:

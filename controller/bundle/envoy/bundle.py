@@ -216,7 +216,7 @@ def longest_wait_s(snapshot: Snapshot) -> float:
         else one.spec
         for one in snapshot.servers
     )
-    return max(map(snapshot.longest_wait_s_of, specs), default=0.0)
+    return max((sum(snapshot.longest_waits_of(spec).values()) for spec in specs), default=0.0)
 
 
 def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:

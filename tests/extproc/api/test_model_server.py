@@ -105,4 +105,4 @@ def test_what_could_not_work_is_refused(spec: str, said: str) -> None:
 )
 def test_a_request_may_wait_for_its_adapter_and_then_in_the_queue(spec: str, wait_s: float) -> None:
     snapshot = loaded(spec)
-    assert snapshot.longest_wait_s_of(snapshot.servers[0].spec) == wait_s
+    assert sum(snapshot.longest_waits_of(snapshot.servers[0].spec).values()) == wait_s

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from bench.stack.processes import free_ports
 from extproc.console.pages import Place
+from extproc.core.states import STEP_NAMES
 from tests.extproc.console.test_pages import many_engines, usage_api
 from tests.programs import program
 from tools.chromium import browser_page
@@ -126,7 +127,10 @@ async def test_every_number_in_the_page_is_that_of_the_api(page: Page) -> None:
     async with demo().served(free_ports(1)[0]) as url:
         await opened(page, url, "requests")
         state = await answer_of(f"{url}/state")
-        requests = (await answer_of(f"{url}/requests?limit=100"))["requests"]
+        requests = [
+            {**one, **{f"{step}S": one["waitsS"].get(step, 0) for step in STEP_NAMES.values()}}
+            for one in (await answer_of(f"{url}/requests?limit=100"))["requests"]
+        ]
         compared = {name: await compare(page, name, state[name]) for name in STATE_TABLES}
         compared["requests"] = await compare(page, "requests", requests)
         for tile in ("engines", "serving", "avoided", "silent", "noModel", "inFlight", "held"):

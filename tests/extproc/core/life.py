@@ -36,7 +36,7 @@ from extproc.core.effects import (
 from extproc.core.guards import GuardFailed, GuardReply
 from extproc.core.peers import SILENCE_S, EventBatch, LimitSpent, OutcomeKnown, PeerEvent, ProcessAlive, RequestStarted
 from extproc.core.record import Head, LoadResult, Outcome
-from extproc.core.states import IN_FLIGHT, TRANSITIONS, Event, State
+from extproc.core.states import IN_FLIGHT, TRANSITIONS, WAITING, Event, State
 from extproc.engines.answers import LoadProblem
 from extproc.errors import RateLimited, Refusal
 from tests.extproc.core.setting import (
@@ -60,13 +60,6 @@ if TYPE_CHECKING:
     from extproc.core.pipeline import Answer
     from extproc.core.record import Run
 
-# What a held request goes on with, by what it waits for.
-GOES_ON = {
-    State.AWAITING_ENGINE: Event.ENGINE_READY,
-    State.LOADING: Event.LOADED,
-    State.QUEUED: Event.DISPATCHED,
-}
-HELD = frozenset(GOES_ON)
 GUARD_ANSWERS = {
     "granted": GuardReply(200, b'{"action": "change", "fields": {"messages": [{"role": "user", "content": "x"}]}}'),
     "refused": GuardReply(200, b'{"action": "refuse"}'),
@@ -125,9 +118,9 @@ class Life:
             happened = event if ticket == subject else None
             if ticket in ends:
                 gave_up = isinstance(ends[ticket], RequestRefused)
-                happened = Event.GIVEN_UP if gave_up else GOES_ON[state]
-            elif happened is None and after is not state and {state, after} <= HELD:
-                happened = Event.ENGINES_GONE if after is State.AWAITING_ENGINE else GOES_ON[state]
+                happened = Event.GIVEN_UP if gave_up else Event.GRANTED
+            elif happened is None and after is not state and {state, after} <= WAITING:
+                happened = Event.ENGINES_GONE if after is State.AWAITING_ENGINE else Event.GRANTED
             elif happened is None and after is not state:
                 assert state is State.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
                 happened = Event.FORGOTTEN if state is State.ENDED else Event.FINISHED
@@ -312,7 +305,7 @@ class Life:
             assert ticks < _MOST_TICKS
         self.now = until
         for record in self.core._records.values():
-            if record.state in HELD:
+            if record.state in WAITING:
                 assert self.answer_by_s[record.ticket] > self.now - 1e-6, "its gateway does not wait any longer"
             if record.state is State.LOADING:
                 assert record.since_s + 10.0 > self.now, "its client should have been told"
@@ -390,7 +383,7 @@ class Life:
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
         assert {ticket for ticket, one in self.pending.items() if isinstance(one, Held)} == {
-            one.ticket for one in records if one.state in HELD
+            one.ticket for one in records if one.state in WAITING
         }
         waiting = {name for group in self.core._pipeline.engines._groups.values() for name in group.records}
         assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
@@ -438,7 +431,7 @@ class Life:
 
     def _the_page_for_autoscalers_tells_what_waits_and_what_runs(self) -> None:
         own = [one for one in self.core._records.values() if one.is_ours]
-        waiting = [one for one in own if one.state in HELD]
+        waiting = [one for one in own if one.state in WAITING]
         runs = [one.run.assignment for one in own if one.run is not None and one.state in IN_FLIGHT]
         said = self.core.demand(self.now).servers[SERVER]
         assert sum(one.arrivals for one in said.counted.values()) == len(self.own)

@@ -286,6 +286,17 @@ def in_state(life: Life, state: State) -> str:
     return ticket
 
 
+def grant(life: Life, state: State) -> None:
+    match state:
+        case State.QUEUED:
+            life.make(Event.FINISHED, life.decided[0])
+        case State.LOADING:
+            life.load_ends(life.loads[0])
+        case State.AWAITING_ENGINE:
+            life.configure(TWO, GATES[1], LIMITS[1], ACTIVATIONS[1])
+    life.pass_time(0.0)
+
+
 def make_happen(life: Life, event: Event, ticket: str) -> None:
     match event:
         case Event.ARRIVED:
@@ -294,15 +305,10 @@ def make_happen(life: Life, event: Event, ticket: str) -> None:
             life.answer(ticket, "granted")
         case Event.ANSWERED:
             life.resume(ticket, None)
-        case Event.DISPATCHED:
-            life.make(Event.FINISHED, life.decided[0])
-            life.pass_time(0.0)
-        case Event.LOADED:
-            life.load_ends(life.loads[0])
-            life.pass_time(0.0)
-        case Event.ENGINE_READY | Event.ENGINES_GONE:
-            endpoints = TWO if event is Event.ENGINE_READY else LEAVING
-            life.configure(endpoints, GATES[1], LIMITS[1], ACTIVATIONS[1])
+        case Event.GRANTED:
+            grant(life, life.core.state_of(ticket))
+        case Event.ENGINES_GONE:
+            life.configure(LEAVING, GATES[1], LIMITS[1], ACTIVATIONS[1])
             life.pass_time(0.0)
         case Event.GIVEN_UP:
             life.pass_time(20.0)
