@@ -278,7 +278,7 @@ class Simulation:
         self._results: list[RequestResult] = []
 
         def taken(result: LoadResult, now: float) -> None:
-            self._perform(self.core.on_adapter_load(result, now), now)
+            self._perform(self.core.on_result(result, now), now)
 
         self.adapters = VirtualLoads(self.engines, self._events, delays.load_s, taken)
 

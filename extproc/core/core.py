@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from extproc.core.guards import GuardFailed, GuardReply
     from extproc.core.peers import EventBatch
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Arrival, Attachment, LoadResult, Outcome
+    from extproc.core.record import Arrival, Attachment, Outcome, WorkResult
     from extproc.core.trace import Trace
     from extproc.llmd.pickers import MadePicker, MakePicker
 
@@ -227,10 +227,10 @@ class Core:
         self._pipeline.tick(now, out)
         return out
 
-    def on_adapter_load(self, result: LoadResult, now: float) -> list[Effect]:
-        """The load of an adapter has ended, well or not."""
+    def on_result(self, result: WorkResult, now: float) -> list[Effect]:
+        """Work for requests that wait has ended, well or not."""
         out = list[Effect]()
-        self._pipeline.adapters.on_adapter_load(result, self.pools.get(result.server), now, out)
+        self._pipeline.on_result(result, self.pools, now, out)
         return out
 
     def on_disconnect(self, ticket: str, now: float) -> list[Effect]:

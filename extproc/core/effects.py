@@ -58,9 +58,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True):
-    """Answer: the request is refused. ``was_held``: it waited in its server's queue, for its adapter or for an
-    engine. ``usage``: for the usage log, None without one.
-    """
+    """Answer: the request is refused. ``was_held``: it has waited. ``usage``: for the usage log, None without one."""
 
     ticket: str
     refusal: Refusal
@@ -139,7 +137,7 @@ class EngineStarted(msgspec.Struct, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
-    """Have the engine at ``address`` load an adapter, then ``on_adapter_load`` with a LoadResult.
+    """Have the engine at ``address`` load an adapter, then ``on_result`` with a LoadResult.
 
     ``source``: where its weights are. ``unload``: the adapter that is unloaded first. ``timeout_s``: for all of it.
     """
@@ -277,6 +275,8 @@ class WakeAt(msgspec.Struct, frozen=True):
 Pending = AskLimits | AskGuard | AskTokens | Held
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
+# What is done outside of the core for requests that wait; ``on_result`` gets a WorkResult.
+Work = LoadAdapter
 Effect = (
     Decision
     | RequestRefused
@@ -286,7 +286,7 @@ Effect = (
     | AskTokens
     | EngineNeeded
     | EngineStarted
-    | LoadAdapter
+    | Work
     | LoadEnded
     | Held
     | ClientLeft

@@ -44,6 +44,7 @@ from extproc.core.explanation import (
 from extproc.core.forecasts import Forecaster
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, judge
 from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
+from extproc.core.record import LoadResult
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
@@ -57,9 +58,10 @@ if TYPE_CHECKING:
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival, Attachment, Placement, Record
+    from extproc.core.record import Arrival, Attachment, Placement, Record, WorkResult
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools
+    from extproc.scheduling.pool import Pool
 
 # The values with which a shell may resume a request: the answer, or None if there is none.
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
@@ -119,7 +121,7 @@ class AdmissionPipeline:
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
         self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
         self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._tier)
-        self.adapters = AdapterWait(records, admission, dispatcher, self._adapter_loaded, has_peers=has_peers)
+        self.adapters = AdapterWait(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
         self._waits: tuple[Wait, ...] = (self.engines, self.adapters, self._queue)
@@ -185,6 +187,12 @@ class AdmissionPipeline:
         """Send on held requests that can go, and refuse those that have waited too long."""
         for wait in self._waits:
             wait.tick(now, out)
+
+    def on_result(self, result: WorkResult, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
+        """Work for requests that wait has ended, well or not."""
+        match result:
+            case LoadResult():
+                self.adapters.on_adapter_load(result, pools.get(result.server), now, out)
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
@@ -422,7 +430,7 @@ class AdmissionPipeline:
         _answer(own, out)
         return True
 
-    def _adapter_loaded(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _wait_ended(self, record: Record, now: float, out: list[Effect]) -> None:
         """The request goes to the next wait, or to the engine."""
         _answer(self._attempt(record, lambda: self._go_on(record, self._behind_engines, now, out), now, out), out)
 

@@ -164,6 +164,10 @@ class LoadResult(msgspec.Struct, frozen=True):
     duration_s: float = 0.0
 
 
+# Of what is done outside of the core for requests that wait.
+WorkResult = LoadResult
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of a request, from one access log entry or from an answer that passed through extproc.
 

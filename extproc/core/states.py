@@ -83,8 +83,11 @@ def _to(*states: State) -> frozenset[State]:
     return frozenset(states)
 
 
-def _on(state: State, *back: State) -> frozenset[State]:
-    """To any later step up to an engine, as each may be skipped, or to one of ``back``; or it is refused."""
+def _on(state: State) -> frozenset[State]:
+    """To any later step up to an engine, as each may be skipped, or back to an earlier one behind the engines, as what
+    it gave may be gone; or it is refused.
+    """
+    back = (one for one in State if State.LOADING <= one < state)
     return _to(*(one for one in State if state < one <= State.RUNNING), *back, State.ABSENT)
 
 
@@ -111,9 +114,11 @@ TRANSITIONS: Final[dict[State, dict[Event, frozenset[State]]]] = {
         for state in (State.ASKING_LIMITS, State.ASKING_GUARD, State.ASKING_TOKENS)
     },
     State.AWAITING_ENGINE: {**_HELD, Event.GRANTED: _on(State.AWAITING_ENGINE)},
-    State.LOADING: {**_HELD_AT_ENGINES, Event.GRANTED: _on(State.LOADING)},
-    # its adapter may be gone by then
-    State.QUEUED: {**_HELD_AT_ENGINES, Event.GRANTED: _on(State.QUEUED, State.LOADING)},
+    **{
+        state: {**_HELD_AT_ENGINES, Event.GRANTED: _on(state)}
+        for state in State
+        if State.LOADING <= state <= State.QUEUED
+    },
     State.RUNNING: {
         **_LATE,
         Event.LEFT: _GONE,  # the answer reached no gateway, so no engine got the request

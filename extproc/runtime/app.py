@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from extproc.admission.buckets import BucketLevel
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import ConfigReport
-    from extproc.core.effects import LoadAdapter
+    from extproc.core.effects import Work
     from extproc.feeds.adapters import AdapterLoader
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class App:
             clock=clock,
             services=Services(self._tokenizers, self._guards, self._limits),
             publish=self._peers.publish,
-            load=self._load,
+            begin=self._begin,
             done=demand.notify_followers,
         )
         self._loader: AdapterLoader | None = None
@@ -284,14 +284,12 @@ class App:
     def _usage_rollups(self, url: str) -> UsageRollups:
         return UsageRollups(url, self._core, self._limits, clock=self._clock, wall_clock=self._wall_clock)
 
-    def _load(self, ask: LoadAdapter) -> None:
+    def _begin(self, ask: Work) -> None:
         """Have an engine load an adapter; the HTTP client comes with the first of them."""
         if self._loader is None:
             from extproc.feeds.adapters import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
 
-            self._loader = AdapterLoader(
-                self._core, self._access, clock=self._clock, deliver=self._performer.on_adapter_load
-            )
+            self._loader = AdapterLoader(self._core, self._access, clock=self._clock, deliver=self._performer.on_result)
         self._loader.start(ask)
 
     def _apply(self, snapshot: Snapshot) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,7 +25,6 @@ from extproc.core.effects import (
     GuardAsked,
     HealthChanged,
     Held,
-    LoadAdapter,
     LoadEnded,
     ModelChecked,
     Overdraft,
@@ -51,10 +50,10 @@ if TYPE_CHECKING:
 
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
-    from extproc.core.effects import Effect, Pending, RequestEffect
+    from extproc.core.effects import Effect, Pending, RequestEffect, Work
     from extproc.core.peers import EngineReported, EventBatch, PeerEvent
     from extproc.core.pipeline import Answer
-    from extproc.core.record import LoadResult
+    from extproc.core.record import LoadResult, WorkResult
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
@@ -87,11 +86,11 @@ class Performer:
         clock: Callable[[], float],
         services: Services,
         publish: Callable[[PeerEvent], None],
-        load: Callable[[LoadAdapter], None],
+        begin: Callable[[Work], None],
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """``services``: what requests wait for. ``publish``: takes events for the other processes.
-        ``load``: starts a load; ``on_adapter_load`` gets its result. ``done``: called when all effects of a verb are
+        ``begin``: starts work; ``on_result`` gets its result. ``done``: called when all effects of a verb are
         performed.
         """
         self._core = core
@@ -99,7 +98,7 @@ class Performer:
         self._clock = clock
         self._tokenizers, self._guards, self._limits = services.tokenizers, services.guards, services.limits
         self._publish = publish
-        self._load = load
+        self._begin = begin
         self._done = done
         self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
@@ -136,14 +135,13 @@ class Performer:
                     | Fault()
                 ):
                     self._log(effect)
-                case LoadAdapter():
-                    self._load(effect)
                 case Broadcast():
                     self._publish(effect.event)
                 case SettleGrant() | Overdraft():
                     _correct(self._limits, effect)
                 case _:
-                    assert_never(effect)
+                    # work: mypy finds an effect that nothing performs
+                    self._begin(effect)
         self._done()
 
     async def answer_to(
@@ -176,9 +174,9 @@ class Performer:
         """An engine's report has arrived."""
         self.perform(self._core.on_metrics(event, self._clock()))
 
-    def on_adapter_load(self, result: LoadResult) -> None:
-        """An engine has loaded an adapter, or has not."""
-        self.perform(self._core.on_adapter_load(result, self._clock()))
+    def on_result(self, result: WorkResult) -> None:
+        """Work for requests that wait has ended, well or not."""
+        self.perform(self._core.on_result(result, self._clock()))
 
     def on_batch(self, batch: EventBatch) -> None:
         """A batch of another process's events has arrived."""

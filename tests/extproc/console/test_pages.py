@@ -8,6 +8,7 @@ import base64
 import contextlib
 import hashlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,8 +19,10 @@ from bench.sizes.configuration import GatewayPorts, Sizes, configuration
 from bench.stack.processes import free_ports, ports_in_a_row
 from extproc.api.load import load_snapshot
 from extproc.api.status_pages import ObjectiveCounts
+from extproc.console import pages
 from extproc.console.objectives import objectives_answer
 from extproc.console.pages import Place
+from extproc.core.states import STEP_NAMES
 from extproc.metrics.attainment import joined
 from tools.console_pictures import Gateway, demo
 
@@ -76,6 +79,14 @@ async def test_the_policy_of_the_page_allows_its_own_script_and_style_and_nothin
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     # nothing from elsewhere, nothing that makes markup of text
     assert not re.search(rb"(src|href)=\"(?!data:,)|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)
+
+
+@pytest.mark.parametrize("step", STEP_NAMES.values())
+def test_the_page_has_a_column_and_a_colour_for_every_step(step: str) -> None:
+    page = Path(pages.__file__).with_name("console.html").read_text()
+    assert f'["{step}S", "{step}",' in page
+    assert f".{step} {{ fill: var(--{step}); }}" in page
+    assert page.count(f"--{step}: #") == 2  # light and dark
 
 
 async def test_5000_engines_make_an_answer_of_bounded_size_in_turns() -> None:

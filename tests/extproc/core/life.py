@@ -185,7 +185,7 @@ class Life:
         self.loads.remove(ask)
         gone = () if ask.unload is None or problem is LoadProblem.UNREACHABLE else (ask.unload,)
         result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
-        self.happens(None, "", lambda: self.core.on_adapter_load(result, self.now))
+        self.happens(None, "", lambda: self.core.on_result(result, self.now))
         self.must_wake()
 
     def follow(self, own: RequestEffect | None) -> None:

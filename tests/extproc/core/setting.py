@@ -124,7 +124,7 @@ class Worker:
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:
                 gone = () if one.unload is None else (one.unload,)
                 loaded = LoadResult(one.server, one.address, one.adapter, unloaded=gone)
-                effects += [*self.core.on_adapter_load(loaded, now), *self.core.tick(now)]
+                effects += [*self.core.on_result(loaded, now), *self.core.tick(now)]
             said += effects
         self.running += [one.ticket for one in said if isinstance(one, Decision)]
         return told(said)

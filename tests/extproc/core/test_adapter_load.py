@@ -103,7 +103,7 @@ class Shell:
         ask = self.loads.pop(0)
         unloaded = () if ask.unload is None else (ask.unload,)
         result = LoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=unloaded)
-        self.perform(self.core.on_adapter_load(result, self.now))
+        self.perform(self.core.on_result(result, self.now))
         self.passes(0.0)
 
     def finish(self, ticket: str) -> None:

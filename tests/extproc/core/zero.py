@@ -116,7 +116,7 @@ class Zero:
                     self.order.append(effect.ticket)
                 case LoadAdapter():
                     done = LoadResult(effect.server, effect.address, effect.adapter)
-                    self.perform(self.core.on_adapter_load(done, self.now))
+                    self.perform(self.core.on_result(done, self.now))
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(effect.at_s, self.wake_at_s)
 

@@ -43,7 +43,7 @@ class Shell:
             clock=self.clock,
             services=services,
             publish=lambda _: None,
-            load=lambda _: None,
+            begin=lambda _: None,
         )
 
     def arrive(self) -> RequestEffect:
