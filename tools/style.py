@@ -102,6 +102,9 @@ def find_stranded(path: str, tree: ast.Module) -> Iterator[str]:
             if names and not used & defined:
                 yield f"{path}:{node.lineno}: {min(names)} needs nothing from above; it stands at the head"
             defined |= names
+        elif not isinstance(node, ast.Assign | ast.AnnAssign):
+            # it may change what it names
+            defined |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _is_for_types(node: ast.stmt) -> TypeGuard[ast.If]:

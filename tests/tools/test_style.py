@@ -24,16 +24,19 @@ def test_a_name_is_imported_once_and_a_constant_stands_at_the_head_unless_it_is_
 from typing import TYPE_CHECKING
 from os import path
 HEAD = 1
+POOL = set()
 if TYPE_CHECKING:
     from os import path
 class Thing: ...
 LOW = 2
 MADE = Thing()
 MADE_OF_THAT = (MADE, LOW)
+POOL.add(1)
+OF_POOL = POOL.classes()
 FREE: int = HEAD
 """
     assert list(find_stranded("a.py", ast.parse(text))) == [
-        "a.py:6: os.path as None is imported twice",
-        "a.py:8: LOW needs nothing from above; it stands at the head",
-        "a.py:11: FREE needs nothing from above; it stands at the head",
+        "a.py:7: os.path as None is imported twice",
+        "a.py:9: LOW needs nothing from above; it stands at the head",
+        "a.py:14: FREE needs nothing from above; it stands at the head",
     ]

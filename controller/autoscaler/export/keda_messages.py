@@ -32,15 +32,6 @@ _MESSAGES: Final[dict[str, tuple[tuple[int, str, str], ...]]] = {
     "MetricValue": ((1, "metricName", "string"), (2, "metricValue", "int64"), (3, "metricValueFloat", "double")),
     "GetMetricsResponse": ((1, "metricValues", "repeated MetricValue"),),
 }
-_pool: Final = DescriptorPool()
-_classes: Final = GetMessageClassesForFiles([_FILE], _pool)
-ScaledObjectRef = _classes[f"{_PACKAGE}.ScaledObjectRef"]
-IsActiveResponse = _classes[f"{_PACKAGE}.IsActiveResponse"]
-MetricSpec = _classes[f"{_PACKAGE}.MetricSpec"]
-GetMetricSpecResponse = _classes[f"{_PACKAGE}.GetMetricSpecResponse"]
-GetMetricsRequest = _classes[f"{_PACKAGE}.GetMetricsRequest"]
-MetricValue = _classes[f"{_PACKAGE}.MetricValue"]
-GetMetricsResponse = _classes[f"{_PACKAGE}.GetMetricsResponse"]
 
 
 def _described() -> FileDescriptorProto:
@@ -73,4 +64,17 @@ def _add(message: DescriptorProto, number: int, name: str, kind: str) -> None:
         field.type_name = f".{_PACKAGE}.{kind}"
 
 
-_pool.Add(_described())
+def _new_pool() -> DescriptorPool:
+    pool = DescriptorPool()
+    pool.Add(_described())
+    return pool
+
+
+_classes: Final = GetMessageClassesForFiles([_FILE], _new_pool())
+ScaledObjectRef = _classes[f"{_PACKAGE}.ScaledObjectRef"]
+IsActiveResponse = _classes[f"{_PACKAGE}.IsActiveResponse"]
+MetricSpec = _classes[f"{_PACKAGE}.MetricSpec"]
+GetMetricSpecResponse = _classes[f"{_PACKAGE}.GetMetricSpecResponse"]
+GetMetricsRequest = _classes[f"{_PACKAGE}.GetMetricsRequest"]
+MetricValue = _classes[f"{_PACKAGE}.MetricValue"]
+GetMetricsResponse = _classes[f"{_PACKAGE}.GetMetricsResponse"]
