@@ -46,6 +46,7 @@ BODY_HEADERS: Final = ("content-encoding", "expect")
 # Envoy's cluster of the ModelServer that a request goes to. The prefix keeps users' names and ours apart.
 SERVER_HEADER: Final = "x-attache-server"
 SERVER_CLUSTER: Final = "server/"
+BACKEND_CLUSTER: Final = "backend/"
 # Time limit and retries of that ModelServer, where they are not the defaults: Envoy has a route for each such policy.
 POLICY_HEADER: Final = "x-attache-policy"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.

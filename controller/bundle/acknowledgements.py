@@ -35,8 +35,8 @@ Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """``files``: those that Envoy refused or does not use yet. ``text``: for people. ``has_nothing``: it uses no routes
-    at all.
+    """``files``: those that Envoy refused or does not use yet. ``text``: for people. ``has_nothing``: it serves no
+    request.
     """
 
     status: Status
@@ -113,11 +113,10 @@ def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address:
     behind = [name for name, version in expected.versions.items() if used.get(expected.subscriptions[name]) != version]
     refused = tuple(name for name in behind if expected.is_refused(name, state))
     if refused:
-        why = "; ".join(state.details) or "its log says why, after 'config update rejected'"
         kept = "serves nothing" if state.has_nothing else "keeps what it had"
         return Verdict(
             "Refused",
-            f"Envoy refused {', '.join(refused)} and {kept}: {why}. Please report this unless it is an"
+            f"Envoy refused {', '.join(refused)} and {kept}: {state.why}. Please report this unless it is an"
             " address in use: what `attache check` accepts, Envoy should take",
             refused,
             state.has_nothing,

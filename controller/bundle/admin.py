@@ -11,16 +11,21 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
+from extproc.protocol import BACKEND_CLUSTER, SERVER_CLUSTER
 
 # Timeout of the admin interface: while Envoy reads a bundle of thousands of routes, it does not answer for seconds.
 _BUSY_S: Final = 5.0
 # Largest page that is read. Queries are filtered: some lines for each listener or cluster.
 _MOST_BYTES: Final = 64 * 2**20
-_STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
-_ROUTES: Final = "http.attache.rds."
-_ROUTE_STATS: Final = r"^http\.attache\.rds\..*\.version_text$"
+_STATS: Final = r"\.(version_text|update_rejected|update_failure|total_listeners_active)$"
+_LISTENERS, _CLUSTERS, _ROUTES = "listener_manager.lds", "cluster_manager.cds", "http.attache.rds."
+_NAMES: Final = {_LISTENERS: "listeners", _CLUSTERS: "clusters", _ROUTES: "routes"}
+_ACTIVE_LISTENERS: Final = "listener_manager.total_listeners_active"
 _RUNNING: Final = r"^http\..*\.downstream_rq_active$"
 _LISTENER_ERRORS: Final = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details"
+_CLUSTER_NAMES: Final = "/config_dump?resource=dynamic_active_clusters&mask=cluster.name"
+# The other clusters, such as that of extproc, serve no request by themselves.
+_SERVING: Final = (SERVER_CLUSTER, BACKEND_CLUSTER)
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where another process listens
 
 
@@ -28,24 +33,37 @@ class EnvoyState(msgspec.Struct, frozen=True):
     """The state of one Envoy, by its admin interface.
 
     ``bootstrap``: the file that it was started with. ``versions``: in use, by subscription. ``refused``: how often
-    something new was refused, by subscription. ``details``: why, as far as it reports that.
+    something new was refused, by subscription. ``details``: why, as far as it reports that. ``has_listeners`` and
+    ``has_clusters``: it uses at least one of the bundle's, if the bundle has any.
     """
 
     bootstrap: str
     versions: Mapping[str, str]
     refused: Mapping[str, int]
     details: tuple[str, ...] = ()
+    has_listeners: bool = True
+    has_clusters: bool = True
 
     @property
-    def has_no_routes(self) -> bool:
-        """Whether it listens and has no routes yet, or none that it took."""
+    def missing(self) -> str:
+        """Subscriptions of which it uses nothing, by the beginning of their names: it serves no request then."""
         routes = [version for name, version in self.versions.items() if name.startswith(_ROUTES)]
-        return bool(routes) and not any(routes)
+        if not self.has_listeners:
+            return _LISTENERS
+        if not self.has_clusters:
+            return _CLUSTERS
+        return _ROUTES if routes and not any(routes) else ""
 
     @property
     def has_nothing(self) -> bool:
-        """Whether it has refused the only routes that there are: it was started with them."""
-        return self.has_no_routes and any(name.startswith(_ROUTES) for name in self.refused)
+        """Whether it serves no request because of what it refused."""
+        missing = self.missing
+        return bool(missing) and any(name.startswith(missing) for name in self.refused)
+
+    @property
+    def why(self) -> str:
+        """Why it refused something, in its own words where it has any."""
+        return "; ".join(self.details) or "its log says why, after 'config update rejected'"
 
 
 class _Stat(msgspec.Struct, frozen=True):
@@ -69,12 +87,19 @@ class _ErrorState(msgspec.Struct, frozen=True):
     details: str = ""
 
 
-class _Listener(msgspec.Struct, frozen=True):
+class _Cluster(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class _Resource(msgspec.Struct, frozen=True):
+    """A listener or a cluster."""
+
+    cluster: _Cluster = _Cluster()
     error_state: _ErrorState = _ErrorState()
 
 
 class _Dump(msgspec.Struct, frozen=True):
-    configs: list[_Listener] = []
+    configs: list[_Resource] = []
 
 
 def read_state(address: str) -> EnvoyState | None:
@@ -82,23 +107,30 @@ def read_state(address: str) -> EnvoyState | None:
     host, port, _ = parse_endpoint(address)
     connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_BUSY_S)
     try:
-        info = msgspec.json.decode(_get(connection, "/server_info"), type=_ServerInfo)
-        page = _get(connection, f"/stats?format=json&filter={quote(_STATS)}")
-        stats = msgspec.json.decode(page, type=_Stats).stats
-        refused = _refused(stats)
-        details = []
-        if refused:
-            dump = msgspec.json.decode(_get(connection, _LISTENER_ERRORS), type=_Dump)
-            details = [one.error_state.details for one in dump.configs if one.error_state.details]
+        return _state(connection)
     except (OSError, http.client.HTTPException, ValueError, RecursionError):  # the decoder's error is a ValueError
         return None
     finally:
         connection.close()
+
+
+def _state(connection: http.client.HTTPConnection) -> EnvoyState:
+    info = msgspec.json.decode(_get(connection, "/server_info"), type=_ServerInfo)
+    stats = msgspec.json.decode(_get(connection, f"/stats?format=json&filter={quote(_STATS)}"), type=_Stats).stats
+    versions, refused = _versions(stats), _refused(stats)
+    is_closed = _LISTENERS in versions and not any(one.value for one in stats if one.name == _ACTIVE_LISTENERS)
+    listeners = _dump(connection, _LISTENER_ERRORS) if refused or is_closed else []
+    lacks_clusters = versions.get(_CLUSTERS) == "" and not any(
+        one.cluster.name.startswith(_SERVING) for one in _dump(connection, _CLUSTER_NAMES)
+    )
+    details = [one.error_state.details for one in listeners if one.error_state.details]
     return EnvoyState(
         bootstrap=info.command_line_options.config_path,
-        versions=_versions(stats),
+        versions=versions,
         refused=refused,
         details=tuple(dict.fromkeys(details)),
+        has_listeners=not is_closed or bool(versions[_LISTENERS] and not listeners),
+        has_clusters=not lacks_clusters,
     )
 
 
@@ -112,13 +144,12 @@ def why_not_ready(address: str) -> str:
         text = answer.read(_MOST_BYTES).decode(errors="replace").strip()
         if answer.status != http.HTTPStatus.OK:
             return f"Envoy says {text or answer.status}"
-        page = _get(connection, f"/stats?format=json&filter={quote(_ROUTE_STATS)}")
-        state = EnvoyState("", _versions(msgspec.json.decode(page, type=_Stats).stats), {})
+        state = _state(connection)
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         return f"no Envoy answers at its admin address {address}: {str(error) or type(error).__name__}"
     finally:
         connection.close()
-    return "Envoy has no routes; its log says why, after 'config update rejected'" if state.has_no_routes else ""
+    return f"Envoy has no {_NAMES[state.missing]}: {state.why}" if state.missing else ""
 
 
 def begin_drain(address: str) -> bool:
@@ -159,6 +190,10 @@ def _get(connection: http.client.HTTPConnection, path: str, method: str = "GET")
     if answer.status != http.HTTPStatus.OK:
         raise http.client.HTTPException(answer.status)
     return body
+
+
+def _dump(connection: http.client.HTTPConnection, path: str) -> list[_Resource]:
+    return msgspec.json.decode(_get(connection, path), type=_Dump).configs
 
 
 def _versions(stats: list[_Stat]) -> dict[str, str]:

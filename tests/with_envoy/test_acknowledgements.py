@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 import pytest
 
 from bench.stack.processes import Processes, free_ports
@@ -17,6 +18,7 @@ from bench.stack.stack import documents, envoy_command
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.admin import read_state
 from extproc.api.load import load_directory
+from extproc.api.status_pages import REPORT_PATH, ConfigReport
 from tests.fork_server import output_of
 from tests.waiting import eventually
 
@@ -34,13 +36,15 @@ class Writer:
         self._directory, self.processes, self._http = directory, processes, http
 
     def write(self, **gateway: object) -> None:
+        """Fields that are None are left out."""
         addresses = {
             "listen": f"127.0.0.1:{self.listen}",
             "admin": f"127.0.0.1:{self.admin}",
             "extproc": f"127.0.0.1:{self.extproc}",
         }
         self.config.mkdir(exist_ok=True)
-        (self.config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={**addresses, **gateway}))
+        spec = {name: value for name, value in {**addresses, **gateway}.items() if value is not None}
+        (self.config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway=spec))
 
     def command(self, *words: str) -> list[str]:
         return [
@@ -63,6 +67,15 @@ class Writer:
             return ""
         found = re.search(r'attache_bundle_acknowledgement\{status="(\w+)"\} 1', page)
         return "" if found is None else found[1]
+
+    async def readiness(self) -> tuple[int, str]:
+        answer = await self._http.get(f"http://127.0.0.1:{self.metrics}/readyz")
+        return answer.status_code, answer.text
+
+    async def report(self) -> ConfigReport:
+        """What of the directory Envoy uses."""
+        page = await self._http.get(f"http://127.0.0.1:{self.metrics}{REPORT_PATH}")
+        return msgspec.json.decode(page.content, type=ConfigReport)
 
     async def until(self, status: str) -> None:
         async def holds() -> bool:
@@ -99,6 +112,58 @@ async def test_a_refused_listener_is_said_with_the_file_and_the_reason(writer: W
     writer.write()
     await writer.until("Taken")
     assert "Envoy uses the bundle as it is" in writer.log()
+
+
+async def test_an_envoy_whose_port_is_taken_at_its_start_is_not_ready_and_serves_nothing(writer: Writer) -> None:
+    assert await writer.readiness() == (200, "Envoy takes requests")
+    await writer.processes.end("envoy")
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", writer.listen))
+        taken.listen()
+        await writer.processes.start("envoy", envoy_command(writer.out))
+        await writer.until("Refused")
+        why = f"cannot bind '127.0.0.1:{writer.listen}': Address already in use"
+        assert await writer.readiness() == (503, f"Envoy has no listeners: {why}")
+        report = await writer.report()
+        assert (report.has_nothing, report.files) == (True, {})
+        assert f"lds.json and serves nothing: {why}" in report.refused
+
+
+@pytest.mark.parametrize("change", [{"connect_timeout": "-1s"}, {"transport_socket": {"name": "unknown"}}])
+async def test_an_envoy_that_refuses_the_clusters_of_its_start_is_not_ready_and_serves_nothing(
+    writer: Writer, change: dict[str, object]
+) -> None:
+    """Of a negative time it refuses the file; with an unknown transport socket, it takes the other clusters."""
+    await writer.processes.end("envoy")
+    file = writer.out / "cds.json"
+    page = json.loads(file.read_text())
+    (server,) = (one for one in page["resources"] if one["name"] == "server/default/llama")
+    server |= change
+    file.write_text(json.dumps(page))
+    await writer.processes.start("envoy", envoy_command(writer.out))
+    await writer.until("Refused")
+    assert await writer.readiness() == (
+        503,
+        "Envoy has no clusters: its log says why, after 'config update rejected'",
+    )
+    assert (await writer.report()).has_nothing
+
+
+async def test_an_envoy_without_one_of_its_listeners_is_ready(writer: Writer) -> None:
+    await writer.processes.end("envoy")
+    (free,) = free_ports(1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {"taken": taken.getsockname()[1], "free": free}
+        listeners = [{"name": name, "address": f"127.0.0.1:{port}"} for name, port in ports.items()]
+        writer.write(listeners=listeners, listen=None)
+        await eventually(lambda: str(free) in (writer.out / "lds.json").read_text())
+        await writer.processes.start("envoy", envoy_command(writer.out))
+        await writer.until("Refused")
+        assert (await writer.readiness())[0] == 200
+        assert not (await writer.report()).has_nothing
 
 
 async def test_refused_routes_and_endpoints_are_said(writer: Writer) -> None:

@@ -57,7 +57,7 @@ from controller.bundle.envoy.envoy_json import (
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
-from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
+from extproc.protocol import BACKEND_CLUSTER, DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -334,7 +334,7 @@ def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
 
 def backend_cluster_name(backend: str) -> str:
     """The cluster of the Backend ``namespace/name``."""
-    return f"backend/{backend}"
+    return f"{BACKEND_CLUSTER}{backend}"
 
 
 def backend_endpoints_file(backend: str) -> str:

@@ -372,13 +372,20 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
 
 
 def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
-    live, version = (200, b"LIVE\n"), "http.attache.rds.attache.version_text"
+    live: list[tuple[int, bytes]] = [(200, b"LIVE\n"), (200, b"{}")]
+
+    def stats(**values: object) -> tuple[int, bytes]:
+        found = [{"name": name.replace("__", "."), "value": value} for name, value in values.items()]
+        return 200, msgspec.json.encode({"stats": found})
+
+    closed = stats(listener_manager__lds__version_text="1f", listener_manager__total_listeners_active=0)
     answers = [
         (503, b"PRE_INITIALIZING\n"),
-        *(live, (200, b'{"stats": [{"name": "%s", "value": ""}]}' % version.encode())),
-        *(live, (200, b'{"stats": [{"name": "%s", "value": "1f"}]}' % version.encode())),
-        # nothing listens yet, so there is nothing to route
-        *(live, (200, b'{"stats": []}')),
+        *(*live, stats(http__attache__rds__attache__version_text="")),
+        *(*live, closed, (200, b'{"configs": [{"name": "attache"}]}')),
+        *(*live, stats(http__attache__rds__attache__version_text="1f")),
+        # the bundle has no listener, so there is nothing to route
+        *(*live, closed, (200, b"{}")),
     ]
 
     class Envoy(http.server.BaseHTTPRequestHandler):
@@ -412,8 +419,9 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
     assert probe() == (503, "no bundle is written yet")
     follower.start(lambda: 0.0)
     assert probe() == (503, "Envoy says PRE_INITIALIZING")
-    status, said = probe()
-    assert (status, said.split(";")[0]) == (503, "Envoy has no routes")
+    for missing in ("routes", "listeners"):
+        status, said = probe()
+        assert (status, said.split(":")[0]) == (503, f"Envoy has no {missing}")
     assert probe() == (200, "Envoy takes requests")
     assert probe() == (200, "Envoy takes requests")
     envoy.shutdown()
