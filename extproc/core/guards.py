@@ -14,6 +14,7 @@ import msgspec
 from extproc.core.payloads import Event, attributes_of
 from extproc.core.record import Arrival
 from extproc.errors import GuardRefused, GuardUnavailable, Refusal
+from extproc.protocol import ANONYMOUS
 from extproc.request.rewrite import is_plain, with_changes
 
 if TYPE_CHECKING:
@@ -32,9 +33,12 @@ EVENT: Final = "dev.attache.guard.request"
 Verdict = Literal["allowed", "refused", "changed"]
 VERDICTS: Final = frozenset(get_args(Verdict))
 Failure = Literal["timeout", "unreachable", "status", "invalid", "busy", "paused", "unknown"]
-# Calls in a row without an answer, from which on a guard is taken for dead.
+# Failures in a row, from which on a guard is taken for dead.
 _MOST_FAILURES: Final = 5
 _PAUSE_S: Final = 1.0
+# A caller that has asked within this time is there.
+_LATELY_S: Final = 60.0
+_EVERYBODY: Final = ""
 
 
 class GuardReply(msgspec.Struct, frozen=True):
@@ -184,25 +188,58 @@ def _without(guard: Guard, arrival: Arrival, why: Failure, detail: str) -> Passe
     raise GuardStopped(GuardUnavailable(message, retry_after_s=1), why, detail)
 
 
+def caller_of(arrival: Arrival) -> str:
+    """Whose call of a guard it is: the tenant's, or without one the key's or the user's."""
+    caller = arrival.caller
+    return caller.tenant if caller.tenant != ANONYMOUS else caller.api_key or caller.user or ANONYMOUS
+
+
 class Circuit(msgspec.Struct):
-    """Spares requests the time limit of a guard that is dead: after some calls in a row without an answer, one request
-    in each pause tries it, and for all others it has failed.
+    """Spares requests the time limit of a guard that is dead: after some failures in a row, one request in each pause
+    tries it, and for all others it has failed.
+
+    A text can make the guard slow for its sender alone. So timeouts pause it only if they are of two callers, or of the
+    only one that has asked lately. Of a caller's calls that ran at the same time, one timeout counts. A connection that
+    fails counts as everybody's.
     """
 
     failures: int = 0
+    # when each caller's last failure ended
+    failing: dict[str, float] = {}
+    # the latest two
+    callers: dict[str, float] = {}
+    answered_at_s: float = 0.0
     retry_at_s: float = 0.0
 
-    def may_call(self, now: float) -> bool:
+    def may_call(self, caller: str, now: float) -> bool:
         """Whether the guard is called for this request."""
-        if self.failures < _MOST_FAILURES:
+        _keep_latest(self.callers, caller, now, most=2)
+        is_alone = not any(name != caller and now - at_s < _LATELY_S for name, at_s in self.callers.items())
+        if self.failures < _MOST_FAILURES or (len(self.failing) == 1 and not is_alone):
             return True
         if now < self.retry_at_s:
             return False
         self.retry_at_s = now + _PAUSE_S
         return True
 
-    def record(self, now: float, *, has_answered: bool) -> None:
-        """A call has ended."""
-        self.failures = 0 if has_answered else self.failures + 1
+    def record_answer(self, now: float) -> None:
+        """The guard has answered a call."""
+        self.failures, self.answered_at_s = 0, now
+        self.failing.clear()
+
+    def record_failure(self, caller: str, now: float, *, began_s: float, is_timeout: bool) -> None:
+        """It has not. A timeout counts unless the guard has answered since the call began."""
+        if is_timeout and max(self.answered_at_s, self.failing.get(caller, 0.0)) > began_s:
+            return
+        self.failures += 1
+        for name in (caller,) if is_timeout else (caller, _EVERYBODY):
+            _keep_latest(self.failing, name, now, most=_MOST_FAILURES)
         if self.failures >= _MOST_FAILURES:
             self.retry_at_s = now + _PAUSE_S
+
+
+def _keep_latest(times: dict[str, float], name: str, now: float, *, most: int) -> None:
+    times.pop(name, None)
+    times[name] = now
+    if len(times) > most:
+        del times[next(iter(times))]

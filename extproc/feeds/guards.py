@@ -11,10 +11,11 @@ import io
 import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import aiohttp
 
-from extproc.core.guards import Circuit, GuardFailed, GuardReply, event_of
+from extproc.core.guards import Circuit, GuardFailed, GuardReply, caller_of, event_of
 from extproc.feeds.payloads import event_headers, quoted
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 # Of one guard. A request that waits for a place does so within the guard's time.
 _MOST_CALLS: Final = 128
 _MOST_WAITING: Final = 1024
+# One caller has a quarter of both at most.
+_CALLERS: Final = 4
 # Of guards that have left the configuration, some are kept.
 _MOST_GUARDS: Final = 64
 # With longer ones, the HTTP client writes a body in pieces.
@@ -41,13 +44,27 @@ class _TooLong(Exception):
     """More came than an answer may have."""
 
 
+class _Places:
+    """For calls at the same time."""
+
+    def __init__(self, callers: int) -> None:
+        self.running = asyncio.Semaphore(_MOST_CALLS // callers)
+        self.most = (_MOST_CALLS + _MOST_WAITING) // callers
+        self.open = 0
+
+
 class _Line:
     """To one guard."""
 
     def __init__(self) -> None:
-        self.places = asyncio.Semaphore(_MOST_CALLS)
+        self.places = _Places(1)
         self.circuit = Circuit()
-        self.open = 0
+        # while a call uses them
+        self._of_callers = WeakValueDictionary[str, _Places]()
+
+    def places_of(self, caller: str) -> _Places:
+        """The caller's own."""
+        return self._of_callers.setdefault(caller, _Places(_CALLERS))
 
 
 class Guards:
@@ -68,28 +85,32 @@ class Guards:
         if service is None:
             return GuardFailed("unknown", "it is not configured")
         line = self._line(service.name)
-        if not line.circuit.may_call(began_s):
+        caller = caller_of(ask.arrival)
+        if not line.circuit.may_call(caller, began_s):
             return GuardFailed("paused", "it has not answered some calls in a row")
-        if line.open >= _MOST_CALLS + _MOST_WAITING:
-            return GuardFailed("busy", f"{line.open} requests wait for it")
-        line.open += 1
+        places = line.places_of(caller), line.places
+        busy = next((one.open for one in places if one.open >= one.most), None)
+        if busy is not None:
+            return GuardFailed("busy", f"{busy} requests wait for it")
+        own, shared = places
+        own.open, shared.open = own.open + 1, shared.open + 1
         try:
-            async with asyncio.timeout(service.timeout), line.places:
+            async with asyncio.timeout(service.timeout), own.running, shared.running:
                 status, body = await self._post(service, ask)
         except TimeoutError:
             failed = GuardFailed("timeout", f"no answer within {service.timeout:g} s", self._clock() - began_s)
         except _TooLong as error:
             # it lives
-            line.circuit.record(self._clock(), has_answered=True)
+            line.circuit.record_answer(self._clock())
             return GuardFailed("invalid", str(error), self._clock() - began_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             failed = GuardFailed("unreachable", str(error) or type(error).__name__, self._clock() - began_s)
         else:
-            line.circuit.record(self._clock(), has_answered=True)
+            line.circuit.record_answer(self._clock())
             return GuardReply(status, body, self._clock() - began_s)
         finally:
-            line.open -= 1
-        line.circuit.record(self._clock(), has_answered=False)
+            own.open, shared.open = own.open - 1, shared.open - 1
+        line.circuit.record_failure(caller, self._clock(), began_s=began_s, is_timeout=failed.why == "timeout")
         return failed
 
     def log(self, asked: GuardAsked) -> None:

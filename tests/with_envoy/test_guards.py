@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import anthropic
@@ -18,6 +19,7 @@ from tests.with_envoy.stand_in import gateway_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     import httpx
 
@@ -51,17 +53,18 @@ MESSAGE: Final = json.dumps(
 
 
 class Guarded:
-    """The gateway, and the service that it asks: it gives ``answer``, or hangs without one."""
+    """The gateway, and the service that it asks: it gives ``answer``, or hangs without one, and on ``slow`` texts."""
 
     def __init__(self) -> None:
         self.gateway: Gateway
         self.answer: dict[str, Any] | None = ALLOW
         self.asked: list[tuple[dict[str, str], bytes]] = []
         self.left = 0
+        self.slow = b"\0"
 
     async def check(self, request: web.Request) -> web.Response:
         self.asked.append(({name.lower(): value for name, value in request.headers.items()}, await request.read()))
-        if self.answer is None:
+        if self.answer is None or self.slow in self.asked[-1][1]:
             try:
                 await asyncio.Event().wait()
             finally:
@@ -81,8 +84,11 @@ class Guarded:
         return sum(float(one.rpartition(" ")[2]) for one in found if all(label in one for label in wanted))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+@asynccontextmanager
+async def guarded_on(
+    directory: Path, *, headers: dict[str, str] | None = None, **more: object
+) -> AsyncIterator[Guarded]:
+    """``headers``: of clients. ``more``: of the GatewayConfig."""
     made = Guarded()
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/check", made.check)])
@@ -90,18 +96,25 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guard
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/check"
-    gateway = {"guards": [{"name": "pii", "url": url, "timeout": "2s", "headers": ["x-team"]}]}
+    gateway = {"guards": [{"name": "pii", "url": url, "timeout": "2s", "headers": ["x-team"]}], **more}
     limits = [{"unit": "day", "requests": 1000}]
     try:
         async with gateway_on(
-            tmp_path_factory.mktemp("guards"),
+            directory,
             gateway=gateway,
+            headers=headers,
             route={"guard": {"name": "pii"}, "rateLimits": limits},
         ) as running:
             made.gateway = running
             yield made
     finally:
         await runner.cleanup()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+    async with guarded_on(tmp_path_factory.mktemp("guards")) as made:
+        yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -224,6 +237,25 @@ async def test_a_client_that_leaves_ends_the_call(guarded: Guarded) -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     await eventually(lambda: guarded.left == left + 1)
+
+
+async def test_slow_texts_of_one_tenant_turn_the_guard_off_for_nobody_else(tmp_path: Path) -> None:
+    keys = [{"name": name, "key": f"sk-secret-{name}", "tenant": name} for name in ("evil", "bell")]
+    of_bell = {"authorization": "Bearer sk-secret-bell"}
+    async with guarded_on(tmp_path, headers=of_bell, authentication={"apiKeys": keys}) as guarded:
+        guarded.gateway.engine.pieces, guarded.gateway.engine.is_plain = (ANSWER,), True
+        guarded.slow = b"slow"
+
+        async def ask(who: str, text: str) -> int:
+            headers = {"authorization": f"Bearer sk-secret-{who}"}
+            return (await guarded.post(json=guarded.chat(text), headers=headers)).status_code
+
+        async with asyncio.timeout(60):
+            slow = [asyncio.create_task(ask("evil", "slow")) for _ in range(12)]
+            others = [await ask("bell", "hi") for _ in range(5)]
+            assert await asyncio.gather(*slow) == [503] * 12
+            others += [await ask("bell", "hi") for _ in range(133)]
+        assert others.count(503) == 0, f"{others.count(503)} of {len(others)}"
 
 
 async def test_refused_requests_give_back_what_their_limits_reserved(guarded: Guarded) -> None:

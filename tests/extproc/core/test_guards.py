@@ -16,7 +16,7 @@ from extproc.admission.guards import MOST_ADDED_BYTES
 from extproc.core.core import Core
 from extproc.core.effects import AskGuard, AskLimits, Decision, GuardAsked, Held, RequestRefused
 from extproc.core.explanation import to_text
-from extproc.core.guards import Circuit, GuardFailed, GuardReply, event_of
+from extproc.core.guards import Circuit, GuardFailed, GuardReply, caller_of, event_of
 from extproc.core.record import Head
 from extproc.core.states import State
 from extproc.errors import GuardRefused, GuardUnavailable, RateLimited, to_anthropic_body
@@ -288,14 +288,78 @@ def test_usage_rows_name_the_guard_as_the_reason() -> None:
     assert own.usage.refused == "guard"
 
 
+def times_out(circuit: Circuit, *callers: str, at_s: float, took_s: float = 0.5) -> None:
+    for caller in callers:
+        circuit.record_failure(caller, at_s, began_s=at_s - took_s, is_timeout=True)
+
+
 def test_a_dead_guard_is_tried_by_one_request_in_each_pause() -> None:
     circuit = Circuit()
-    for number in range(5):
-        assert circuit.may_call(float(number))
-        circuit.record(float(number), has_answered=False)
-    assert [circuit.may_call(at_s) for at_s in (4.5, 5.0, 5.1, 6.1)] == [False, True, False, True]
-    circuit.record(6.2, has_answered=True)
-    assert circuit.may_call(6.2)
+    for number in range(1, 6):
+        caller = ("acme", "bell")[number % 2]
+        assert circuit.may_call(caller, float(number))
+        times_out(circuit, caller, at_s=number + 0.5)
+    assert [circuit.may_call("cord", at_s) for at_s in (6.0, 6.5, 6.6, 7.6)] == [False, True, False, True]
+    circuit.record_answer(7.7)
+    assert circuit.may_call("cord", 7.7)
+
+
+def test_slow_texts_of_one_caller_pause_the_guard_for_nobody_while_others_ask() -> None:
+    circuit = Circuit()
+    assert circuit.may_call("bell", 0.0)
+    for number in range(1, 13):
+        assert circuit.may_call("evil", float(number))
+        times_out(circuit, "evil", at_s=number + 0.5)
+        assert circuit.may_call("evil", number + 0.5)
+    # there was nobody else for a minute: it is paused until somebody is
+    assert [circuit.may_call("evil", at_s) for at_s in (73.0, 73.1)] == [True, False]
+    assert circuit.may_call("bell", 73.2)
+    assert circuit.may_call("evil", 73.3)
+
+
+def test_of_a_callers_calls_at_the_same_time_one_timeout_counts() -> None:
+    circuit = Circuit()
+    for at_s in (1.0, 1.1, 1.2, 1.3):
+        times_out(circuit, *["evil"] * 12, at_s=at_s)
+    times_out(circuit, "bell", at_s=1.3)
+    assert circuit.failures == 2
+    times_out(circuit, "evil", at_s=1.6)
+    assert circuit.failures == 3
+
+
+def test_a_timeout_of_a_call_during_which_the_guard_has_answered_does_not_count() -> None:
+    circuit = Circuit()
+    circuit.record_answer(0.6)
+    times_out(circuit, "acme", "bell", "cord", "dent", "evil", at_s=1.0)
+    assert circuit.failures == 0
+
+
+def test_connections_that_fail_count_for_all() -> None:
+    circuit = Circuit()
+    for at_s in (1.0, 1.0, 1.0, 1.0, 1.0):
+        assert circuit.may_call("acme", at_s)
+        circuit.record_failure("acme", at_s, began_s=0.9, is_timeout=False)
+    assert not circuit.may_call("bell", 1.1)
+
+
+def test_what_a_circuit_remembers_is_bounded() -> None:
+    circuit = Circuit()
+    for number in range(100):
+        circuit.may_call(f"caller-{number}", float(number))
+        times_out(circuit, f"caller-{number}", at_s=float(number))
+    assert (len(circuit.callers), len(circuit.failing)) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("headers", "caller"),
+    [
+        ({"x-attache-tenant": "acme", "x-attache-user": "ann"}, "acme"),
+        ({"x-attache-user": "ann"}, "ann"),
+        ({}, "anonymous"),
+    ],
+)
+def test_a_caller_is_a_tenant_or_else_a_user(headers: dict[str, str], caller: str) -> None:
+    assert caller_of(request(guarded(), headers=headers)) == caller
 
 
 def test_a_changed_configuration_does_not_disturb_a_request_that_is_asked_about() -> None:

@@ -196,21 +196,29 @@ async def test_a_client_that_leaves_ends_the_call(service: Service, caller: Call
     with pytest.raises(asyncio.CancelledError):
         await call
     await eventually(lambda: service.left == 1)
-    assert caller.guards._lines["pii"].open == 0
+    assert caller.guards._lines["pii"].places.open == 0
+    assert not caller.guards._lines["pii"]._of_callers
 
 
 async def test_calls_are_bounded_and_those_beyond_wait_or_fail(
     service: Service, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "_MOST_CALLS", 2)
-    monkeypatch.setattr(guards, "_MOST_WAITING", 1)
+    calls: list[asyncio.Task[GuardReply | GuardFailed]] = []
+    monkeypatch.setattr(guards, "_MOST_CALLS", 8)
+    monkeypatch.setattr(guards, "_MOST_WAITING", 4)
     service.pieces, service.then = [], "hang"
-    calls = [asyncio.create_task(caller.says(service.url)) for _ in range(3)]
-    await eventually(lambda: len(service.asked) == 2)
+    # a caller has a quarter
+    for tenants in range(1, 5):
+        tenant = {"x-attache-tenant": f"tenant-{tenants}"}
+        calls += [asyncio.create_task(caller.says(service.url, client=tenant)) for _ in range(3)]
+        await eventually(lambda: len(service.asked) == 2 * tenants)  # noqa: B023 - called at once
+        found = await caller.says(service.url, client=tenant)
+        assert isinstance(found, GuardFailed)
+        assert (found.why, found.detail) == ("busy", "3 requests wait for it")
     found = await caller.says(service.url)
     assert isinstance(found, GuardFailed)
-    assert found.why == "busy"
-    assert len(service.asked) == 2
+    assert (found.why, found.detail) == ("busy", "12 requests wait for it")
+    assert len(service.asked) == 8
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
