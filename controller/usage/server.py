@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -31,14 +31,28 @@ COMPLETIONS_PATH: Final = f"{ORGANIZATION_PATH}usage/completions"
 COSTS_PATH: Final = f"{ORGANIZATION_PATH}costs"
 # Reports share the machine with Envoy, and the database with the writer. The admin listener has slots of its own.
 _AT_ONCE: Final = 2
-# Reports that run or wait for others to end: of all callers, and of one.
+# Reports that run or wait for others to end: of all callers, of a tenant's, and of one.
 _MOST_WAITING: Final = 16
+_MOST_OF_A_TENANT: Final = 4
 _MOST_OF_A_CALLER: Final = 2
 _DEADLINE_S: Final = 30.0
 # SQLite asks so often, in steps of its machine, whether to stop.
 _STEPS: Final = 100_000
 _CALLER: Final = {"tenant": CALLER_TENANT, "key": CALLER_CLIENT, "user": CALLER_USER}
 _PRIVATE: Final = {"cache-control": "private, no-store"}
+
+
+class Caller(NamedTuple):
+    """As Envoy names it; what it does not know is empty."""
+
+    tenant: str
+    key: str
+    user: str
+
+    @property
+    def payer(self) -> tuple[str, str]:
+        """Its tenant, or else its key, or else its user, behind the name of the field."""
+        return next(((name, value) for name, value in self._asdict().items() if value), ("", ""))
 
 
 class Database:
@@ -99,7 +113,7 @@ class Reports:
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._counts = counts
         # reports that run or wait for a slot, by caller
-        self._waiting: Counter[tuple[str, ...]] = Counter()
+        self._waiting = Counter[Caller]()
         self._is_admin_port = is_admin_port
         self._admins = {"tenant": frozenset(admin_tenants), "key": frozenset(admin_keys)}
 
@@ -145,16 +159,15 @@ class Reports:
     async def _answer(
         self, request: web.Request, make: Callable[[Mapping[str, Sequence[str]], Mapping[str, str]], web.Response]
     ) -> web.Response:
-        caller = tuple(_verified(request, header) for header in _CALLER.values())
-        owned = self._owned(dict(zip(_CALLER, caller, strict=True)))
+        caller = Caller(**{name: _verified(request, header) for name, header in _CALLER.items()})
+        owned = self._owned(caller._asdict())
         if owned is None:
             text = "The gateway does not know who is calling: configure authentication."
             return _error(403, text, "unknown_caller")
         if not self._database.is_there:
             text = "Reports need a database; this gateway keeps JSON lines (see --store)."
             return _error(501, text, "no_reports")
-        of_caller = _MOST_WAITING if self._is_admin_port else _MOST_OF_A_CALLER
-        if self._waiting.total() >= _MOST_WAITING or self._waiting[caller] >= of_caller:
+        if not self._has_place(caller):
             busy = _error(429, "Too many reports are asked for at once; try again in a second.", "busy")
             busy.headers["retry-after"] = "1"
             return busy
@@ -172,6 +185,13 @@ class Reports:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
+
+    def _has_place(self, caller: Caller) -> bool:
+        """Whether one more report of the caller may wait."""
+        if self._waiting.total() >= _MOST_WAITING:
+            return False
+        of_tenant = sum(count for other, count in self._waiting.items() if other.payer == caller.payer)
+        return self._is_admin_port or (of_tenant < _MOST_OF_A_TENANT and self._waiting[caller] < _MOST_OF_A_CALLER)
 
     def _owned(self, caller: Mapping[str, str]) -> Mapping[str, str] | None:
         """Filters that the caller cannot leave: none for administrators. None: nobody knows who it is.

@@ -27,7 +27,7 @@ from extproc.protocol import CALLER_CLIENT, CALLER_TENANT, CALLER_USER
 from tests.usage_lines import NOON_S, PRICE, context, line, text
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from aiohttp import ClientResponse
@@ -205,32 +205,28 @@ async def test_a_parameter_that_cannot_be_used_is_named(
     assert error["message"].startswith(f"{named}: ")
 
 
-async def test_too_many_reports_at_once_are_refused_until_some_end(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one caller at most two run or wait; those of administrators' own listener wait for nobody else."""
-    go_on = threading.Event()
-    real = Database.run
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reports do not end before this, unless they are grouped by route."""
+    event, real = threading.Event(), Database.run
 
     def slow(self: Database, query: Query) -> Report:
-        assert go_on.wait(60) or query.groups == ("route",)
+        assert query.groups == ("route",) or event.wait(60)
         return real(self, query)
 
-    def at_once(self: Database, query: Query) -> Report:
-        return real(self, query) if query.groups == ("route",) else slow(self, query)
+    monkeypatch.setattr(Database, "run", slow)
+    return event
 
-    monkeypatch.setattr(Database, "run", at_once)
+
+async def test_too_many_reports_at_once_are_refused_until_some_end(store: SqlStore, go_on: threading.Event) -> None:
+    """Of one caller at most two run or wait; those of administrators' own listener wait for nobody else."""
     asked: list[asyncio.Task[ClientResponse]] = []
     async with serving(store, is_admin=False) as client, serving(store) as admin:
         try:
             # 2 of each of 8 callers fill all places: 3 * 10 - 16 are refused
             names = [name for name in "abcdefghij" for _ in range(3)]
-            own = [{CALLER_CLIENT: name} for name in names]
-            asked = [asyncio.create_task(client.get("/v1/usage", params=DAY, headers=one)) for one in own]
-            while sum(one.done() for one in asked) < 3 * 10 - 16:
-                await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
-            refused = [one.result() for one in asked if one.done()]
-            assert {one.status for one in refused} == {429}
+            asked = ask(client, [{CALLER_CLIENT: name} for name in names])
+            refused = await refusals(asked, 3 * 10 - 16)
             assert {one.headers["retry-after"] for one in refused} == {"1"}
             assert max(Counter(name for name, one in zip(names, asked, strict=True) if not one.done()).values()) == 2
             assert len(await data_of(admin, group_by="route")) == 1
@@ -238,6 +234,44 @@ async def test_too_many_reports_at_once_are_refused_until_some_end(
             go_on.set()
             statuses = Counter(one.status for one in await asyncio.gather(*asked))
         assert statuses == {200: 16, 429: 14}
+
+
+async def test_one_tenants_users_and_keys_leave_places_for_others(store: SqlStore, go_on: threading.Event) -> None:
+    """4 of 16 places are a tenant's; callers of whom no tenant is known are no tenant together."""
+    users = [{CALLER_TENANT: "team-a", CALLER_USER: name} for name in "abcdefgh"]
+    keys = [{CALLER_TENANT: "team-a", CALLER_CLIENT: name} for name in "abcdefgh"]
+    alone = [{CALLER_TENANT: "team-b"}, {CALLER_CLIENT: "a"}, *({CALLER_USER: str(number)} for number in range(13))]
+    of_tenant: list[asyncio.Task[ClientResponse]] = []
+    others: list[asyncio.Task[ClientResponse]] = []
+    async with serving(store, is_admin=False) as client:
+        try:
+            of_tenant = ask(client, users + keys)
+            await refusals(of_tenant, 16 - 4)
+            others = ask(client, alone)
+            await refusals(others, 15 - 12)
+        finally:
+            go_on.set()
+            found = [Counter([(await one).status for one in asked]) for asked in (of_tenant, others)]
+        assert found == [{200: 4, 429: 12}, {200: 12, 429: 3}]
+
+
+def ask(client: TestClient[Any, Any], callers: Sequence[Mapping[str, str]]) -> list[asyncio.Task[ClientResponse]]:
+    """A report for each of them."""
+
+    async def answer(caller: Mapping[str, str]) -> ClientResponse:
+        return await client.get("/v1/usage", params=DAY, headers=caller)
+
+    return [asyncio.create_task(answer(one)) for one in callers]
+
+
+async def refusals(asked: Sequence[asyncio.Task[ClientResponse]], most: int) -> list[ClientResponse]:
+    """The first answers, as soon as there are ``most``: all say 429."""
+    async with asyncio.timeout(45):
+        while sum(one.done() for one in asked) < most:
+            await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
+    found = [one.result() for one in asked if one.done()]
+    assert {one.status for one in found} == {429}
+    return found
 
 
 def report_of(store: SqlStore, **parameters: str) -> Report:
