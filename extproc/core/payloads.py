@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 REQUEST: Final = "org.kubeflow.serving.inference.request"
 RESPONSE: Final = "org.kubeflow.serving.inference.response"
 _REDACTED: Final = "[redacted]"
+_NOT_SEARCHABLE: Final = "[not searchable]"
 _SAMPLES: Final = 1 << 64
 # Of all requests that are open or wait to be written.
 MOST_BYTES: Final = 64 << 20
@@ -35,6 +36,12 @@ _LONGEST_ATTRIBUTE: Final = 256
 _PIECES: Final = frozenset(
     {"content", "text", "reasoning", "reasoning_content", "thinking", "arguments", "partial_json", "delta", "refusal"}
 )
+# What has a text again, in tokens or, of a transcription, in words: no pattern finds a secret in it.
+_TOKENS: Final = frozenset(
+    {"logprobs", "prompt_logprobs", "top_logprobs", "token_ids", "prompt_token_ids", "bytes", "tokens", "words"}
+)
+# A text, or its tokens.
+_PROMPTS: Final = frozenset({"prompt", "input"})
 # Events of a stream beyond which the rest is not merged.
 _MOST_ELEMENTS: Final = 1024
 
@@ -112,10 +119,12 @@ class Capture:
         """Whether its answer is to be kept."""
         return self.log.mode != "Request"
 
-    def answer_began(self, status: int, content_type: str, now: float) -> None:
-        """Headers of the answer have come."""
+    def answer_began(self, status: int, content_type: str, now: float, *, is_encoded: bool = False) -> None:
+        """Headers of the answer have come. ``is_encoded``: its body is compressed, or the like."""
         self.status, self.is_stream = status, content_type.startswith("text/event-stream")
         self.answered_s = now
+        if is_encoded:
+            self.answer.drop("encoded")
 
     def drop(self) -> None:
         """Free what it holds."""
@@ -196,7 +205,9 @@ def _event(attributes: dict[str, str | int], body: Body, log: PayloadLog, *, is_
 
 
 class Redactor:
-    """Takes members at ``paths`` and whatever ``patterns`` match out of JSON values."""
+    """Takes members at ``paths`` and whatever ``patterns`` match out of JSON values; with patterns, also tokens, in
+    which they find nothing.
+    """
 
     def __init__(self, paths: Sequence[tuple[Step, ...]], patterns: Sequence[Any]) -> None:
         self._paths = tuple(paths)
@@ -231,12 +242,28 @@ class Redactor:
                 if len(path) == 1:
                     return _REDACTED
                 further.append(path[1:])
+        if self._patterns and _has_tokens(name, value):
+            return _NOT_SEARCHABLE
         return self._value(value, tuple(dict.fromkeys(further)))
 
     def _text(self, text: str) -> str:
         for pattern in self._patterns:
             text = pattern.sub(_REDACTED, text)
         return text if len(text) < 1024 else _BLOB.sub(_digest, text)
+
+
+def _has_tokens(name: str, value: object) -> bool:
+    """Whether the member is a text in pieces: a request's ``"logprobs": true`` is not."""
+    return (
+        bool(value)
+        and isinstance(value, dict | list)
+        and (name in _TOKENS or (name in _PROMPTS and isinstance(value, list) and _are_numbers(value)))
+    )
+
+
+def _are_numbers(values: list[object]) -> bool:
+    """Whether all are numbers, or lists of numbers."""
+    return all(_are_numbers(one) if isinstance(one, list) else isinstance(one, int) for one in values)
 
 
 def _digest(found: re.Match[str]) -> str:
@@ -252,14 +279,17 @@ def redactor_of(paths: tuple[str, ...], patterns: tuple[str, ...]) -> Redactor:
 
 def merge_events(text: bytes) -> object:
     """The events of a stream as one object: pieces of text are put together, of other members the last one counts.
-    Raises DecodeError.
+    Raises DecodeError, also if there is none.
     """
-    merged: Any = None
+    merged: Any = msgspec.UNSET
     for line in text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
         data = line.removeprefix(b"data:").strip()
         if not line.startswith(b"data:") or data == b"[DONE]":
             continue
-        merged = _merge(merged, msgspec.json.decode(data), "")
+        event = msgspec.json.decode(data)
+        merged = event if merged is msgspec.UNSET else _merge(merged, event, "")
+    if merged is msgspec.UNSET:
+        raise msgspec.DecodeError("there is no event")
     return merged
 
 

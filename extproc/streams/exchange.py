@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
-from extproc.streams.headers import UNKNOWN, Origin, error_form, read_header, read_status, read_subset
+from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -344,7 +344,8 @@ class BufferedExchange:
                 headers = message.response_headers
                 status = read_status(headers)
                 if status >= _FINAL and not capture.status:
-                    capture.answer_began(status, read_header(headers, "content-type"), self._context.clock())
+                    kind, now = read_header(headers, "content-type"), self._context.clock()
+                    capture.answer_began(status, kind, now, is_encoded=is_encoded(headers))
                     return [CONTINUE_RESPONSE_HEADERS if headers.end_of_stream else SEND_ANSWER]
             elif kind == "response_body":
                 capture.answer.add(message.response_body.body)

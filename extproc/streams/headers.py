@@ -110,6 +110,11 @@ def read_header(message: HttpHeaders, name: str) -> str:
     return next((_value(one) for one in message.headers.headers if one.key == name), "")
 
 
+def is_encoded(message: HttpHeaders) -> bool:
+    """Whether the body behind the headers is compressed, or the like."""
+    return read_header(message, "content-encoding").lower() not in {"", "identity"}
+
+
 def read_subset(message: ProcessingRequest) -> list[str] | None:
     """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict
     them.

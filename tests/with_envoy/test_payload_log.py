@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -128,6 +129,28 @@ async def test_an_answer_that_is_garbage_passes_and_is_logged_without_its_conten
     assert got == garbage
     _, answer = await log.pair(request_id)
     assert (answer["omitted"], answer["bytes"]) == ("not-json", 200)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "streamed"])
+async def test_an_encoded_answer_passes_and_is_logged_without_its_content(log: Log, plain: bool) -> None:
+    packed = gzip.compress(PLAIN)
+    log.gateway.engine.headers = {"content-encoding": "GZIP"}
+    try:
+        request_id, got = await log.ask(packed, plain=plain)
+    finally:
+        log.gateway.engine.headers = {}
+    assert got == PLAIN
+    _, answer = await log.pair(request_id)
+    assert (answer["omitted"], answer["bytes"], "data" in answer) == ("encoded", len(packed), False)
+
+
+async def test_pieces_of_a_secret_are_not_in_the_file(log: Log) -> None:
+    pieces = [{"token": one, "bytes": list(one.encode())} for one in ("sk-", "apart", "apart2")]
+    whole = {"choices": [{"message": {"content": "sk-apartapart2"}, "logprobs": {"content": pieces}}]}
+    request_id, _ = await log.ask(json.dumps(whole).encode(), plain=True, logprobs=True)
+    _, answer = await log.pair(request_id)
+    assert answer["data"]["choices"][0]["logprobs"] == "[not searchable]"
+    assert "apart" not in log.file.read_text()
 
 
 async def test_what_a_client_got_that_left_is_logged(log: Log) -> None:

@@ -98,6 +98,44 @@ def test_a_secret_that_is_spread_over_the_events_of_a_stream_is_found(cuts: list
     assert answer == {"id": "c", "choices": [{"index": 0, "delta": {"content": "here: [redacted]."}}]}
 
 
+PIECES = [
+    {"token": piece, "bytes": list(piece.encode()), "top_logprobs": [{"token": piece, "logprob": -0.1}]}
+    for piece in ("sk", "-can", "ary")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", {"content": PIECES}),
+        ("logprobs", PIECES),
+        ("top_logprobs", PIECES[0]["top_logprobs"]),
+        ("bytes", PIECES[0]["bytes"]),
+        ("prompt_logprobs", [None, {"7": {"logprob": -0.1, "decoded_token": "sk"}}]),
+        ("token_ids", [7, 8]),
+        ("prompt_token_ids", [7, 8]),
+        ("tokens", [7, 8]),
+        ("words", [{"word": "sk", "start": 0.1}]),
+        ("prompt", [7, 8]),
+        ("input", [[7, 8], [9]]),
+    ],
+)
+def test_what_has_a_text_in_pieces_is_left_out_where_patterns_are_searched(name: str, value: object) -> None:
+    body = {"choices": [{"index": 0, name: value}]}
+    assert redacted(body, patterns=("sk-[a-z]+",)) == {"choices": [{"index": 0, name: "[not searchable]"}]}
+    assert redacted(body, "$.user") == body
+    # of a stream, too
+    made = capture(redact=Redaction(patterns=("sk-[a-z]+",)))
+    made.answer_began(200, "text/event-stream", 1.0)
+    made.answer.add((b"data: " + msgspec.json.encode(body) + b"\n\n") * 2)
+    assert data_of(made)[1] == {"choices": [{"index": 0, name: "[not searchable]"}]}
+
+
+def test_what_only_asks_for_pieces_or_has_none_stays() -> None:
+    body = {"logprobs": True, "top_logprobs": 5, "choices": [{"logprobs": None}, {"logprobs": []}], "bytes": 16}
+    assert redacted({**body, "prompt": ["a"], "input": []}, patterns=("sk",)) == {**body, "prompt": ["a"], "input": []}
+
+
 def test_choices_of_a_stream_are_kept_apart() -> None:
     def event(index: int, text: str) -> bytes:
         return (
@@ -140,6 +178,25 @@ def test_what_cannot_be_searched_is_logged_without_its_content(body: bytes, omit
     made.request.add(body)
     (event,) = events_of(made, "urn:x", "a", "b")
     assert (event.attributes["omitted"], event.attributes["bytes"], event.data) == (omitted, len(body), None)
+
+
+@pytest.mark.parametrize("stream", [b": a comment\n\n", b"data: [DONE]\n\n", b"\x1f\x8b"])
+def test_a_stream_without_an_event_says_so(stream: bytes) -> None:
+    made = capture(mode="Response")
+    made.answer_began(200, "text/event-stream", 1.0)
+    made.answer.add(stream)
+    (event,) = events_of(made, "urn:x", "a", "b")
+    assert (event.attributes.get("omitted"), event.data) == ("not-json", None)
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
+def test_an_encoded_answer_is_logged_without_its_content(kind: str) -> None:
+    made = capture(mode="Response")
+    made.answer_began(200, kind, 1.0, is_encoded=True)
+    # whatever it says
+    made.answer.add(b"7")
+    (event,) = events_of(made, "urn:x", "a", "b")
+    assert (event.attributes["omitted"], event.attributes["bytes"], event.data) == ("encoded", 1, None)
 
 
 def test_pictures_are_digests() -> None:
