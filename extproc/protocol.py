@@ -40,9 +40,11 @@ SIDECAR_HEADERS: Final = (
 )
 # Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
 ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
-# Bodies are read here, whole and as they come: no engine is to decode one into something else, or to be asked whether
-# it expects one.
-BODY_HEADERS: Final = ("content-encoding", "expect")
+ACCEPT_ENCODING: Final = "accept-encoding"
+CONTENT_ENCODING: Final = "content-encoding"
+# Headers that engines do not get. Bodies are read here, whole and as they come: no engine is to decode one into
+# something else, or to be asked whether it expects one. In a compressed answer usage can be neither read nor hidden.
+NOT_FOR_ENGINES: Final = (ACCEPT_ENCODING, CONTENT_ENCODING, "expect", *ENGINE_HEADERS)
 # Envoy's cluster of the ModelServer that a request goes to. The prefix keeps users' names and ours apart.
 SERVER_HEADER: Final = "x-attache-server"
 SERVER_CLUSTER: Final = "server/"

@@ -87,8 +87,9 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
         return EngineFailure.REFUSED
     if outcome.was_cut:
         return EngineFailure.CUT
-    has_no_usage = outcome.prompt_tokens is None and run.sent.expects_usage and run.pool.reports_usage
-    return EngineFailure.NO_USAGE if has_no_usage else None
+    has_no_usage = outcome.prompt_tokens is None and not outcome.is_encoded
+    is_expected = run.sent.expects_usage and run.pool.reports_usage
+    return EngineFailure.NO_USAGE if has_no_usage and is_expected else None
 
 
 def _is_slow(outcome: Outcome) -> bool:

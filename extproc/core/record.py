@@ -176,7 +176,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``has_timed_out``: a time limit of the gateway ended it. ``answer_bytes``: of the body that the client got.
     ``created_tokens``: of the prompt, those that a cache was asked to keep. ``reasoning_tokens``: of the output.
     ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
-    ``first_content_s``: until the first event of a stream that had content.
+    ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
+    and its usage is not known.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -197,6 +198,7 @@ class Outcome(msgspec.Struct, frozen=True):
     events: int | None = None
     is_cut: bool = False
     first_content_s: float | None = None
+    is_encoded: bool = False
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):

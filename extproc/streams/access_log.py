@@ -11,6 +11,7 @@ from extproc.core.record import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
+    CONTENT_ENCODING,
     CREATED_TOKENS,
     EVENTS,
     FIRST_CONTENT_US,
@@ -24,6 +25,7 @@ from extproc.protocol import (
     UNCACHED_TOKENS,
     USAGE_NAMESPACE,
 )
+from extproc.streams.headers import is_encoded
 from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         has_timed_out=any(getattr(flags, name) for name in TIME_LIMITS.values()),
         events=_whole(usage, EVENTS),
         is_cut=any(getattr(flags, name) for name in CUTS.values()),
+        is_encoded=is_encoded(response.response_headers.get(CONTENT_ENCODING, "")),
     )
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.dispatch import plugin_faults
 from extproc.core.record import Attachment, Outcome
 from extproc.core.shadow import compare_picks, first_choice
+from extproc.protocol import CONTENT_ENCODING
 from extproc.streams.exchange import answers_to, no_body
-from extproc.streams.headers import read_chosen, read_served, read_status, read_subset
+from extproc.streams.headers import is_encoded, read_chosen, read_header, read_served, read_status, read_subset
 from extproc.streams.order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -98,7 +99,7 @@ class Duplex:
             self._read_metadata(message)
         if kind == "response_headers":
             headers = message.response_headers
-            self._answer.began(read_status(headers))
+            self._answer.began(read_status(headers), read_header(headers, CONTENT_ENCODING))
             return self._ended([response_headers_answer(self._tokens())], is_end=headers.end_of_stream)
         passed = passing_answers(message, kind, self._answer_mode)
         if kind == "response_trailers":
@@ -226,13 +227,14 @@ class _Answer:
     def __init__(self) -> None:
         self.served = ""
         self._status = 0
+        self._is_encoded = False
         self._first_at_s: float | None = None
         self._usage = UsageReader()
         # as the gateway reports; otherwise either the engine or the client may have left
         self.is_whole = False
 
-    def began(self, status: int) -> None:
-        self._status = status
+    def began(self, status: int, encoding: str) -> None:
+        self._status, self._is_encoded = status, is_encoded(encoding)
 
     def came(self, piece: bytes, now: float) -> None:
         if self._first_at_s is None and piece:
@@ -261,4 +263,5 @@ class _Answer:
             has_left=not self.is_whole,
             # this status comes from the gateway at a time limit of its own, not from engines
             has_timed_out=self._status == _GATEWAY_TIMEOUT,
+            is_encoded=self._is_encoded,
         )

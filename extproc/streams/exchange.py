@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
+from extproc.protocol import CONTENT_ENCODING
 from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
@@ -344,8 +345,8 @@ class BufferedExchange:
                 headers = message.response_headers
                 status = read_status(headers)
                 if status >= _FINAL and not capture.status:
-                    kind, now = read_header(headers, "content-type"), self._context.clock()
-                    capture.answer_began(status, kind, now, is_encoded=is_encoded(headers))
+                    kind, encoding = (read_header(headers, name) for name in ("content-type", CONTENT_ENCODING))
+                    capture.answer_began(status, kind, self._context.clock(), is_encoded=is_encoded(encoding))
                     return [CONTINUE_RESPONSE_HEADERS if headers.end_of_stream else SEND_ANSWER]
             elif kind == "response_body":
                 capture.answer.add(message.response_body.body)

@@ -110,9 +110,9 @@ def read_header(message: HttpHeaders, name: str) -> str:
     return next((_value(one) for one in message.headers.headers if one.key == name), "")
 
 
-def is_encoded(message: HttpHeaders) -> bool:
-    """Whether the body behind the headers is compressed, or the like."""
-    return read_header(message, "content-encoding").lower() not in {"", "identity"}
+def is_encoded(encoding: str) -> bool:
+    """Whether a body with this ``content-encoding`` is compressed, or the like."""
+    return encoding.lower() not in {"", "identity"}
 
 
 def read_subset(message: ProcessingRequest) -> list[str] | None:

@@ -19,6 +19,7 @@ import msgspec
 from extproc.admission.refusals import granted_headers
 from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
 from extproc.protocol import (
+    ACCEPT_ENCODING,
     DESTINATION,
     DETAILS_PREFIX,
     DROPPED_REASON,
@@ -98,11 +99,12 @@ _HIDES_MEMBER: Final = {
 _encode_usage: Final = msgspec.json.Encoder().encode
 _CLEAR_ROUTE_CACHE: Final = CommonResponse(clear_route_cache=True).SerializeToString()
 # Control headers that a client may have forged: removed unless the answer sets them. By whether it names a prefiller.
+# Usage cannot be read in compressed answers.
 _REMOVE_FORGED: Final = {
     has_prefiller: HeaderMutation(
         remove_headers=[
             name
-            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
+            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER, ACCEPT_ENCODING)
             if not (has_prefiller and name == PREFILLER)
         ]
     ).SerializeToString()
@@ -114,7 +116,7 @@ CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
     request_headers=HeadersResponse(
         response=CommonResponse(
             header_mutation=HeaderMutation(
-                remove_headers=[DESTINATION, *SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER]
+                remove_headers=[DESTINATION, *SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER, ACCEPT_ENCODING]
             )
         )
     )

@@ -33,6 +33,8 @@ class Engine:
         self.pieces: Sequence[bytes] = (b"{}",)
         self.headers: dict[str, str] = {}
         self.is_plain = False
+        # for clients that accept it
+        self.compresses = False
         self.status = 200
         # before each piece but the first, or before a plain answer
         self.pause_s = 0.002
@@ -48,12 +50,17 @@ class Engine:
         self.asked_headers = {name.lower(): value for name, value in request.headers.items()}
         if self.is_plain:
             await asyncio.sleep(self.pause_s)
-            return web.Response(
+            plain = web.Response(
                 body=b"".join(self.pieces), status=self.status, content_type="application/json", headers=self.headers
             )
+            if self.compresses:
+                plain.enable_compression()
+            return plain
         response = web.StreamResponse(
             status=self.status, headers={"content-type": "text/event-stream; charset=utf-8", **self.headers}
         )
+        if self.compresses:
+            response.enable_compression()
         await response.prepare(request)
         for piece in self.pieces:
             await response.write(piece)

@@ -476,6 +476,15 @@ async def test_a_chosen_servers_engine_gets_the_clients_model_and_the_rewritten_
     assert told.server.startswith("engine")
 
 
+async def test_backends_may_compress_and_engines_may_not(gateway: Stand) -> None:
+    headers = {"accept-encoding": "gzip"}
+    of_engine = await gateway.served("/llama" + CHAT, method="POST", content=chat("hello"), headers=headers)
+    of_backend = await gateway.served("/match", headers=headers)
+
+    assert "accept-encoding" not in of_engine.headers
+    assert of_backend.headers["accept-encoding"] == "gzip"
+
+
 async def test_what_is_no_inference_is_picked_for_too(gateway: Stand) -> None:
     before = await metric(gateway, "attache_requests_total")
 

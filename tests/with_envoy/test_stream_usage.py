@@ -162,6 +162,21 @@ async def test_a_client_that_asks_for_usage_gets_it(gateway: Gateway) -> None:
     assert await gateway.outcomes_since(before) == [COUNTED]
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_no_client_has_an_engine_compress_what_it_used(gateway: Gateway, *, is_plain: bool) -> None:
+    whole = b'{"choices": [], ' + USAGE[USAGE.index(b'"usage"') : -2] if is_plain else TOKEN + USAGE + DONE
+    before, gateway.engine.pieces = len(gateway.outcomes()), [whole]
+    gateway.engine.is_plain, gateway.engine.compresses = is_plain, True
+    try:
+        asked = {"model": "llama", "messages": [], "stream": not is_plain}
+        headers = {"accept-encoding": "gzip"}
+        answer = await gateway.http.post(f"{gateway.url}/v1/chat/completions", json=asked, headers=headers)
+    finally:
+        gateway.engine.is_plain = gateway.engine.compresses = False
+    assert answer.content == (whole if is_plain else TOKEN + DONE)
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
 async def test_a_compressed_stream_passes(gateway: Gateway) -> None:
     before = len(gateway.outcomes())
     # not really compressed: whoever looks inside would drop the chunk
@@ -174,6 +189,8 @@ async def test_a_compressed_stream_passes(gateway: Gateway) -> None:
         assert await gateway.outcomes_since(before) == [UNKNOWN]
     finally:
         gateway.engine.headers = {}
+    # which is no failure of the engine
+    assert json.loads(gateway.decisions.read_text().splitlines()[-1])["is_encoded"]
 
 
 async def test_the_plainest_loops_of_openais_client_work(gateway: Gateway) -> None:
@@ -393,6 +410,27 @@ async def test_what_was_cached_is_hidden_by_each_name_that_engines_have(
     assert b"1024" not in shown.pop()
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("kind", [SSE, JSON])
+async def test_an_encoded_answer_in_which_nothing_can_be_hidden_does_not_pass(
+    hiding: Gateway, path: str, kind: str
+) -> None:
+    engine = hiding.engine
+    engine.headers, engine.pieces = {"content-type": kind, "content-encoding": "br"}, [TOKEN, USAGE, DONE]
+    body = {"model": "llama", "messages": [], "input": "x", "max_tokens": 7, "stream": kind == SSE}
+    try:
+        refused = await hiding.http.post(f"{hiding.url}/v1/{path}", json=body)
+        # nothing was used by an error
+        engine.status, engine.headers, engine.pieces = 400, {"content-encoding": "x", "content-type": JSON}, [b"{}"]
+        passed = await hiding.http.post(f"{hiding.url}/v1/{path}", json=body)
+    finally:
+        engine.status, engine.headers = 200, {}
+    assert (refused.status_code, refused.headers["content-type"]) == (502, JSON)
+    assert not {"content-encoding", "content-length"} & set(refused.headers)
+    assert (refused.json()["type"], refused.json()["error"]["code"]) == ("error", "encoded_answer")
+    assert (passed.status_code, passed.content) == (400, b"{}")
+
+
 async def test_an_event_that_comes_only_where_something_was_cached_is_dropped(hiding: Gateway) -> None:
     event = b'data: {"id": "1", "choices": [], "sglext": {"cached_tokens_details": {"device": 5, "host": 7}}}\n\n'
     assert await answer_to(hiding, [TOKEN + event, USAGE + DONE]) == TOKEN + DONE
@@ -431,7 +469,6 @@ async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hi
     cut = len(long) - 6
     shown = await answer_to(hiding, [long[:70_000], long[70_000:cut], long[cut:]])
     assert shown == long.replace(b": 16", b": 0")
-    assert "accept-encoding" not in hiding.engine.asked_headers
 
 
 @pytest.mark.parametrize(

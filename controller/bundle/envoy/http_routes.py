@@ -52,7 +52,7 @@ from extproc.api.http_route import Backend
 from extproc.api.matches import ANY_HOST
 from extproc.api.model_server import ModelServer
 from extproc.api.references import backend_key
-from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, PATH_KEY, PATH_PREFIX_KEY, SERVER_KEY
+from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, NOT_FOR_ENGINES, PATH_KEY, PATH_PREFIX_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +108,7 @@ _MILLION: Final = 1_000_000
 class RuleLocation(msgspec.Struct, frozen=True):
     """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
     ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy continues without extproc.
-    ``extproc_filters``: those that ask it. ``engines_read_no``: headers that are removed before engines.
+    ``extproc_filters``: those that ask it.
     """
 
     domain: str
@@ -117,7 +117,6 @@ class RuleLocation(msgspec.Struct, frozen=True):
     is_tls: bool
     is_open: bool
     extproc_filters: tuple[str, ...]
-    engines_read_no: tuple[str, ...]
 
 
 class Backends:
@@ -208,7 +207,7 @@ def _route(
     elif all(one is None for _, one in targets):
         found.direct_response = error_answer(500, _NO_BACKEND, "server_error", "no_backend")
     else:
-        found.route = _action(rule, targets, place)
+        found.route = _action(rule, targets)
         change_url(found.route, rule.filters, match)
         found.route.request_mirror_policies = list(_mirrors(rule, named[count:]))
     path = _new_path(rule.filters, match)
@@ -243,13 +242,11 @@ def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, 
     return {**for_extproc(place.extproc_filters, place.listener, route, named.metadata.key, *path), **changes}
 
 
-def _action(
-    rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: RuleLocation
-) -> RouteAction:
+def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]]) -> RouteAction:
     """Time limits and retries are the first ModelServer's, if there is one: one request has one policy."""
     servers = [one for _, one in targets if isinstance(one, ModelServer)]
     action = RouteAction(
-        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one, place) for ref, one in targets]),
+        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one) for ref, one in targets]),
         cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.INTERNAL_SERVER_ERROR,
         timeout=seconds(servers[0].spec.traffic_policy.timeout if servers else 0.0),
         retry_policy=retries(servers[0].spec.traffic_policy.retry.attempts) if servers else _backend_retries(),
@@ -271,12 +268,12 @@ def _action(
     return action
 
 
-def _weighted(ref: WeightedBackendRef, named: Named, place: RuleLocation) -> WeightedClusterClusterWeight:
+def _weighted(ref: WeightedBackendRef, named: Named) -> WeightedClusterClusterWeight:
     """A share of the requests, with the changes for this backend alone."""
     found = WeightedClusterClusterWeight(weight=ref.weight)
     if isinstance(named, ModelServer):
         found.name = server_cluster_name(named.metadata.key)
-        found.request_headers_to_remove = list(place.engines_read_no)
+        found.request_headers_to_remove = list(NOT_FOR_ENGINES)
     else:
         found.name = _UNRESOLVED if named is None else backend_cluster_name(named.metadata.key)
     change_headers(found, ref.filters)

@@ -52,6 +52,7 @@ from extproc.protocol import (
     CALLER_TENANT,
     CALLER_USER,
     CLIENT,
+    CONTENT_ENCODING,
     DESTINATION,
     OBJECTIVE_PREFIXES,
     POLICY_HEADER,
@@ -300,7 +301,8 @@ def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
                     buffer_flush_interval=seconds(gateway.access_log_flush),
                     # Streaming engines send headers before they compute, so the first byte of the body is timed.
                     custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
-                )
+                ),
+                additional_response_headers_to_log=[CONTENT_ENCODING],
             )
         ),
     )

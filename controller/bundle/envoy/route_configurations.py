@@ -42,15 +42,14 @@ from extproc.api.matches import ANY_HOST, covers_domain
 from extproc.api.session_affinity import session_headers
 from extproc.api.spec import is_attached
 from extproc.protocol import (
-    BODY_HEADERS,
     BUDGET_HEADERS,
     CALLER_CLIENT,
     CALLER_TENANT,
     CALLER_USER,
     CLIENT,
     DESTINATION,
-    ENGINE_HEADERS,
     NAMESPACE,
+    NOT_FOR_ENGINES,
     ORGANIZATION_PATH,
     POLICY_HEADER,
     RATE_LIMIT_HEADERS,
@@ -95,7 +94,7 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
         return _Group(group, snapshot, memo).configuration()
     # models alone, for every host
-    removed = (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
+    removed = (*_OWN_HEADERS, *NOT_FOR_ENGINES)
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
     own = [*_health_routes(snapshot.gateway, memo), *_usage_routes(snapshot.gateway, memo)]
     decided = [*own, *decided_routes(snapshot, memo)]
@@ -119,10 +118,11 @@ class _Group:
         self._are_named = bool(snapshot.gateway.listeners)
         # hosts differ in their names, domains and routes
         self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
-        removed = list(_engines_read_no(snapshot.gateway))
         self._health = _health_routes(snapshot.gateway, memo)
         self._usage = _usage_routes(snapshot.gateway, memo)
-        self._decided = [{**one, "request_headers_to_remove": removed} for one in decided_routes(snapshot, memo)]
+        self._decided = [
+            {**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in decided_routes(snapshot, memo)
+        ]
         self._attached = {
             one.name: [route for route in snapshot.routes if self._is_attached(route, one)] for one in group.listeners
         }
@@ -159,7 +159,6 @@ class _Group:
     def _host(self, host: Host) -> dict[str, object]:
         """First what HTTPRoutes match, then models; the rest is answered 404."""
         snapshot, name = self._snapshot, host.listener.name if self._are_named else None
-        removed = _engines_read_no(snapshot.gateway)
         place = RuleLocation(
             domain=host.domain,
             listener=name,
@@ -167,7 +166,6 @@ class _Group:
             is_tls=self._group.tls is not None,
             is_open=snapshot.gateway.failure_mode == "Open",
             extproc_filters=extproc_filters(snapshot.gateway),
-            engines_read_no=removed,
         )
         found = self._virtual_host(host.domain)
         routes = [*http_routes(host, place, self._backends, self._memo), *self._health, *self._usage]
@@ -220,7 +218,7 @@ def _fallback_host(snapshot: Snapshot, listener: str, routes: Sequence[ModelRout
     """The routes of all models of a listener, once for all its hosts; requests that extproc did not decide are routed
     again, as if for this one.
     """
-    name, removed = _fallback_domain(listener), (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
+    name, removed = _fallback_domain(listener), (*_OWN_HEADERS, *NOT_FOR_ENGINES)
     host = _virtual_host(snapshot, name, name, removed=removed)
     # what none of them takes is answered 404 by Envoy itself
     host["routes"] = routes_without_extproc(snapshot, routes, memo)
@@ -281,13 +279,6 @@ def _no_model(fallback: str) -> dict[str, object]:
     configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, PackedMessage(rerouted_as(fallback))) if fallback else {}
     route = Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere, typed_per_filter_config=configs)
     return to_plain(route)
-
-
-def _engines_read_no(gateway: GatewayConfigSpec) -> tuple[str, ...]:
-    """Headers that engines do not get."""
-    # extproc may read a session's token; nothing can be hidden in what is compressed
-    hidden = ("accept-encoding",) if gateway.cached_tokens == "Hidden" else ()
-    return (*BODY_HEADERS, *ENGINE_HEADERS, *hidden)
 
 
 # routes are many, and kept one by one: the messages around them are made with a placeholder in their place

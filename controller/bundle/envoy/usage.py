@@ -8,6 +8,7 @@ is held, so no buffer bounds them. In text of a model all names stand behind esc
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.core.v3 import DataSource
@@ -111,6 +112,25 @@ local function without_counts(tail, text, is_end)
   return text, tail
 end
 
+local function is_encoded(headers)
+  local encoding = string.lower(headers:get("content-encoding") or "")
+  return encoding ~= "" and encoding ~= "identity"
+end
+
+-- Nothing can be hidden in an encoded answer: the client gets an error in its place. An engine's error has no counts.
+local function pass_or_refuse(handle, headers)
+  if not HIDES_COUNTS or string.sub(headers:get(":status"), 1, 1) ~= "2" then return end
+  headers:replace(":status", "502")
+  headers:replace("content-type", "application/json")
+  headers:remove("content-encoding")
+  headers:remove("content-length")
+  local text = [[@REFUSAL@]]
+  for chunk in handle:bodyChunks() do
+    chunk:setBytes(text)
+    text = ""
+  end
+end
+
 -- What came in a piece, and whether it is the answer's end, which comes as an empty piece.
 local function read(chunk)
   local size = chunk:length()
@@ -128,6 +148,16 @@ local function show(chunk, came, text, tail, is_end)
   return tail
 end
 """
+# In OpenAI's form, and in Anthropic's.
+_REFUSAL: Final = {
+    "type": "error",
+    "error": {
+        "message": "The engine has compressed its answer, so the gateway cannot hide in it what was cached.",
+        "type": "server_error",
+        "param": None,
+        "code": "encoded_answer",
+    },
+}
 # When the request began, in microseconds since 1970: filter state that the bundle writes for these scripts.
 STARTED_US: Final = "attache.started_us"
 # What only the usage log needs of an answer. The numbers are in metadata after every piece: where a stream is cut, no
@@ -298,15 +328,14 @@ end
 
 function envoy_on_response(handle)
   local headers = handle:headers()
-  local encoding = headers:get("content-encoding")
-  if encoding and encoding ~= "identity" then
-    return
-  end
   local kind = string.lower(headers:get("content-type") or "")
   local is_plain = string.find(kind, "application/json", 1, true) == 1
   local is_stream = string.find(kind, "text/event-stream", 1, true) == 1
   if not is_plain and not ((HIDES_COUNTS or LOGS) and is_stream) then
     return
+  end
+  if is_encoded(headers) then
+    return pass_or_refuse(handle, headers)
   end
   local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   local is_ours = decision and decision["@TICKET@"]
@@ -474,10 +503,7 @@ end
 
 function envoy_on_response(response_handle)
   local headers = response_handle:headers()
-  local kind, encoding = string.lower(headers:get("content-type") or ""), headers:get("content-encoding")
-  if encoding and encoding ~= "identity" then
-    return
-  end
+  local kind = string.lower(headers:get("content-type") or "")
   local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   local is_ours = decision and decision["@TICKET@"]
   if not (is_ours or HIDES_COUNTS or LOGS and is_without_extproc(response_handle)) then
@@ -486,6 +512,9 @@ function envoy_on_response(response_handle)
   local is_plain = string.find(kind, "application/json", 1, true) == 1
   if not is_plain and string.find(kind, "text/event-stream", 1, true) ~= 1 then
     return
+  end
+  if is_encoded(headers) then
+    return pass_or_refuse(response_handle, headers)
   end
   local hides = not is_plain and decision ~= nil and decision["@HIDES_USAGE@"] ~= nil
   if hides or HIDES_COUNTS then
@@ -531,13 +560,20 @@ def hiding_script(*, hides: bool, drops_details: bool) -> str:
     cached: so it is always removed, and so is SGLang's ``cached_tokens_details``. No byte of an answer, nor their
     number, depends on what was cached; so answers have no ``content-length``.
 
+    An encoded answer, in which nothing can be hidden, becomes an error 502.
+
     The pieces of an answer may cut what is hidden in two: its beginning is held back until the next piece has come, at
     most 512 bytes.
 
     ``drops_details``: not for the responses API, whose answers always have theirs and repeat what clients sent.
     """
     names = ", ".join(f'"{name}"' for name in _NAMES)
-    marks = {"@HIDES@": _lua(value=hides), "@NAMES@": names, "@DROPS_DETAILS@": _lua(value=drops_details)}
+    marks = {
+        "@HIDES@": _lua(value=hides),
+        "@NAMES@": names,
+        "@DROPS_DETAILS@": _lua(value=drops_details),
+        "@REFUSAL@": json.dumps(_REFUSAL),
+    }
     script = _HIDING
     for mark, text in marks.items():
         script = script.replace(mark, text)

@@ -95,6 +95,13 @@ def test_an_engine_that_fails_while_the_others_serve_is_avoided_and_warned_of_on
     assert drill.warnings == [failure]
 
 
+def test_an_engine_whose_answers_are_encoded_is_not_avoided(core: Core) -> None:
+    drill = Drill(core, lambda _ticket, _addresses: {"is_encoded": True, **NO_USAGE})
+    drill.run(150)
+    assert drill.run(600) > 0.1
+    assert not drill.warnings
+
+
 def refusing(core: Core, *tenants: str, refuses: Callable[[str, tuple[str, ...]], bool]) -> list[EngineFailure | None]:
     """What is reported of engines while each of ``tenants`` asks in turn. ``refuses``: a tenant, by addresses.
 

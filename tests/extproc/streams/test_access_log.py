@@ -135,6 +135,16 @@ def test_an_entry_says_that_the_gateways_time_was_over(flag: str) -> None:
     assert not read_outcome(entry(status=504)).has_timed_out, "the engine's own"
 
 
+@pytest.mark.parametrize(
+    ("value", "is_encoded"), [("gzip", True), ("GZIP, br", True), ("Identity", False), ("", False)]
+)
+def test_an_entry_says_that_the_answer_was_encoded(value: str, *, is_encoded: bool) -> None:
+    made = entry()
+    assert not read_outcome(made).is_encoded
+    made.response.response_headers["content-encoding"] = value
+    assert read_outcome(made).is_encoded is is_encoded
+
+
 def test_a_whole_answer_was_ended_by_nobody() -> None:
     outcome = read_outcome(entry())
     assert (outcome.status, outcome.has_left, outcome.was_cut) == (200, False, False)

@@ -79,9 +79,12 @@ class Gateway:
             answers += self.send(message)
         return answers
 
-    def answer(self, status: int, *pieces: bytes, served: str = "", trailers: bool = False) -> list[ProcessingResponse]:
+    def answer(
+        self, status: int, *pieces: bytes, served: str = "", trailers: bool = False, encoding: str = ""
+    ) -> list[ProcessingResponse]:
         message = ProcessingRequest()
         message.response_headers.headers.headers.add(key=":status", raw_value=str(status).encode())
+        message.response_headers.headers.headers.add(key="content-encoding", raw_value=encoding.encode())
         message.response_headers.end_of_stream = not pieces and not trailers
         if served:
             fields = message.metadata_context.filter_metadata["envoy.lb"].fields
@@ -225,6 +228,19 @@ def test_answers_pass_unchanged_and_teach(core: Core) -> None:
     assert table.ttft_s[row] == 0.25
     gateway.exchange.close()
     assert table.in_flight.sum() == 0
+
+
+@pytest.mark.parametrize(("encoding", "failures"), [("", 1), ("identity", 1), ("gzip", 0)])
+def test_an_answer_without_usage_is_no_failure_if_it_is_encoded(core: Core, encoding: str, failures: int) -> None:
+    core.pools["default/llama"].reports_usage = True
+    gateway = Gateway(core)
+    gateway.headers()
+    (address,) = pick_of(gateway.body(CHAT)[0])
+    gateway.answer(200, b"\x1f\x8b", served=address, encoding=encoding)
+    table = core.pools["default/llama"].table
+    row = table.row_of(address)
+    assert row is not None
+    assert table.healths[row].failed == failures
 
 
 def test_large_pieces_of_answers_are_cut_to_what_envoy_takes(core: Core) -> None:

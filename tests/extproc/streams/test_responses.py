@@ -44,6 +44,7 @@ FORGEABLE = [
     "x-kv-transfer-params",
     "x-gateway-destination-endpoint-subset",
     "x-attache-server",
+    "accept-encoding",
 ]
 words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
 addresses = st.lists(words, min_size=1, max_size=6).map(tuple)
