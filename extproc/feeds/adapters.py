@@ -8,14 +8,16 @@ within their own time limit.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import logging
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from extproc.core.record import LoadResult
 from extproc.engines.answers import LoadAnswer, LoadProblem, answer_to_load, is_unloaded, message_of
 from extproc.engines.dialects import DIALECTS
+from extproc.failures import FailureLog
 from extproc.feeds.engine_access import EngineHttp
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.engine_access import EngineAccess, EngineResponse
 
+log = logging.getLogger(__name__)
 # Agents answer vLLM's calls, whatever their engine.
 _LOAD: Final = DIALECTS["vLLM"].load_path
 _UNLOAD: Final = DIALECTS["vLLM"].unload_path
@@ -51,8 +54,10 @@ class AdapterLoader:
         self._clock = clock
         self._deliver = deliver
         self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
-        self._engines: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        # each as long as a load has it or waits for it
+        self._engines: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failures = FailureLog(log)
 
     def start(self, ask: LoadAdapter) -> None:
         """Begin a load; its result is delivered later."""
@@ -75,12 +80,15 @@ class AdapterLoader:
                 # at once: another process may soon load there an adapter that is being unloaded
                 answer = await self._unload_evicted(ask, unloaded)
                 if answer is None:
-                    async with self._engines[ask.server, ask.address], self._at_once:
+                    async with self._engines.setdefault((ask.server, ask.address), asyncio.Lock()), self._at_once:
                         answer = await self._change(ask)
         except TimeoutError:
             answer = LoadAnswer(LoadProblem.UNREACHABLE, f"no answer within {ask.timeout_s:g} s")
         except (OSError, ValueError) as error:
             answer = LoadAnswer(LoadProblem.UNREACHABLE, str(error) or type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests wait for the result
+            self._failures.note("an adapter could not be loaded", error)
+            answer = LoadAnswer(LoadProblem.UNREACHABLE, f"our own code fails: {error!r}")
         self._deliver(
             LoadResult(
                 server=ask.server,

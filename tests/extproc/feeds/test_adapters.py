@@ -159,3 +159,30 @@ async def test_an_answer_without_an_end_is_not_read_to_its_end(loader: AdapterLo
     loader.start(ask(agent, "sql", timeout_s=600.0))
     result = await agent.results.get()
     assert (result.problem, "more than 65536 bytes" in result.message) == (LoadProblem.UNREACHABLE, True)
+
+
+async def test_an_error_of_our_own_is_a_result_too_and_logged_once_with_its_traceback(
+    loader: AdapterLoader, agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(EngineAccess, "of", exhausted)
+    for name in ("sql", "law"):
+        loader.start(ask(agent, name))
+        async with asyncio.timeout(5.0):
+            result = await agent.results.get()
+        assert (result.adapter, result.problem) == (name, LoadProblem.UNREACHABLE)
+        assert "can't start new thread" in result.message
+    assert caplog.text.count("Traceback") == 1
+
+
+async def test_an_engine_is_remembered_only_while_it_loads(loader: AdapterLoader, agent: Agent) -> None:
+    agent.takes_s = 0.02
+    for number in range(3):
+        loader.start(ask(agent, f"a{number}"))
+    loader.start(ask(agent, "sql", timeout_s=0.01))
+    for _ in range(4):
+        await agent.results.get()
+    await asyncio.gather(*loader._tasks)
+    assert not loader._engines
