@@ -178,14 +178,16 @@ def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
         )
 
 
+def kv_event_sources(servers: Iterable[ModelServer]) -> int:
+    """How many data-parallel ranks publish KV events."""
+    specs = [one.spec for one in servers]
+    return sum(len(one.endpoints) * one.kv_events.data_parallel_size for one in specs if one.kv_events is not None)
+
+
 def wanted_descriptors(snapshot: Snapshot) -> int:
     """Descriptors for connections to all engines, and for subscriptions to their events."""
-    wanted = 0
-    for server in snapshot.servers:
-        spec = server.spec
-        ranks = 0 if spec.kv_events is None else spec.kv_events.data_parallel_size
-        wanted += len(spec.endpoints) * ((spec.scrape_interval > 0) + ranks * _OF_A_SUBSCRIPTION)
-    return wanted
+    read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.scrape_interval > 0)
+    return read + kv_event_sources(snapshot.servers) * _OF_A_SUBSCRIPTION
 
 
 def missing_descriptors(snapshot: Snapshot, limit: float) -> Iterator[str]:

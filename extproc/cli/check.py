@@ -23,9 +23,16 @@ from extproc.api.matches import ANY_HOST, have_common_hosts
 from extproc.api.picker_config import PICKER_KIND
 from extproc.api.references import backend_key, backend_refs
 from extproc.api.schema import suggest
-from extproc.api.snapshot import decided_by_extproc, failure_mode_of, missing_descriptors, stretched_intervals
+from extproc.api.snapshot import (
+    decided_by_extproc,
+    failure_mode_of,
+    kv_event_sources,
+    missing_descriptors,
+    stretched_intervals,
+)
 from extproc.api.spec import is_attached
 from extproc.cli.system import hard_limit, pluralize, print_mistakes
+from extproc.prefix import kv_index
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
@@ -107,6 +114,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *stretched_intervals(snapshot),
             *missing_descriptors(snapshot, hard_limit()),
             *forgotten_prompts(snapshot),
+            *truncated_caches(snapshot),
             *_unreadable_files(snapshot, directory),
             *_notes(snapshot),
         ]
@@ -611,6 +619,17 @@ def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:
             f"{endpoints} endpoints: a process remembers {MOST_BLOCKS_IN_ALL} blocks of prompts, so"
             f" {blocks_of_each(endpoints)} of each instead of {MOST_BLOCKS}, and knows less of what large caches hold;"
             " write kvEvents, by which engines tell it, or serve a part of the models from another gateway"
+        )
+
+
+def truncated_caches(snapshot: Snapshot) -> Iterator[str]:
+    """So many sources of KV events that less of each can be tracked than of a few."""
+    sources = kv_event_sources(snapshot.servers)
+    if kv_index.blocks_of_each_source(sources) < kv_index.MOST_BLOCKS:
+        yield (
+            f"{sources} ranks of engines publish KV events: a process tracks {kv_index.MOST_BLOCKS_IN_ALL} blocks, so"
+            f" {kv_index.blocks_of_each_source(sources)} of each; of engines with more it uses its own records;"
+            " write larger blocks (--block-size), or serve a part of the models from another gateway"
         )
 
 

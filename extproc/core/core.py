@@ -15,7 +15,7 @@ from extproc.admission.guards import guards_of
 from extproc.admission.identity import CacheIsolation, Identities
 from extproc.admission.limits import Grant
 from extproc.admission.objectives import ObjectiveTable
-from extproc.api.snapshot import scrape_stretch
+from extproc.api.snapshot import kv_event_sources, scrape_stretch
 from extproc.core.accounts import Accounts, LevelExchange
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
@@ -42,6 +42,7 @@ from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, State
 from extproc.llmd.pickers import PickerFactory, pickers_for
 from extproc.prefix.index import blocks_of_each
+from extproc.prefix.kv_index import blocks_of_each_source
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pool import Pool
 
@@ -125,6 +126,7 @@ class Core:
         pools: dict[str, Pool] = {}
         stretch = scrape_stretch(snapshot.servers)
         most_blocks = blocks_of_each(sum(len(server.spec.endpoints) for server in snapshot.servers))
+        most_of_source = blocks_of_each_source(kv_event_sources(snapshot.servers))
         for server in snapshot.servers:
             name = server.metadata.key
             picker, known = pickers[name].picker, self.pools.get(name)
@@ -134,7 +136,7 @@ class Core:
             pools[name] = known or Pool(name, server.spec, picker)
             pools[name].name_models(routing.adapters_of(name), is_asked_by_model=name in routing.asked_by_model)
             pools[name].set_report_interval(stretch)
-            pools[name].caches.limit_blocks(most_blocks)
+            pools[name].caches.limit_blocks(most_blocks, of_source=most_of_source)
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self._routing = routing
         self.admission.apply(snapshot, pools)

@@ -81,6 +81,7 @@ class KvEventFeed:
     async def run(self) -> None:
         """Follow the configured publishers until cancelled."""
         tasks: dict[Publisher, asyncio.Task[None]] = {}
+        followed: dict[Publisher, _Subscription] = {}
         seen: object = None
         context = zmq.asyncio.Context()
         # a subscription takes two sockets; ZeroMQ allows 1,023 by itself, and descriptors end before these do
@@ -93,9 +94,12 @@ class KvEventFeed:
                         seen = self._core.snapshot
                         wanted = {one: pool for pool in self._core.pools.values() for one in publishers_of(pool)}
                         await _end([tasks.pop(gone) for gone in tasks.keys() - wanted.keys()])
+                        followed = {one: subscription for one, subscription in followed.items() if one in wanted}
+                        for subscription in followed.values():
+                            subscription.check_bounds()
                         for new in wanted.keys() - tasks.keys():
-                            subscription = _Subscription(new, wanted[new], self._metrics, context, ranks)
-                            tasks[new] = group.create_task(self._follow(subscription))
+                            followed[new] = _Subscription(new, wanted[new], self._metrics, context, ranks)
+                            tasks[new] = group.create_task(self._follow(followed[new]))
                     await self._sweep()
                     await asyncio.sleep(_FOLLOW_S)
         finally:
@@ -203,6 +207,14 @@ class _Subscription:
         self._states.pop(self.publisher.rank, None)
         self._show()
 
+    def check_bounds(self) -> None:
+        """Report it if the engine has more than is followed."""
+        stream = self._current()
+        if stream is not None and stream.is_truncated:
+            self._metrics.kv_events(self.publisher.server, "truncated")
+            self._warn("more blocks, media or block sizes than are followed; the approximate index decides, too")
+            self._set_state(is_whole=False)
+
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         # ZeroMQ disconnects a sender of a longer message
@@ -253,9 +265,7 @@ class _Subscription:
                     await self._apply(stream, stream.restart_from(number, frames[-1]))
         except UnreadableEvents as error:
             self._reset(stream, error)
-        if stream.is_truncated:
-            self._metrics.kv_events(self.publisher.server, "truncated")
-            self._warn("more blocks, media or block sizes than are followed; the approximate index decides, too")
+        self.check_bounds()
         self._metrics.kv_events(self.publisher.server, "received")
         self._report()
         return is_replayed

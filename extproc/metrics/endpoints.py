@@ -69,7 +69,11 @@ class EndpointSeries(PiecewiseCollector):
                 _of(lambda table: table.cached_tokens),
             ),
             (_series("attache_cached_token_ratio", "Cached share of all prompt tokens."), _cached_ratio),
-            (_series("attache_prefix_blocks", "Blocks in the prefix index."), _blocks),
+            (_series("attache_prefix_blocks", "Blocks in the approximate prefix index."), _blocks),
+            (
+                _series("attache_kv_blocks", "Blocks in the precise prefix index, of all ranks; no series if none."),
+                _kv_blocks,
+            ),
             (
                 _series("attache_engine_waiting", "Waiting requests, as the engine says."),
                 _reported(lambda table: table.waiting),
@@ -163,6 +167,11 @@ def _cached_ratio(pool: Pool, rows: list[int]) -> _Values:
 
 def _blocks(pool: Pool, rows: list[int]) -> _Values:
     return [pool.caches.index.blocks_held(row) for row in rows]
+
+
+def _kv_blocks(pool: Pool, rows: list[int]) -> _Values:
+    index = pool.caches.kv_index
+    return [None if index is None else index.blocks_held(row) for row in rows]
 
 
 def _ttft(pool: Pool, rows: list[int]) -> _Values:

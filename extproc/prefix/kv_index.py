@@ -16,7 +16,7 @@ second.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 SPECULATION_S: Final = 2.0
 # The value of a cached token, as in llm-d: what is not on the GPU must be copied there first.
 _OFF_GPU_WEIGHT: Final = 0.8
-# Of one source, over all media; some 200 bytes each. An engine that has more is not followed further.
-_MOST_BLOCKS: Final = 1_000_000
+# Of one source, over all media, and of all sources together: some 200 bytes each, so less than 1 GiB. A source that has
+# more is not followed further.
+MOST_BLOCKS: Final = 1_000_000
+MOST_BLOCKS_IN_ALL: Final = 4_194_304
 _MOST_MEDIA: Final = 4
 # Block sizes of one source, and of all: a prompt has a chain of keys for each.
 _MOST_OWN_SIZES: Final = 2
@@ -106,7 +108,8 @@ class _Holders:
         if mask & bit:
             self._more[bit, key] = self._more.get((bit, key), 0) + 1
         else:
-            self.masks[key] = mask | bit
+            # one object for all blocks that no other cache holds: with thousands of caches it takes a KiB
+            self.masks[key] = mask | bit if mask else bit
 
     def discard(self, bit: int, key: int) -> None:
         more = self._more.get((bit, key), 0) if self._more else 0
@@ -122,10 +125,16 @@ class _Holders:
             del self.masks[key]
 
 
+def blocks_of_each_source(sources: int) -> int:
+    """How many blocks a process with so many sources may keep of each."""
+    return min(MOST_BLOCKS, MOST_BLOCKS_IN_ALL // max(1, sources))
+
+
 class KvIndex:
     """The index of one ModelServer. ``orphans``: blocks stored under an unknown parent, which are ignored."""
 
     def __init__(self) -> None:
+        self._most_blocks = blocks_of_each_source(1)
         self._on_gpu, self._off_gpu = _Holders(), _Holders()
         self._caches: dict[EventSource, _Cache] = {}
         # those that were cleared, and whose blocks are still among the holders
@@ -134,7 +143,8 @@ class KvIndex:
         self._row_of_bit = array("q")
         self._spare: dict[int, list[int]] = {}
         self._alive = 0
-        # blocks of each size
+        # blocks of each row, and of each size
+        self._held: Counter[int] = Counter()
         self._block_sizes: dict[int, int] = {}
         # the rows of a mask of caches that are not cleared
         self._rows: dict[int, int] = {}
@@ -162,9 +172,16 @@ class KvIndex:
             return
         self._alive &= ~cache.bit
         for (_, size), blocks in cache.tiers.items():
-            self._count(size, -len(blocks))
+            self._count(cache, size, -len(blocks))
         self._cleared.append(cache)
         self.sweep()
+
+    def limit_blocks(self, most_blocks: int) -> None:
+        """Of each source. One that has more is cleared, and not complete until its engine has cleared its cache."""
+        self._most_blocks = most_blocks
+        for source in [source for source, cache in self._caches.items() if cache.blocks > most_blocks]:
+            self.clear(source)
+            self._cache_of(source).ignored += 1
 
     def forget(self, row: int) -> None:
         """Drop all blocks of the endpoint of ``row``, which has been removed."""
@@ -231,7 +248,7 @@ class KvIndex:
 
     def blocks_held(self, row: int) -> int:
         """The number of blocks that ``row`` holds by its events."""
-        return sum(cache.blocks for cache in self._caches.values() if cache.row == row)
+        return self._held[row]
 
     def _rows_with(self, key: int, now: float) -> int:
         mask = self._on_gpu.masks.get(key, 0)
@@ -326,14 +343,13 @@ class KvIndex:
             blocks = cache.tiers[place] = {}
         if value in blocks:
             return
-        if cache.blocks >= _MOST_BLOCKS:
+        if cache.blocks >= self._most_blocks:
             cache.ignored += 1
             return
         medium, size = place
         blocks[value] = key
-        cache.blocks += 1
         self._holders_on(medium).add(cache.bit, key)
-        self._count(size, 1)
+        self._count(cache, size, 1)
 
     def _is_within_bounds(self, cache: _Cache, medium: str, size: int) -> bool:
         """Whether one more medium, or size of blocks, is within the bounds."""
@@ -353,11 +369,12 @@ class KvIndex:
                     key = blocks.pop(value, None)
                     if key is not None:
                         holders.discard(cache.bit, key)
-                cache.blocks -= before - len(blocks)
-                self._count(size, len(blocks) - before)
+                self._count(cache, size, len(blocks) - before)
 
-    def _count(self, size: int, more: int) -> None:
+    def _count(self, cache: _Cache, size: int, more: int) -> None:
         """Count blocks of this size; the size of none is not in use."""
+        cache.blocks += more
+        self._held[cache.row] += more
         self._block_sizes[size] = self._block_sizes.get(size, 0) + more
         if not self._block_sizes[size]:
             del self._block_sizes[size]

@@ -201,11 +201,15 @@ class CacheEstimator:
         if self._tiers is None or self._tiers.capacities != tiers:
             self._tiers = self._new_tiers(tiers) if tiers else None
 
-    def limit_blocks(self, most_blocks: int) -> None:
-        """Remove an endpoint's records, in each index."""
+    def limit_blocks(self, most_blocks: int, *, of_source: int) -> None:
+        """Limit what is kept of an endpoint in each approximate index, and of a source of KV events in the precise
+        one.
+        """
         self._most_blocks = self.index.most_blocks = most_blocks
         if self._tiers is not None:
             self._tiers.limit_blocks(most_blocks)
+        if self.kv_index is not None:
+            self.kv_index.limit_blocks(of_source)
 
     def set_cache_config(self, row: int, cache: CacheConfig) -> None:
         """Record the block size and capacity that the engine of ``row`` reports."""

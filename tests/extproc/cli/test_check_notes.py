@@ -172,6 +172,17 @@ def test_more_endpoints_than_prompts_are_remembered_of_are_noted(check: Check, m
     assert "1000 of each instead of 16384" in note
 
 
+def test_more_ranks_than_blocks_are_tracked_of_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 11)]
+    server = {**SERVER, "endpoints": endpoints, "kvEvents": {"dataParallelSize": 8}}
+    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS_IN_ALL", 80 * 1_000_000)
+    assert check(ModelServer=server) == []
+    monkeypatch.undo()
+    (note,) = check(ModelServer=server)
+    assert "80 ranks of engines publish KV events" in note
+    assert "4194304 blocks, so 52428 of each" in note
+
+
 def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
     assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
+from extproc.prefix.kv_events import BlocksStored
+from extproc.prefix.kv_index import EventSource
 from extproc.protocol import Api
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
@@ -286,6 +289,27 @@ def test_an_endpoint_may_hold_its_share_of_what_the_process_remembers(
     core.apply(core.snapshot, 10.0)
     core.on_stream_closed(arrive(core, chat(f"9 {LONG}"), 11.0).ticket, 12.0)
     assert max(pool.caches.index.blocks_held(row) for row in range(3)) > 50
+
+
+def test_ten_lying_engines_of_eight_ranks_have_no_more_blocks_than_a_process_tracks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS_IN_ALL", 800)
+    endpoints = ", ".join(f'{{address: "127.0.0.{number}:80"}}' for number in range(1, 11))
+    config = f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: liars}}
+spec: {{model: m, kvEvents: {{dataParallelSize: 8}}, endpoints: [{endpoints}]}}
+"""
+    core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    index = core.pools["default/liars"].caches.kv_index
+    assert index is not None
+    for row, rank in itertools.product(range(10), range(8)):
+        hashes = tuple(range(500))
+        index.apply(EventSource(row, rank), [BlocksStored(hashes, None, hashes, 1)])
+    assert sum(index.blocks_held(row) for row in range(10)) == 800
+    assert not index.is_complete(EventSource(0, 0))
 
 
 def test_what_a_running_request_holds_is_not_thought_evicted_however_much_is_sent_meanwhile(

@@ -448,10 +448,38 @@ spec:
         assert held(pool, block("a")) == 4
 
 
+async def test_an_engine_that_has_more_than_its_new_share_is_not_whole_even_if_it_says_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS_IN_ALL", 4)
+    engine = Engine()
+    engine.start()
+    config = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: s}
+spec:
+  model: m
+  kvEvents: {topic: "kv@"}
+  endpoints: [{address: "127.0.0.1:1", kvEvents: "127.0.0.1:%d", kvReplay: "127.0.0.1:%d"}%s]
+"""
+    alone, beside = (config % (engine.port, engine.replay, more) for more in ("", ', {address: "127.0.0.2:1"}'))
+    async with following(alone, engine) as (core, metrics):
+        pool = core.pools["default/s"]
+        for letter in "abcd":
+            await engine.store(block(letter))
+        await eventually(lambda: is_whole(pool) and held(pool, block("d")) == 4)
+        core.apply(load_snapshot({"a.yaml": beside.encode()}), 0.0)
+        await eventually(lambda: pool.caches.partial_feeds == 1)
+        assert held(pool, block("d")) == 0
+        labels = {"server": "default/s", "result": "truncated"}
+        assert metrics.registry.get_sample_value("attache_kv_events_total", labels) == 1
+
+
 async def test_an_engine_with_more_than_is_followed_is_told_and_not_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_index._MOST_BLOCKS", 2)
+    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS", 2)
     engine = Engine()
     engine.start()
     async with subscribed(engine) as (pool, metrics):

@@ -13,6 +13,8 @@ from extproc.core.core import Core
 from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
 from extproc.metrics.endpoints import EndpointSeries
+from extproc.prefix.kv_events import BlocksStored
+from extproc.prefix.kv_index import EventSource, KvIndex
 
 ADDRESSES = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
 
@@ -64,3 +66,21 @@ def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
     ]
     record_success(pool.table, row)
     assert lines() == []
+
+
+def test_blocks_of_the_precise_index_are_counted_by_endpoint_over_all_ranks() -> None:
+    snapshot = load_snapshot({"a.yaml": documents(ADDRESSES, gateway={}).encode()})
+    core = Core(snapshot, rng=random.Random(0), ticket_prefix="test")
+    (pool,) = core.pools.values()
+    registry = CollectorRegistry()
+    registry.register(EndpointSeries(core.pools.values, lambda: 0.0, lambda: 0.0))
+
+    def counts() -> list[float | None]:
+        labels = ({"endpoint": one, "server": "default/llama"} for one in ADDRESSES)
+        return [registry.get_sample_value("attache_kv_blocks", one) for one in labels]
+
+    assert counts() == [None, None, None], "its engines send no events"
+    pool.caches.kv_index = index = KvIndex()
+    for rank in range(2):
+        index.apply(EventSource(1, rank), [BlocksStored((1, 2), None, (7, rank), 1)])
+    assert counts() == [0, 4, 0]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, chain_keys
+from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, blocks_of_each_source, chain_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -356,7 +356,7 @@ def test_what_a_prompt_costs_grows_neither_with_the_caches_nor_with_those_that_c
 
 
 def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_index._MOST_BLOCKS", 10)
+    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS", 10)
     index = KvIndex()
     for value in range(8):
         index.apply(EventSource(0), [stored([value] * SIZE, [value])])
@@ -367,6 +367,36 @@ def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatc
     assert not index.is_complete(EventSource(0))
     index.apply(EventSource(0), [AllBlocksCleared(), stored([1] * SIZE, [1])])
     assert index.is_complete(EventSource(0))
+
+
+@pytest.mark.parametrize(("sources", "blocks"), [(0, 1_000_000), (4, 1_000_000), (640, 6_553), (6_400, 655)])
+def test_all_sources_share_what_a_process_tracks(sources: int, blocks: int) -> None:
+    assert blocks_of_each_source(sources) == blocks
+
+
+def test_a_source_that_has_more_than_a_lower_bound_is_cleared_and_not_complete() -> None:
+    index, large, small = KvIndex(), EventSource(0), EventSource(1)
+    for value in range(8):
+        index.apply(large, [stored([value] * SIZE, [value])])
+    index.apply(small, [stored([1] * SIZE, [1])])
+    index.limit_blocks(5)
+    assert (index.blocks_held(0), index.blocks_held(1)) == (0, 1)
+    assert (index.is_complete(large), index.is_complete(small)) == (False, True)
+    assert held(index, [1] * SIZE) == {1: 4.0}
+    for value in range(8):
+        index.apply(large, [stored([value] * SIZE, [value])])
+    assert index.blocks_held(0) == 5
+    index.limit_blocks(10)
+    assert not index.is_complete(large), "what was left out is not known"
+    index.apply(large, [AllBlocksCleared(), stored([1] * SIZE, [1])])
+    assert index.is_complete(large)
+
+
+def test_blocks_that_one_cache_holds_take_no_mask_each() -> None:
+    index = KvIndex()
+    for row in range(20):
+        index.apply(EventSource(row), [stored([row] * 100 * SIZE, range(100))])
+    assert len({id(mask) for mask in index._on_gpu.masks.values()}) == 20
 
 
 def test_media_and_block_sizes_of_a_hostile_engine_are_bounded() -> None:
