@@ -182,6 +182,8 @@ _READING_S: Final = 0.02
 # After a failure, Redis is not asked for this long.
 _PAUSE_S: Final = 1.0
 _CONNECTIONS: Final = 16
+# A script answers some numbers for each charge; a pipeline has 200 such answers.
+_MOST_ANSWER_BYTES: Final = 256 << 10
 # Bounds the settlements that wait for Redis. The oldest are dropped; their reservations are not refunded.
 _MAX_SETTLEMENTS: Final = 100_000
 _BATCH_SIZE: Final = 200
@@ -198,7 +200,9 @@ class RedisLimits:
         """``url``: redis://host:port/db. ``prefix``: of the keys in Redis. ``process``: names this one among all,
         ever.
         """
-        self._redis, _ = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
+        self._redis, _ = redis_client(
+            url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS, most_answer_bytes=_MOST_ANSWER_BYTES
+        )
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
         self._lower: Any = self._redis.register_script(LOWER)

@@ -24,6 +24,12 @@ _LONGEST_PAUSE_S: Final = 10.0
 _TIMEOUT_S: Final = 1.0
 # Between two checks whether this has been cancelled.
 _LISTEN_S: Final = 0.5
+# Of a batch. The heartbeat makes up for a longer one, which is not sent.
+_MOST_BATCH_BYTES: Final = 8 << 20
+# Of one answer of Redis: a batch, and what is around it.
+_MOST_ANSWER_BYTES: Final = _MOST_BATCH_BYTES + (64 << 10)
+# What an element of an answer counts beside its bytes: the memory of a small object.
+_ELEMENT_BYTES: Final = 64
 
 
 class LocalBus:
@@ -67,27 +73,72 @@ class RedisUnusable(Exception):
     """There can be no client; the message says what to do. It holds nothing of the URL, which may have a password."""
 
 
-def redis_client(url: str, *, timeout_s: float | None, connections: int = 4) -> tuple[Any, type[Exception]]:
-    """A client with that many connections at most, and the type of its errors; raises RedisUnusable."""
+def redis_client(
+    url: str, *, timeout_s: float | None, connections: int = 4, most_answer_bytes: int = _MOST_ANSWER_BYTES
+) -> tuple[Any, type[Exception]]:
+    """A client with that many connections at most, and the type of its errors; raises RedisUnusable.
+
+    A connection on which a longer answer comes, or is announced, is closed.
+    """
     try:
         # an extra: only deployments on several machines need it
         from redis.asyncio import BlockingConnectionPool, Redis  # noqa: PLC0415
+        from redis.asyncio.connection import parse_url  # noqa: PLC0415
         from redis.exceptions import RedisError  # noqa: PLC0415
     except ImportError:
         raise RedisUnusable("install the extra: pip install 'attache[redis]'") from None
     try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=connections,
-            timeout=timeout_s or _TIMEOUT_S,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s or _TIMEOUT_S,
-            socket_keepalive=True,
+        # the URL may have options of its own; the default of the protocol depends on the library's version
+        options: dict[str, Any] = {"protocol": 2, **parse_url(url)}
+        pool = BlockingConnectionPool(
+            **{
+                "max_connections": connections,
+                "timeout": timeout_s or _TIMEOUT_S,
+                "socket_timeout": timeout_s,
+                "socket_connect_timeout": timeout_s or _TIMEOUT_S,
+                "socket_keepalive": True,
+                **options,
+                "parser_class": _bounded_parser(options["protocol"], most_answer_bytes),
+            }
         )
     except ValueError:
         advice = "with signs of the password that are no letters or digits as %40, %2F and so on"
         raise RedisUnusable(f"this is no URL of a Redis; write redis://:PASSWORD@HOST:PORT, {advice}") from None
     return Redis.from_pool(pool), RedisError
+
+
+def _bounded_parser(protocol: int, most_bytes: int) -> type[Any]:
+    """The library's parser, which by itself reads whatever length an answer announces.
+
+    Its methods for a line and for so many bytes are internal to the library: a test has a server that lies.
+    """
+    from redis._parsers import _AsyncRESP2Parser, _AsyncRESP3Parser  # noqa: PLC0415 - an extra
+    from redis.exceptions import ConnectionError as RedisConnectionError  # noqa: PLC0415
+
+    class BoundedParser(_AsyncRESP3Parser if protocol == 3 else _AsyncRESP2Parser):  # type: ignore[misc]
+        _left = most_bytes
+
+        async def read_response(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - the library's
+            self._left = most_bytes
+            return await super().read_response(*args, **options)
+
+        async def _readline(self) -> bytes:
+            self._take(_ELEMENT_BYTES)
+            line: bytes = await super()._readline()
+            self._take(len(line))
+            return line
+
+        async def _read(self, length: int) -> bytes:
+            self._take(length)
+            read: bytes = await super()._read(length)
+            return read
+
+        def _take(self, size: int) -> None:
+            self._left -= size
+            if size < 0 or self._left < 0:
+                raise RedisConnectionError(f"an answer has more than {most_bytes} bytes; see what runs there")
+
+    return BoundedParser
 
 
 class RedisBus:
@@ -125,7 +176,9 @@ class RedisBus:
             await self._listening.aclose()
 
     async def send(self, payload: bytes) -> None:
-        """Raises OSError while Redis is away."""
+        """Raises OSError while Redis is away, and for a batch that the others would not read."""
+        if len(payload) > _MOST_BATCH_BYTES:
+            raise OSError(f"a batch has {len(payload)} bytes, and at most {_MOST_BATCH_BYTES} are read")
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._redis.publish(self._channel, payload)

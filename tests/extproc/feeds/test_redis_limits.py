@@ -13,6 +13,7 @@ from extproc.admission.buckets import Limit, Reservation
 from extproc.admission.limits import Charge, Grant, StoreAway, Usage
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
+from tests.lying_redis import LIES, RESP3_LIES, lying_redis
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -94,3 +95,31 @@ async def test_an_odd_answer_to_a_debt_leaves_it_owed(answer: bytes) -> None:
         limits.record_overdraft(CHARGE, 5.0)
         await eventually(lambda: failed(metrics) == 1)
         assert limits._memory.has_debts
+
+
+@pytest.mark.parametrize(
+    ("protocol", "lie"),
+    [*((2, one) for one in LIES.values()), *((3, one) for one in (LIES | RESP3_LIES).values())],
+    ids=[*(f"2 {one}" for one in LIES), *(f"3 {one}" for one in LIES | RESP3_LIES)],
+)
+async def test_an_answer_without_end_is_not_read_and_its_connection_ends(
+    protocol: int, lie: tuple[bytes, bytes]
+) -> None:
+    async with lying_redis(b"EVALSHA", lie) as redis:
+        clock = asyncio.get_running_loop().time
+        limits = RedisLimits(
+            f"redis://127.0.0.1:{redis.port}?protocol={protocol}",
+            "t",
+            Metrics(list, clock, clock),
+            clock,
+            process="one",
+        )
+        assert isinstance(await limits.reserve([CHARGE]), StoreAway)
+        limits._retry_at_s = 0.0
+        limits.settle(GRANT, Usage(1.0, 1.0))
+        running = asyncio.create_task(limits.run())
+        await eventually(lambda: redis.connections >= 2)
+        # with what buffers of the system hold
+        assert redis.sent < 24 << 20
+        running.cancel()
+        await asyncio.wait([running])

@@ -11,8 +11,9 @@ import pytest
 from extproc.admission.buckets import Limit
 from extproc.core.peers import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
 from extproc.metrics.registry import Metrics
-from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable
+from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable, redis_client
 from extproc.replication.peers import Peers
+from tests.lying_redis import LIES, lying_redis
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -144,6 +145,34 @@ async def test_what_is_not_redis_protocol_ends_no_bus(answer: bytes) -> None:
             await bus.send(b"x")
         running.cancel()
         await asyncio.wait([running])
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+async def test_a_batch_without_end_is_not_read_and_its_connection_ends(protocol: int, lie: tuple[bytes, bytes]) -> None:
+    async with lying_redis(b"SUBSCRIBE", lie) as redis:
+        bus = RedisBus(f"redis://127.0.0.1:{redis.port}?protocol={protocol}", "attache")
+        running = asyncio.create_task(bus.run(lambda _: None))
+        # to send, it has another one
+        await eventually(lambda: redis.connections >= 2)
+        # with what buffers of the system hold
+        assert redis.sent < 24 << 20
+        running.cancel()
+        await asyncio.wait([running])
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+async def test_elements_of_an_answer_count_more_than_their_bytes(protocol: int) -> None:
+    async with lying_redis(b"LRANGE", (b"*200000\r\n" + 200_000 * b":1\r\n", b"")) as redis:
+        client, failure = redis_client(f"redis://127.0.0.1:{redis.port}?protocol={protocol}", timeout_s=30.0)
+        with pytest.raises(failure, match="an answer has more than 8454144 bytes"):
+            await client.lrange("a", 0, -1)
+        await client.aclose()
+
+
+async def test_a_batch_that_others_would_not_read_is_not_sent() -> None:
+    with pytest.raises(OSError, match="a batch has 8388609 bytes"):
+        await RedisBus("redis://127.0.0.1:1", "attache").send(b"x" * ((8 << 20) + 1))
 
 
 @pytest.mark.parametrize(
