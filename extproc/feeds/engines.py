@@ -13,6 +13,7 @@ import heapq
 import itertools
 import logging
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.addresses import parse_address
@@ -42,6 +43,12 @@ _TIMEOUT_S: Final = 2.0
 _MAX_PAUSE_S: Final = 2.0
 # After a page of a MiB, which takes up to 15 ms to read. Ordinary pages, of 200 KB at most, are read at any interval.
 _PAUSE_S_PER_BYTE: Final = 1.0 / 2**20
+# Of all engines together, which takes up to a quarter of a core. Engines with ordinary pages do not wait for it.
+_BYTES_PER_S: Final = 16 << 20
+_ORDINARY_BYTES: Final = 256 << 10
+# What is expected of an engine's next page falls to no less than this share. After one of 4 MiB, that is more than an
+# ordinary page for 276 pages, nearly a minute.
+_REMEMBERED: Final = 0.99
 # Intervals of reading the list of models, which changes when adapters are loaded: of engines with adapters, and of
 # others.
 _MODELS_INTERVAL_S: Final = 1.0
@@ -77,11 +84,29 @@ def _basis(pool: Pool) -> object:
     return spec.engine, pool.scrape_config, spec.connection, pool.metrics
 
 
+class ByteBudget:
+    """A token bucket of the bytes of pages, for a second at most. It may be overdrawn."""
+
+    def __init__(self, now: float) -> None:
+        self._left = float(_BYTES_PER_S)
+        self._at_s = now
+
+    def is_empty(self, now: float) -> bool:
+        """Whether more was taken than there was."""
+        self._left = min(_BYTES_PER_S, self._left + (now - self._at_s) * _BYTES_PER_S)
+        self._at_s = now
+        return self._left <= 0
+
+    def take(self, size: float) -> None:
+        """Of a page that is asked for or has come; negative: of one that was shorter than expected."""
+        self._left -= size
+
+
 class EngineScraper:
     """Scrapes each endpoint of each pool that has a scrape interval.
 
     All intervals together cause no more reads than ``scrape_stretch`` allows. Endpoints that are due wait for each
-    other, the longest due first.
+    other, the longest due first. Those with long pages also wait for the budget of bytes; ``budget``: what is left.
     """
 
     def __init__(
@@ -110,6 +135,9 @@ class EngineScraper:
         # by the time at which each is due; an entry whose engine has another time by now is void
         self._due: list[tuple[float, int, _Poll]] = []
         self._numbers = itertools.count()
+        self.budget = ByteBudget(clock())
+        # engines with long pages that are due, with the time at which each was
+        self._held: deque[tuple[float, _Poll]] = deque()
         self._most_connections = most_connections
         self._kept: set[_Poll] = set()
         self._stretch = 1.0
@@ -146,12 +174,21 @@ class EngineScraper:
         return poll in self._kept
 
     def _start_due(self, now: float) -> None:
-        due, started = self._due, 0
-        while due and due[0][0] <= now and started < _MOST_AT_ONCE:
-            at_s, _, poll = heapq.heappop(due)
+        due, held, started = self._due, self._held, 0
+        while held and started < _MOST_AT_ONCE and not self.budget.is_empty(now):
+            at_s, poll = held.popleft()
             if poll.next_at_s == at_s:
                 poll.tick(now)
                 started += 1
+        while due and due[0][0] <= now and started < _MOST_AT_ONCE:
+            at_s, _, poll = heapq.heappop(due)
+            if poll.next_at_s != at_s:
+                continue
+            if poll.has_long_pages and (held or self.budget.is_empty(now)):
+                held.append((at_s, poll))
+                continue
+            poll.tick(now)
+            started += 1
 
     def _report_stretch(self, snapshot: Snapshot) -> None:
         """Once, until it is another one by a quarter or more."""
@@ -275,6 +312,8 @@ class _Poll:
         self._models_connection: KeptConnection | None = None
         self._reads_models = False
         self._is_scraping = False
+        # bytes, as much as was taken from the budget when it was asked
+        self._expected = 0.0
         self._asked_at_s = clock()
         # metrics are read before the first list of models
         self._pause_s = pool.report_interval_s
@@ -299,6 +338,11 @@ class _Poll:
         # they refer to this poll: with its buffers it would wait for the collector
         self._connecting = self._connection = self._models_connection = None
 
+    @property
+    def has_long_pages(self) -> bool:
+        """Whether the next scrape waits for the budget; one that is running does not."""
+        return self._expected > _ORDINARY_BYTES and not self._is_scraping
+
     def tick(self, now: float) -> None:
         """Start a scrape; one that is still running after its timeout has failed."""
         if self._is_scraping:
@@ -306,6 +350,7 @@ class _Poll:
             return
         self._is_scraping = True
         self._asked_at_s = now
+        self._scraper.budget.take(self._expected)
         self._scraper.wait_until(now + _TIMEOUT_S, self)
         try:
             self._start(now)
@@ -416,6 +461,8 @@ class _Poll:
         self._schedule_next()
 
     def _take(self, body: bytes) -> None:
+        self._scraper.budget.take(len(body) - self._expected)
+        self._expected = max(len(body), _REMEMBERED * self._expected)
         try:
             if self._reads_models:
                 self._take_models(body)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from contextlib import asynccontextmanager
@@ -173,6 +174,67 @@ async def test_connections_beyond_the_descriptors_are_not_kept() -> None:
         events = snapshot_of(server("a", addresses(250), more=", kvEvents: {port: 5557}"))
         assert list(missing_descriptors(events, 2_048))
         assert not list(missing_descriptors(events, 4_096))
+
+
+class Pages:
+    """Connections of an engine that answers at once. ``sizes``: of its pages, in turns. ``read``: bytes by page."""
+
+    is_open, is_busy = True, False
+
+    def __init__(self, poll: engines._Poll, *sizes: int) -> None:
+        self._poll = poll
+        self._sizes = itertools.cycle(sizes)
+        self.read: list[int] = []
+
+    def ask(self, _: bytes) -> None:
+        page = b'{"data": []}' if self._poll._reads_models else PAGE.ljust(next(self._sizes), b"\n")
+        self.read.append(len(page))
+        self._poll._take(page)
+
+
+async def read_for(seconds: int, sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """In virtual time, the lengths of the pages that were read of engines with pages of these sizes."""
+    now = 0.0
+    core = Core(snapshot_of(server("a", addresses(len(sizes)))), rng=random.Random(0), ticket_prefix="t")
+    scraper = EngineScraper(
+        core,
+        Metrics(core.pools.values, lambda: now, lambda: now),
+        access=EngineAccess({}, lambda: now),
+        clock=lambda: now,
+        rng=random.Random(0),
+        deliver=lambda _: None,
+    )
+    monkeypatch.setattr(engines._Poll, "stop", lambda _: None)
+    async with asyncio.TaskGroup() as group:
+        scraper._follow()
+        scraper._follow_some(group)
+        polls = scraper._followed["default/a"].polls.values()
+        answers = [Pages(poll, *own) for poll, own in zip(polls, sizes, strict=True)]
+        for poll, one in zip(polls, answers, strict=True):
+            poll._connection = one  # type: ignore[assignment]
+        for tick in range(seconds * 40):
+            now = tick * 0.025
+            scraper._start_due(now)
+    return [one.read for one in answers]
+
+
+async def test_long_pages_take_a_bounded_share_and_hold_up_no_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    liars, honest = 90, 10
+    read = await read_for(60, [(4 << 20,)] * liars + [(50_000,)] * honest, monkeypatch)
+    # the first page of each is a surprise, and a second's budget is saved up
+    assert sum(map(sum, read)) <= (liars * 4 + 16 * 61) << 20
+    assert min(len(one) for one in read[liars:]) >= 60 * 4.5
+    assert min(len(one) for one in read[:liars]) >= 2, "each has its turn"
+
+
+async def test_long_pages_between_short_ones_are_bounded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = await read_for(30, [(4 << 20, 1_000)] * 90, monkeypatch)
+    assert sum(map(sum, read)) <= (90 * 4 + 16 * 31) << 20
+
+
+async def test_a_few_long_pages_are_read_as_often_as_their_length_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    (read,) = await read_for(60, [(4 << 20,)], monkeypatch)
+    assert 12 <= len(read) <= 40
 
 
 async def test_thousands_of_engines_that_fail_are_a_few_lines_of_the_log(
