@@ -42,9 +42,9 @@ _REPLAY_TIMEOUT_S: Final = 5.0
 _REPLAY_PAUSE_S: Final = 30.0
 # The sequence number that ends a replay.
 _END: Final = (-1).to_bytes(8, "big", signed=True)
-# A step of an engine has some 100 KB at most. Messages that wait do so at the publisher.
+# A step of an engine has some 100 KB at most. Of each socket so many messages wait here, and more at the publisher.
 _MOST_BYTES: Final = 4 << 20
-_HIGH_WATER: Final = 100
+_HIGH_WATER: Final = 8
 # Of one replay; vLLM keeps 10,000 messages.
 _MOST_REPLAYED: Final = 100_000
 _MOST_REPLAYED_BYTES: Final = 64 << 20
@@ -181,7 +181,6 @@ class _Subscription:
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
         socket = self._socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         socket.setsockopt(zmq.SUBSCRIBE, self.publisher.topic.encode())
@@ -219,6 +218,7 @@ class _Subscription:
         socket = self._context.socket(kind)
         # ZeroMQ disconnects a sender of a longer message
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         return socket
 
     async def _watch(self, monitor: zmq.asyncio.Socket, socket: zmq.asyncio.Socket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -446,6 +447,32 @@ spec:
         core.apply(load_snapshot({"a.yaml": texts[1].encode()}), 0.0)
         await eventually(lambda: is_whole(pool))
         assert held(pool, block("a")) == 4
+
+
+async def test_what_waits_of_a_flood_waits_at_the_publisher() -> None:
+    config = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: s}
+spec: {model: m, kvEvents: {}, endpoints: [{address: "127.0.0.1:1", kvEvents: "127.0.0.1:%d"}]}
+"""
+    context = zmq.Context()
+    with context, context.socket(zmq.XPUB) as publisher:
+        publisher.set(zmq.LINGER, 0)
+        publisher.set(zmq.SNDHWM, 1)
+        publisher.set(zmq.XPUB_NODROP, 1)
+        async with following(config % publisher.bind_to_random_port("tcp://127.0.0.1")):
+            await eventually(lambda: bool(publisher.poll(0)))
+            sent = failures = 0
+            # no turn of the event loop meanwhile
+            while failures < 20 and sent < 200:
+                try:
+                    publisher.send_multipart([b"kv@e", bytes(8), bytes(1 << 20)], zmq.NOBLOCK)
+                    sent, failures = sent + 1, 0
+                except zmq.Again:
+                    failures += 1
+                    time.sleep(0.02)  # noqa: ASYNC251 - see above
+    assert sent <= 40, "MiB, of which some are in buffers of the system"
 
 
 async def test_an_engine_that_has_more_than_its_new_share_is_not_whole_even_if_it_says_nothing_more(
