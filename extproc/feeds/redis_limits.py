@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from extproc.admission.buckets import BucketLevel, Reservation, StoreMemory
 from extproc.admission.limits import Charge, Grant, StoreAway
 from extproc.admission.refusals import refusal
+from extproc.api.errors import one_line
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
@@ -415,7 +416,8 @@ class RedisLimits:
 
     def _note_failure(self, error: Exception) -> None:
         if self._clock() >= self._retry_at_s:
-            log.warning("Redis does not answer, granting limits locally: %r", error)
+            reason = one_line(str(error)) or type(error).__name__
+            log.warning("Redis does not answer, granting limits locally: %s", reason)
         self._retry_at_s = self._clock() + _PAUSE_S
         self._metrics.admission.observe_redis_call("failed", 0.0)
 

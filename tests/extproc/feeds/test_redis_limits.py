@@ -103,7 +103,7 @@ async def test_an_odd_answer_to_a_debt_leaves_it_owed(answer: bytes) -> None:
     ids=[*(f"2 {one}" for one in LIES), *(f"3 {one}" for one in LIES | RESP3_LIES)],
 )
 async def test_an_answer_without_end_is_not_read_and_its_connection_ends(
-    protocol: int, lie: tuple[bytes, bytes]
+    protocol: int, lie: tuple[bytes, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with lying_redis(b"EVALSHA", lie) as redis:
         clock = asyncio.get_running_loop().time
@@ -115,6 +115,8 @@ async def test_an_answer_without_end_is_not_read_and_its_connection_ends(
             process="one",
         )
         assert isinstance(await limits.reserve([CHARGE]), StoreAway)
+        reasons = ("an answer has more than 262144 bytes; see what runs there", "maximum recursion depth")
+        assert any(one in caplog.text for one in reasons)
         limits._retry_at_s = 0.0
         limits.settle(GRANT, Usage(1.0, 1.0))
         running = asyncio.create_task(limits.run())
