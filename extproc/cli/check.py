@@ -32,7 +32,7 @@ from extproc.api.snapshot import (
 )
 from extproc.api.spec import is_attached
 from extproc.cli.system import hard_limit, pluralize, print_mistakes
-from extproc.prefix import kv_index
+from extproc.prefix import kv_events
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
@@ -625,10 +625,10 @@ def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:
 def truncated_caches(snapshot: Snapshot) -> Iterator[str]:
     """So many sources of KV events that less of each can be tracked than of a few."""
     sources = kv_event_sources(snapshot.servers)
-    if kv_index.blocks_of_each_source(sources) < kv_index.MOST_BLOCKS:
+    if kv_events.blocks_of_each_source(sources) < kv_events.MOST_BLOCKS:
         yield (
-            f"{sources} ranks of engines publish KV events: a process tracks {kv_index.MOST_BLOCKS_IN_ALL} blocks, so"
-            f" {kv_index.blocks_of_each_source(sources)} of each; of engines with more it uses its own records;"
+            f"{sources} ranks of engines publish KV events: a process tracks {kv_events.MOST_BLOCKS_IN_ALL} blocks, so"
+            f" {kv_events.blocks_of_each_source(sources)} of each; of engines with more it uses its own records;"
             " write larger blocks (--block-size), or serve a part of the models from another gateway"
         )
 

@@ -42,7 +42,7 @@ from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, State
 from extproc.llmd.pickers import PickerFactory, pickers_for
 from extproc.prefix.index import blocks_of_each
-from extproc.prefix.kv_index import blocks_of_each_source
+from extproc.prefix.kv_events import blocks_of_each_source
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pool import Pool
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BlockHash = int | Annotated[bytes, Meta(max_length=64)]
+# Of one source, over all media, and of all sources together: some 200 bytes each, so less than 1 GiB. A source that has
+# more is not followed further.
+MOST_BLOCKS: Final = 1_000_000
+MOST_BLOCKS_IN_ALL: Final = 4_194_304
 # Of one message; an engine's step has some thousands.
 _MOST_EVENTS: Final = 65_536
 # Of one event; an engine's context is seldom longer.
@@ -40,6 +44,11 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 _ARRAYS: Final = frozenset(bytes([one]) for one in (*range(0x90, 0xA0), 0xDC, 0xDD))
 _STRINGS: Final = frozenset(bytes([one]) for one in (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB))
 _string: Final = msgspec.msgpack.Decoder(str)
+
+
+def blocks_of_each_source(sources: int) -> int:
+    """How many blocks a process with so many sources may keep of each."""
+    return min(MOST_BLOCKS, MOST_BLOCKS_IN_ALL // max(1, sources))
 
 
 class BlocksStored(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ from extproc.prefix.kv_events import (
     BlocksStored,
     Event,
     IgnoredEvent,
+    blocks_of_each_source,
     decode_batch,
 )
 
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
 SPECULATION_S: Final = 2.0
 # The value of a cached token, as in llm-d: what is not on the GPU must be copied there first.
 _OFF_GPU_WEIGHT: Final = 0.8
-# Of one source, over all media, and of all sources together: some 200 bytes each, so less than 1 GiB. A source that has
-# more is not followed further.
-MOST_BLOCKS: Final = 1_000_000
-MOST_BLOCKS_IN_ALL: Final = 4_194_304
 _MOST_MEDIA: Final = 4
 # Block sizes of one source, and of all: a prompt has a chain of keys for each.
 _MOST_OWN_SIZES: Final = 2
@@ -123,11 +120,6 @@ class _Holders:
             self.masks[key] = mask
         else:
             del self.masks[key]
-
-
-def blocks_of_each_source(sources: int) -> int:
-    """How many blocks a process with so many sources may keep of each."""
-    return min(MOST_BLOCKS, MOST_BLOCKS_IN_ALL // max(1, sources))
 
 
 class KvIndex:

@@ -175,7 +175,7 @@ def test_more_endpoints_than_prompts_are_remembered_of_are_noted(check: Check, m
 def test_more_ranks_than_blocks_are_tracked_of_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 11)]
     server = {**SERVER, "endpoints": endpoints, "kvEvents": {"dataParallelSize": 8}}
-    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS_IN_ALL", 80 * 1_000_000)
+    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS_IN_ALL", 80 * 1_000_000)
     assert check(ModelServer=server) == []
     monkeypatch.undo()
     (note,) = check(ModelServer=server)

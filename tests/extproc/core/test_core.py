@@ -294,7 +294,7 @@ def test_an_endpoint_may_hold_its_share_of_what_the_process_remembers(
 def test_ten_lying_engines_of_eight_ranks_have_no_more_blocks_than_a_process_tracks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS_IN_ALL", 800)
+    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS_IN_ALL", 800)
     endpoints = ", ".join(f'{{address: "127.0.0.{number}:80"}}' for number in range(1, 11))
     config = f"""
 apiVersion: attache.dev/v1alpha1

@@ -278,7 +278,7 @@ def test_more_events_than_a_step_has_are_unreadable() -> None:
 
 
 def test_a_stream_that_is_not_followed_further_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS", 2)
+    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS", 2)
     stream = KvStream(KvIndex(), EventSource(0))
     for number in range(3):
         assert receive(stream, number) is None

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, blocks_of_each_source, chain_keys
+from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, blocks_of_each_source
+from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, chain_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -356,7 +356,7 @@ def test_what_a_prompt_costs_grows_neither_with_the_caches_nor_with_those_that_c
 
 
 def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_index.MOST_BLOCKS", 10)
+    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS", 10)
     index = KvIndex()
     for value in range(8):
         index.apply(EventSource(0), [stored([value] * SIZE, [value])])
