@@ -217,6 +217,10 @@ class RequestBuilder:
 
         Its route, rule and weights are those of the configuration in use.
         """
+        # thousands may wait while no server has engines: their rules and access are not looked up again then
+        destinations = self._routing.destinations(arrival.request.model, arrival.head.listener)
+        if arrival.candidates is None or not any(map(self._has_engines, destinations)):
+            return None
         try:
             candidates = self._candidates_of(arrival)
             targets = None if candidates is None else candidates.targets.among(self._has_engines)
