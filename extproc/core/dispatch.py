@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.picker import PluginFailed
-    from extproc.scheduling.pool import Pool
+    from extproc.scheduling.pool import Assignment, Pool
 
 
 def no_longer_served(server: str) -> NoEndpoint:
@@ -178,6 +178,7 @@ class Dispatcher:
                 answers=request.answers,
                 expects_usage=request.asks_for_usage or adds_usage,
                 waited_s=record.held_s,
+                checks_refusal=_checks_refusal(record.attachment, pool, assignment, now),
             ),
             sent_at_s=now,
             reserved=Usage(assignment.input_tokens, output_tokens),
@@ -217,6 +218,7 @@ class Dispatcher:
             waits=record.waits,
             grants=record.grants,
             adds_usage=adds_usage,
+            checks_refusal=bool(run.sent.checks_refusal),
             policy=pool.spec.traffic_policy.route,
             usage=usage,
             tier="" if record.placement is None else record.placement.choice.reason,
@@ -301,6 +303,13 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
     return record
 
 
+def _checks_refusal(attachment: Attachment, pool: Pool, assignment: Assignment, now: float) -> bool | None:
+    """See SentRequest."""
+    if not attachment.is_bundle or len(assignment.addresses) == 1 or not pool.spec.traffic_policy.retry.attempts:
+        return None
+    return now < pool.table.healths[assignment.endpoint.row].checks_refusals_until_s
+
+
 def _started(record: Record, run: Run) -> RequestStarted:
     """The event by which the other processes count the request."""
     queued = record.queued if run.gate is not None else None
@@ -327,7 +336,7 @@ def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
     request = arrival.request
     if arrival.pool.spec.stream_usage != "Always" or not request.leaves_usage_out:
         return False
-    hides_usage = arrival.head.is_trusted and not attachment.passes_usage
+    hides_usage = arrival.head.is_trusted and attachment.is_bundle
     return hides_usage or not request.declines_usage
 
 

@@ -33,7 +33,8 @@ class Decision(msgspec.Struct, frozen=True):
     None without flow control. ``was_held``: its stream waits for this. ``waits``: by state, the seconds that it waited.
     ``adds_usage``: extproc requested usage that the client did not ask for, so it must be removed from the answer.
     ``policy``: the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage
-    log, None without one. ``tier``: why it goes to its tier, empty if its rule has none.
+    log, None without one. ``tier``: why it goes to its tier, empty if its rule has none. ``checks_refusal``: if the
+    first endpoint refuses it, Envoy tries the next one.
     """
 
     ticket: str
@@ -47,6 +48,7 @@ class Decision(msgspec.Struct, frozen=True):
     waits: Mapping[State, float] = NO_WAITS
     grants: tuple[Grant, ...] = ()
     adds_usage: bool = False
+    checks_refusal: bool = False
     policy: str = ""
     usage: UsageContext | None = None
     tier: str = ""

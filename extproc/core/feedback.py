@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from extproc.core.effects import Effect
     from extproc.core.peers import AdapterChanged, EngineReported
     from extproc.core.record import Outcome, Record, Run
+    from extproc.endpoints.health import EndpointHealth
     from extproc.scheduling.pool import Pool
 
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, 500})
+# Refusals that are of the engine's load, not of the request.
+_NO_REFUSAL: Final = frozenset({408, 429})
 # An endpoint is silent if it answers nothing for this long and so many typical answers, its backlog not counted.
 _SILENCE_S: Final = 2.0
 _SILENCE_ANSWERS: Final = 4.0
@@ -57,6 +60,9 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
     """Count the outcome for the endpoint that was chosen, and for the one that answered in its place."""
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
+    if was_passed_over and run.sent.checks_refusal and outcome.status < 500 and outcome.status not in _NO_REFUSAL:
+        _check_refusal(run, outcome, now, out)
+        return
     if table.is_current(first):
         failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
         is_unavailable = (
@@ -71,6 +77,19 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
         _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
 
 
+def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
+    """The first endpoint refused the request, and Envoy asked the next one: what that one answers shows the reason."""
+    table, first, served_row = run.pool.table, run.assignment.endpoint, run.pool.table.row_of(outcome.served)
+    is_the_request = outcome.status >= 400
+    if table.is_current(first):
+        if is_the_request:
+            table.healths[first.row].checks_refusals_until_s = 0.0
+        elif outcome.status:
+            _count(run, first.row, EngineFailure.REFUSED, now, out, is_checked=True)
+    if served_row is not None and not is_the_request and not _is_inconclusive(outcome):
+        _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
+
+
 def _is_inconclusive(outcome: Outcome) -> bool:
     """Whether the client left before the engine could show what it would have answered."""
     return outcome.status == 0 or (outcome.has_left and outcome.status < 400 and outcome.prompt_tokens is None)
@@ -81,7 +100,7 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
         went_unheard = _is_slow(outcome) and outcome.duration_s - run.sent.waited_s > _patience_s(run)
         is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
         return EngineFailure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
-    if outcome.status >= 500 or outcome.status in {408, 429}:
+    if outcome.status >= 500 or outcome.status in _NO_REFUSAL:
         return EngineFailure.ERROR
     if outcome.status >= 400:
         return EngineFailure.REFUSED
@@ -100,9 +119,18 @@ def _is_slow(outcome: Outcome) -> bool:
 
 
 def _count(
-    run: Run, row: int, failure: EngineFailure | None, now: float, out: list[Effect], *, is_unavailable: bool = False
+    run: Run,
+    row: int,
+    failure: EngineFailure | None,
+    now: float,
+    out: list[Effect],
+    *,
+    is_unavailable: bool = False,
+    is_checked: bool = False,
 ) -> None:
-    """``is_unavailable``: one such failure is enough to avoid the endpoint."""
+    """``is_unavailable``: one such failure is enough to avoid the endpoint. ``is_checked``: another endpoint serves
+    what this one refused.
+    """
     pool, health = run.pool, run.pool.table.healths[row]
     if failure is None:
         if run.is_on_time:
@@ -113,10 +141,7 @@ def _count(
             record_success(pool.table, row)
         return
     is_news = False
-    if run.is_on_time and (
-        failure is not EngineFailure.REFUSED
-        or health.believes_refusal(run.sent.tenant, hash((*run.sent.chain[-1:], run.sent.tail)))
-    ):
+    if run.is_on_time and (failure is not EngineFailure.REFUSED or _is_evidence(run, health, now, is_checked)):
         is_news = record_bad_answer(pool.table, row, failure, now=now, tenant=run.sent.tenant)
     if is_news:
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
@@ -125,6 +150,15 @@ def _count(
     elif failure not in {EngineFailure.PASSED_OVER, EngineFailure.SILENT}:
         # it refuses or fails this request, but it is reachable
         record_success(pool.table, row)
+
+
+def _is_evidence(run: Run, health: EndpointHealth, now: float, is_checked: bool) -> bool:
+    """Whether a refusal counts against its endpoint."""
+    if run.sent.checks_refusal is not None:
+        health.check_refusals(now)
+        if is_checked or not run.sent.checks_refusal:
+            return is_checked
+    return health.believes_refusal(run.sent.tenant, hash((*run.sent.chain[-1:], run.sent.tail)))
 
 
 def _learn_duration(run: Run, now: float) -> None:

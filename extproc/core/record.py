@@ -59,12 +59,13 @@ class Attachment(msgspec.Struct, frozen=True):
     """The properties of the gateway that sent the request.
 
     ``choices``: the number of endpoints that an answer may name. ``subset``: the addresses that this request may go to,
-    None for all. ``passes_usage``: clients get a chunk with usage that they did not ask for; our own bundle keeps it.
+    None for all. ``is_bundle``: it has our own bundle, which keeps a chunk with usage from clients that did not ask for
+    it, and tries what one endpoint refuses at the next one where extproc asks for that.
     """
 
     choices: int = 4
     subset: Collection[str] | None = None
-    passes_usage: bool = False
+    is_bundle: bool = True
 
 
 BUNDLE: Final = Attachment()
@@ -207,6 +208,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     ``chain``: the whole blocks of its prompt, ``tail``: what they do not cover. ``prompt_bytes``: 0 if the number of
     tokens in its prompts does not follow from them. ``tenant``: under which it counts. ``answers``: number of requested
     answers, over all its prompts. ``expects_usage``: a whole answer reports usage. ``waited_s``: before it was sent.
+    ``checks_refusal``: whether Envoy tries the next endpoint if the first refuses it; None: nothing can try it.
     """
 
     chain: list[int]
@@ -217,6 +219,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     answers: int = 1
     expects_usage: bool = False
     waited_s: float = 0.0
+    checks_refusal: bool | None = None
 
 
 class Run(msgspec.Struct):

@@ -15,6 +15,8 @@ _MEMORY_ANSWERS: Final = 50.0
 _KEPT: Final = 1 - 1 / _MEMORY_ANSWERS
 _REMEMBERED_REFUSALS: Final = 64
 _REFUSED_TENANTS: Final = 64
+# After a refusal that another endpoint did not share.
+_CHECKS_REFUSALS_S: Final = 30.0
 NO_ANSWER: Final = "it cannot be reached, or answers nothing"
 
 
@@ -55,6 +57,7 @@ class EndpointHealth(msgspec.Struct):
     ``probe_at_s``: when the first of the requests was sent that now try it one by one, 0 if none. ``refusals``: of
     which requests, lately. ``refused``: by tenant, those that counted, decayed, and the answer's number. ``asked_by``:
     the last two tenants, the latest first, each with the number of its last answer.
+    ``checks_refusals_until_s``: Envoy tries what it refuses at the next endpoint.
     ``lacks_model``: its ModelServer's model, if the engine lists its models and not this one.
     """
 
@@ -69,6 +72,7 @@ class EndpointHealth(msgspec.Struct):
     number: int = 0
     refused: dict[str, tuple[float, int]] = {}
     asked_by: tuple[tuple[str, int], ...] = ()
+    checks_refusals_until_s: float = 0.0
     lacks_model: str = ""
 
     @property
@@ -83,8 +87,13 @@ class EndpointHealth(msgspec.Struct):
         self.number += 1
         self.asked_by = ((tenant, self.number), *[one for one in self.asked_by if one[0] != tenant][:1])
 
+    def check_refusals(self, now: float) -> None:
+        """It refuses a request, and it is not known whether the others would: have them asked for a while."""
+        self.checks_refusals_until_s = now + _CHECKS_REFUSALS_S
+
     def believes_refusal(self, tenant: str, request: int) -> bool:
-        """Whether a refusal says something of the endpoint, and not of the request alone; it is remembered then.
+        """Whether a refusal that no other endpoint could check says something of the endpoint, and not of the request
+        alone; it is remembered then.
 
         A tenant has one voice: its refusals count no more than all failures that others met, and one. But where nobody
         else asks, there is nobody else to hear. ``request``: a hash of its prompt.

@@ -16,9 +16,11 @@ bounds that do not overlap happen by chance less than once in ten thousand compa
 decayed by the endpoint's own answers, so they are of its last 50 or so, whatever the rate. Both sides need at least 8
 answers. At most half of the endpoints can be outliers: what most of them do is normal.
 
-Clients with bad requests must not make an outlier of the endpoint that has their prompt cached. So of equal refusals (a
-status from 400 to 499) only the first counts. And of several tenants, each has one voice: its refusals count no more
-than the failures of all others there, and one.
+Clients with bad requests must not make an outlier of the endpoint that has their prompt cached. So a refusal (a status
+from 400 to 499) counts if another endpoint serves the same request: after a refusal, Envoy tries what the endpoint
+refuses at the next one, for 30 s or until both refuse a request. Behind gateways that cannot do this, only the first
+of equal refusals counts, and each of several tenants has one voice: its refusals count no more than the failures of
+all others there, and one.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ExplainPage:
         pool = http.query.get("pool", "") or self._gateway.pool
         arrival = builder.strategy(server=server, pool=pool)(head, body)
         is_foreign = pool is not None and not server
-        return arrival, Attachment(choices=self._gateway.duplex_choices) if is_foreign else BUNDLE
+        return arrival, Attachment(self._gateway.duplex_choices, is_bundle=False) if is_foreign else BUNDLE
 
 
 async def serve_pages(

@@ -185,14 +185,14 @@ class Duplex:
         arrival = self._context.core.builder.strategy(pool=options.pool)(head, body)
         subset = self._context.allowed_addresses(head, self._subset)
         choices = options.buffered_choices if self._is_whole else options.duplex_choices
-        attachment = Attachment(choices, subset, passes_usage=True)
+        attachment = Attachment(choices, subset, is_bundle=False)
         if self._is_copy:
             core, theirs = self._context.core, first_choice(head, self._chosen)
             found, went_to = compare_picks(core, arrival, attachment, theirs, self._context.clock())
             self._context.metrics.compared_pick(found)
             if not went_to:
                 return []
-            attachment = Attachment(choices, went_to, passes_usage=True)
+            attachment = Attachment(choices, went_to, is_bundle=False)
         self.request = StreamRequest(self._context)
         self._reporters, self._server = arrival.pool.reporters, arrival.pool.name
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.core.effects import Decision, Held, RequestRefused
-from extproc.core.record import Attachment
+from extproc.core.record import BUNDLE, Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
 from extproc.protocol import CONTENT_ENCODING
 from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
@@ -319,7 +319,7 @@ class BufferedExchange:
         self._origin = origin
         # that an HTTPRoute has chosen, by the headers
         self._server = ""
-        self._attachment = self._attached(None)
+        self._attachment = BUNDLE
         self._awaits_body = False
         self.request: StreamRequest | None = None
         self.head: Head | None = None
@@ -371,17 +371,19 @@ class BufferedExchange:
             self.request.close()
 
     def _attached(self, subset: Collection[str] | None) -> Attachment:
-        # the option is for other gateways: our own bundle marks its streams by metadata
+        # the options are for other gateways: our own bundle marks its streams by metadata
         options = self._context.options
-        return Attachment(options.buffered_choices, subset, passes_usage=options.trusts_headers)
+        is_bundle = bool(self._server) or not (options.trusts_headers or options.pool)
+        return Attachment(options.buffered_choices, subset, is_bundle=is_bundle)
 
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
         head = self.head = self._context.read_head(message, self._is_trusted, origin)
-        if message.HasField("metadata_context") or self._context.options.conformance:
-            self._attachment = self._attached(self._context.allowed_addresses(head, read_subset(message)))
         self._server, is_foreign = origin.server, self._context.options.pool is not None
+        has_subset = message.HasField("metadata_context") or self._context.options.conformance
+        subset = self._context.allowed_addresses(head, read_subset(message)) if has_subset else None
+        self._attachment = self._attached(subset)
         if not self._server and not is_foreign:
             models = self._context.list_models(head)
             if models is not None:

@@ -224,6 +224,8 @@ def _streamed(*, is_end: bool) -> BodyResponse:
 _SERVER: Final = _header(SERVER_HEADER)
 _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
+# The statuses that Envoy retries, beside those of its route.
+_CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
 _DESTINATION_METADATA: Final = Template(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
@@ -283,6 +285,8 @@ def _decision_answer(
     headers = b"".join((*_SERVER.fill(server), *_routing_headers(decision, destination), forged))
     if decision.policy:
         headers += b"".join(_POLICY.fill(decision.policy.encode()))
+    if decision.checks_refusal:
+        headers += _CHECKS_REFUSAL
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:

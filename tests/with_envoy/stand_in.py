@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Envoy with our bundle, extproc, and an engine that answers what a test wants and tells what reached it."""
+"""Envoy with our bundle, extproc, and engines that answer what a test wants and tell what reached them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,18 +36,24 @@ class Engine:
         # for clients that accept it
         self.compresses = False
         self.status = 200
+        # a text in requests to which it answers 400
+        self.refuses = ""
         # before each piece but the first, or before a plain answer
         self.pause_s = 0.002
         # after the pieces of a stream: its end, nothing until the client has left, or a connection that is cut
         self.then: Literal["end", "hang", "cut"] = "end"
+        self.requests = 0
         self.asked: dict[str, Any] = {}
         self.body = b""
         self.asked_headers: dict[str, str] = {}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests += 1
         self.body = await request.read()
         self.asked = json.loads(self.body)
         self.asked_headers = {name.lower(): value for name, value in request.headers.items()}
+        if self.refuses and self.refuses in self.body.decode():
+            return web.json_response({"error": {"message": "It is refused.", "code": 400}}, status=400)
         if self.is_plain:
             await asyncio.sleep(self.pause_s)
             plain = web.Response(
@@ -108,34 +114,33 @@ async def gateway_on(
     more: Mapping[str, object] | None = None,
     route: Mapping[str, object] | None = None,
     headers: Mapping[str, str] | None = None,
+    others: Sequence[Engine] = (),
 ) -> AsyncIterator[Gateway]:
     """All of it in ``directory``. ``gateway``, ``more`` and ``route``: overrides of the documents. ``headers``: of
-    clients.
+    clients. ``others``: more engines of the same ModelServer.
     """
     listen, admin, extproc, metrics = free_ports(4)
     engine = Engine()
-    app = web.Application()
-    app.add_routes([web.post("/{path:.*}", engine.answer)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir()
     addresses = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{extproc}"}
-    served = [f"127.0.0.1:{runner.addresses[0][1]}"]
-    text = documents(
-        served,
-        gateway={**addresses, "accessLogFlush": "20ms", **(gateway or {})},
-        more={"scrapeInterval": "0s", **(more or {})},
-        route=route,
-        adapters=("sql",),
-    )
-    (config / "a.yaml").write_text(text)
-    write_once(load_directory(config), bundle, str(bundle))
     decisions = directory / "decisions.jsonl"
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
     command += ["--decision-log", str(decisions), "--decision-sample", "1"]
-    async with Processes(directory) as processes, httpx.AsyncClient(timeout=30, headers=headers) as http:
+    async with (
+        AsyncExitStack() as engines,
+        Processes(directory) as processes,
+        httpx.AsyncClient(timeout=30, headers=headers) as http,
+    ):
+        text = documents(
+            [await engines.enter_async_context(_served(one)) for one in (engine, *others)],
+            gateway={**addresses, "accessLogFlush": "20ms", **(gateway or {})},
+            more={"scrapeInterval": "0s", **(more or {})},
+            route=route,
+            adapters=("sql",),
+        )
+        (config / "a.yaml").write_text(text)
+        write_once(load_directory(config), bundle, str(bundle))
         extproc_pid = await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
         await processes.start("envoy", envoy_command(bundle))
 
@@ -148,4 +153,17 @@ async def gateway_on(
         await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{listen}/v1/models/llama"))
         yield Gateway(f"http://127.0.0.1:{listen}", http, decisions, engine, extproc_pid, f"http://127.0.0.1:{metrics}")
-    await runner.cleanup()
+
+
+@asynccontextmanager
+async def _served(engine: Engine) -> AsyncIterator[str]:
+    """Its address, while it is served."""
+    app = web.Application()
+    app.add_routes([web.post("/{path:.*}", engine.answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -268,7 +268,7 @@ def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) ->
         message_timeout=seconds(gateway.message_timeout),
         # extproc extends the timeout of each request that it holds
         max_message_timeout=seconds(LONGEST_MESSAGE_TIMEOUT_S),
-        mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
+        mutation_rules=HeaderMutationRules(allow_envoy=True, disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             # the metadata of verified tokens: policies match their claims
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[TOKENS_NAMESPACE]) if has_tokens else None,

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from extproc.api.model_server import RetryPolicy
 from extproc.core.effects import Decision, HealthChanged
-from extproc.core.record import Outcome
+from extproc.core.record import Attachment, Outcome
 from extproc.endpoints.health import EngineFailure
 from tests.extproc.core.test_core import HEAD, arrive, chat
 
@@ -134,6 +136,99 @@ def test_an_engine_that_refuses_what_several_tenants_ask_is_avoided(core: Core) 
         return addresses[0] == ill[0]
 
     assert EngineFailure.REFUSED in refusing(core, *(f"tenant-{number}" for number in range(12)), refuses=refuses)
+
+
+class Retrying:
+    """Clients behind our own Envoy: it tries what an endpoint refuses at the next one, where extproc asks for that."""
+
+    def __init__(self, core: Core, refuses: Callable[[str, str], bool]) -> None:
+        """``refuses``: whether an address refuses a text."""
+        self.core = core
+        self.refuses = refuses
+        self.number = 0
+        # requests that met each address first, refusals that clients saw, what was asked of engines
+        self.met: Counter[str] = Counter()
+        self.refused = self.tries = 0
+        self.warnings: list[EngineFailure | None] = []
+
+    def ask(self, text: str) -> str:
+        """The address that the request met first."""
+        now = self.number * SECOND_S
+        self.number += 1
+        decision = arrive(self.core, chat(text, model="chat"), now)
+        first, *others = decision.assignment.addresses
+        tried = [first]
+        if decision.checks_refusal and self.refuses(first, text):
+            tried += others[:1]
+        self.met[first] += 1
+        self.tries += len(tried)
+        changes = {"status": 400, **NO_USAGE} if self.refuses(tried[-1], text) else {}
+        self.refused += bool(changes)
+        outcome = msgspec.structs.replace(GOOD, ticket=decision.ticket, served=tried[-1], **changes)
+        effects = self.core.on_outcome(outcome, now) + self.core.on_stream_closed(decision.ticket, now)
+        self.warnings += [one.failure for one in effects if isinstance(one, HealthChanged)]
+        return first
+
+
+@pytest.mark.parametrize("prompts", [4, 10_000], ids=["repeated prompts", "other prompts"])
+def test_what_an_engine_alone_refuses_is_served_by_another_and_the_engine_is_avoided(core: Core, prompts: int) -> None:
+    ill: list[str] = []
+
+    def refuses(address: str, _: str) -> bool:
+        ill.append(address)
+        return address == ill[0]
+
+    clients = Retrying(core, refuses)
+    for number in range(300):
+        clients.ask(f"{number % prompts} is a question, and a long one " * 30)
+    assert clients.refused == 1, "the first, which nobody had reason to check"
+    # prompts that come again are cached where they were served, and so go there at once
+    assert prompts == 4 or clients.warnings == [EngineFailure.REFUSED]
+    met = clients.met[ill[0]]
+    for number in range(300):
+        clients.ask(f"{number % prompts} is a question, and a long one " * 30)
+    assert clients.met[ill[0]] - met < 6, "but for probes"
+
+
+def test_bad_requests_of_one_caller_make_no_engine_avoided_and_each_second_one_is_checked(core: Core) -> None:
+    """Their common beginning brings them all to the endpoint that has it cached."""
+    clients = Retrying(core, lambda _, text: "bad" in text)
+    for number in range(200):
+        clients.ask("a long beginning " * 200 + f"bad {number}")
+    assert (clients.refused, clients.warnings) == (200, [])
+    assert clients.tries <= 300, "each second one is checked"
+    assert sum(one.failed for one in core.pools["default/llama"].table.healths) == 0
+
+
+def test_bad_requests_do_not_hide_an_engine_that_refuses_good_ones(core: Core) -> None:
+    ill: list[str] = []
+
+    def refuses(address: str, text: str) -> bool:
+        ill.append(address)
+        return address == ill[0] or "bad" in text
+
+    clients = Retrying(core, refuses)
+    for number in range(900):
+        clients.ask(f"{number} is a {'bad' if number % 3 else 'good'} question")
+    assert EngineFailure.REFUSED in clients.warnings
+
+
+def test_nothing_is_tried_twice_where_retries_are_off_or_the_gateway_is_not_ours(core: Core) -> None:
+    pool = core.pools["default/llama"]
+    for health in pool.table.healths:
+        health.check_refusals(0.0)
+    decision, _ = core.arrive(core.builder.by_model(HEAD, chat("hello", model="chat")), 0.0)
+    assert isinstance(decision, Decision)
+    assert decision.checks_refusal
+    arrival = core.builder.by_model(HEAD, chat("hello", model="chat"))
+    decision, _ = core.arrive(arrival, 0.0, attachment=Attachment(is_bundle=False))
+    assert isinstance(decision, Decision)
+    assert not decision.checks_refusal
+    policy = msgspec.structs.replace(pool.spec.traffic_policy, retry=RetryPolicy(attempts=0))
+    pool.spec = msgspec.structs.replace(pool.spec, traffic_policy=policy)
+    decision, _ = core.arrive(core.builder.by_model(HEAD, chat("hello", model="chat")), 0.0)
+    assert isinstance(decision, Decision)
+    assert not decision.checks_refusal
 
 
 def test_an_engine_whose_requests_go_on_to_the_next_is_avoided(core: Core) -> None:

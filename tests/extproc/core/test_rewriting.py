@@ -21,7 +21,7 @@ from extproc.request.body_parser import parse_body
 from extproc.routing.resolve import Destination
 from tests.extproc.scenes import configuration
 
-ELSEWHERE = Attachment(passes_usage=True)
+ELSEWHERE = Attachment(is_bundle=False)
 
 
 def asks(attachment: Attachment, *, trusted: bool, spec: ModelServerSpec | None = None, **options: bool) -> bool:
