@@ -25,7 +25,7 @@ PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm image)
 
 .PHONY: $(PREFLIGHTS) help image run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check check-rest fix bench \
-  sglang-gateway otelcol soak lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
+  sglang-gateway otelcol soak soak-short lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -129,6 +129,9 @@ otelcol: $(VENV)/ready ## an OpenTelemetry Collector for tests of traces, built 
 
 soak: $(VENV)/ready $(ENVOY) ## an hour of load, changes every second and hostile engines before 1,000 models, with a verdict, under bench/out/soak/ (ARGS="--minutes 3 --models 40")
 	$(RUN) -m bench.soak $(ARGS)
+
+soak-short: $(VENV)/ready $(ENVOY) ## the same for 15 minutes, the first five of them to warm up
+	$(RUN) -m bench.soak --minutes 15 $(ARGS)
 
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)

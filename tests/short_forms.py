@@ -188,6 +188,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
             "runs the tests themselves",
         ),
         "make check": "make test runs it",
+        "make soak-short": "is make soak for 15 minutes",
         "make fix": "its programs are those of make check",
         "make test-vllm": "installs 3 GB; make test-all runs it",
         "make sglang-gateway": "installs 150 MB",

@@ -54,6 +54,7 @@ _ROWS: Final = {
     "route_change_s": "a route's change until both use it, s",
     "route_change_lag_ms": "extproc's longest turn during that, ms",
     "endpoint_change_s": "an endpoint's change until both use it, s",
+    "pick_us": "a pick, mean, µs",
     "request_p50_ms": "a request, median, ms",
     "extproc_cpu_ms": "extproc's CPU for a request, ms",
     "envoy_cpu_ms": "Envoy's CPU for a request, ms",
@@ -81,6 +82,7 @@ class Figures(msgspec.Struct, frozen=True):
     route_change_s: float
     route_change_lag_ms: float
     endpoint_change_s: float
+    pick_us: float
     request_p50_ms: float
     extproc_cpu_ms: float
     envoy_cpu_ms: float
@@ -154,6 +156,7 @@ class RunningStack:
             route_change_s=statistics.median(seconds for seconds, _ in routes),
             route_change_lag_ms=max(lag_ms for _, lag_ms in routes),
             endpoint_change_s=statistics.median(seconds for seconds, _ in endpoints),
+            pick_us=requests["pick"],
             request_p50_ms=requests["p50"],
             extproc_cpu_ms=requests["extproc"],
             envoy_cpu_ms=requests["envoy"],
@@ -162,8 +165,8 @@ class RunningStack:
         )
 
     async def _requests(self) -> dict[str, float]:
-        """Median time in ms, CPU of each process for a request in ms beyond what it takes idle, and extproc's share of
-        a core when idle.
+        """Median time in ms, CPU of each process for a request in ms beyond what it takes idle, extproc's share of a
+        core when idle, and the mean time of a pick in µs.
         """
         last = f"model-{self._sizes.model_routes - 1}"
         body = {"model": last, "messages": [{"role": "user", "content": "hello " * 300}]}
@@ -181,17 +184,26 @@ class RunningStack:
         cpu_s, at_s = [[self._cpu_s(name) for name in names]], [time.perf_counter()]
         await asyncio.sleep(_IDLE_S)
         cpu_s, at_s = [*cpu_s, [self._cpu_s(name) for name in names]], [*at_s, time.perf_counter()]
+        picked = await self._picks()
         taken_ms = [await ask() for _ in range(_REQUESTS)]
         cpu_s, at_s = [*cpu_s, [self._cpu_s(name) for name in names]], [*at_s, time.perf_counter()]
         own_s = [
             busy - quiet - (quiet - start) / (at_s[1] - at_s[0]) * (at_s[2] - at_s[1])
             for start, quiet, busy in zip(*cpu_s, strict=True)
         ]
+        seconds, count = (after - before for before, after in zip(picked, await self._picks(), strict=True))
         return {
+            "pick": seconds / count * 1e6,
             "p50": statistics.median(taken_ms),
             "idle": (cpu_s[1][0] - cpu_s[0][0]) / (at_s[1] - at_s[0]),
             **dict(zip(names, (one / _REQUESTS * 1000 for one in own_s), strict=True)),
         }
+
+    async def _picks(self) -> tuple[float, float]:
+        """The seconds that all picks took so far, and how many they were."""
+        page = (await _read(self._metrics, "/metrics")).decode()
+        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("attache_pick_seconds_"))
+        return float(values["attache_pick_seconds_sum"]), float(values["attache_pick_seconds_count"])
 
     async def _change(
         self, name: str, edit: Callable[[list[dict[str, object]], int], None], number: int
@@ -295,7 +307,7 @@ def table(all_figures: Sequence[Figures]) -> str:
 
 def draw(all_figures: Sequence[Figures], file: Path) -> None:
     """How each figure grows with the size, both axes logarithmic."""
-    figure, places = plt.subplots(4, 4, figsize=(18, 15), layout="constrained")
+    figure, places = plt.subplots(3, 6, figsize=(27, 12), layout="constrained")
     for place, (name, said) in zip(places.flat, _ROWS.items(), strict=False):
         for mode in get_args(Mode):
             own = [one for one in all_figures if one.mode == mode]

@@ -116,11 +116,15 @@ def main(arguments: list[str] | None = None) -> int:
         hostile = choose_engines(options.hostile)
     except ValueError as error:
         made.error(str(error))
+    # a short soak warms up in a third of its time, at twice the rate
+    is_short = options.minutes * 60 < 3 * Limits().warm_up_s
+    bounds = Limits(warm_up_s=options.minutes * 20) if is_short else Limits()
     settings = SoakSettings(
         minutes=options.minutes,
         models=options.models,
         rate=options.rate,
-        fill_rate=2 * options.rate,
+        fill_rate=options.rate * (4 if is_short else 2),
+        fill_s=bounds.warm_up_s,
         hostile=hostile,
         seed=options.seed,
     )
@@ -136,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
-    checks = verdict(record, Limits())
+    checks = verdict(record, bounds)
     write(record, checks, options.out)
     console.print(lines(checks), markup=False, soft_wrap=True)
     console.print(f"by audience: {record.totals}; more in {options.out}", markup=False, soft_wrap=True)
@@ -171,7 +175,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--minutes", type=float, default=60.0, help="how long (default: %(default)g)")
     add("--models", type=int, default=1000, help="how many models (default: %(default)s)")
-    rate = "requests a second to honest models, twice that in the warm-up (default: %(default)g)"
+    rate = "requests a second to honest models, two to four times that in the warm-up (default: %(default)g)"
     add("--rate", type=float, default=15.0, help=rate)
     add(
         "--hostile", default="all", metavar="LIST", help=f"all, none, or some of {', '.join(GROUPS)} and of single ones"
