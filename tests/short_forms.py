@@ -78,7 +78,7 @@ SHORT_FORMS: Final = (
         (*_OVERHEAD, "bench/out/core.json", *_report("fairness", "report.md")),
         needs_envoy=True,
         is_slow=True,
-        limit_s=600,
+        limit_s=1_800,
     ),
     ShortForm(
         "make soak",
@@ -105,7 +105,8 @@ SHORT_FORMS: Final = (
     ),
     ShortForm(
         "python -m bench.micro.profile",
-        "--seconds 1",
+        # so that a busy machine leaves enough samples
+        "--seconds 5",
         (r"core\.core:Core", r"main"),
         ("bench/out/stacks.txt",),
         needs_envoy=True,

@@ -84,10 +84,10 @@ def _to(*states: State) -> frozenset[State]:
 
 
 def _on(state: State) -> frozenset[State]:
-    """To any later step up to an engine, as each may be skipped, or back to an earlier one behind the engines, as what
-    it gave may be gone; or it is refused.
+    """To any later step up to an engine, as each may be skipped; behind the engines also to the same or an earlier one,
+    as what it gave may be gone; or it is refused.
     """
-    back = (one for one in State if State.LOADING <= one < state)
+    back = (one for one in State if State.LOADING <= one <= state)
     return _to(*(one for one in State if state < one <= State.RUNNING), *back, State.ABSENT)
 
 

@@ -7,6 +7,7 @@ The clock of these processes stands still, so that the page and the API speak of
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from tools.console_pictures import demo, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from tools.chromium import Page
 
@@ -116,6 +118,16 @@ async def compare(page: Page, name: str, rows: list[dict[str, Any]]) -> int:
     return compared
 
 
+@asynccontextmanager
+async def on_screen(page: Page, served: AbstractAsyncContextManager[str]) -> AsyncIterator[str]:
+    """The URL of pages, which Chromium leaves before they end: a connection that is accepted then stays open."""
+    async with served as url:
+        try:
+            yield url
+        finally:
+            await page.show("about:blank")
+
+
 async def opened(page: Page, url: str, tab: str = "engines", **screen: Any) -> None:  # noqa: ANN401 - size and colours
     await page.show("about:blank")
     page.complaints.clear()
@@ -124,7 +136,7 @@ async def opened(page: Page, url: str, tab: str = "engines", **screen: Any) -> N
 
 
 async def test_every_number_in_the_page_is_that_of_the_api(page: Page) -> None:
-    async with demo().served(free_ports(1)[0]) as url:
+    async with on_screen(page, demo().served(free_ports(1)[0])) as url:
         await opened(page, url, "requests")
         state = await answer_of(f"{url}/state")
         requests = [
@@ -152,7 +164,7 @@ async def test_every_number_in_the_page_is_that_of_the_api(page: Page) -> None:
 
 
 async def test_5000_engines_are_sorted_filtered_and_counted(page: Page) -> None:
-    async with many_engines().served(free_ports(1)[0]) as url:
+    async with on_screen(page, many_engines().served(free_ports(1)[0])) as url:
         await opened(page, url)
         state = await answer_of(f"{url}/state")
         await compare(page, "engines", state["engines"])
@@ -176,7 +188,7 @@ async def test_5000_engines_are_sorted_filtered_and_counted(page: Page) -> None:
 
 async def test_rows_stay_the_same_elements_and_hostile_names_stay_text(page: Page) -> None:
     gateway = demo(tenants=(HOSTILE, "x" * 128))
-    async with gateway.served(free_ports(1)[0]) as url:
+    async with on_screen(page, gateway.served(free_ports(1)[0])) as url:
         await opened(page, url, "requests")
         names = await page.run("[...document.querySelectorAll('#tenants [data-field=name]')].map((o) => o.textContent)")
         assert sorted(names) == [HOSTILE, "x" * 128]
@@ -225,7 +237,7 @@ async def test_usage_is_shown_where_there_is_an_api_for_it(page: Page) -> None:
     port = free_ports(1)[0]
     async with (
         usage_api(json.dumps({"data": rows}).encode()) as (api, _),
-        demo().served(port, Place(("127.0.0.1", port), usage_api=api)) as url,
+        on_screen(page, demo().served(port, Place(("127.0.0.1", port), usage_api=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-usage').click()")
@@ -241,7 +253,7 @@ async def test_usage_is_shown_where_there_is_an_api_for_it(page: Page) -> None:
 
 async def test_objectives_and_keys_are_those_of_their_apis(page: Page) -> None:
     gateway = demo()
-    async with gateway.served(free_ports(1)[0]) as url:
+    async with on_screen(page, gateway.served(free_ports(1)[0])) as url:
         await opened(page, url, "objectives")
         answer = await answer_of(f"{url}/objectives")
         assert len(answer["objectives"]) == 2
@@ -274,7 +286,7 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
     port = free_ports(1)[0]
     async with (
         usage_api(json.dumps({"bindings": [binding]}).encode(), path="/decisions") as (api, _),
-        demo().served(port, Place(("127.0.0.1", port), manager=api)) as url,
+        on_screen(page, demo().served(port, Place(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-scaling').click()")
@@ -285,7 +297,7 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
     # a manager that does not lead answers no JSON
     async with (
         usage_api(b"this replica does not lead", "text/plain", path="/decisions") as (api, _),
-        demo().served(port, Place(("127.0.0.1", port), manager=api)) as url,
+        on_screen(page, demo().served(port, Place(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-scaling').click()")
@@ -296,7 +308,7 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
 
 async def test_the_page_fits_a_phone_in_every_tab(page: Page) -> None:
     names = ("<b>" + "long" * 31, "o'\"&")
-    async with demo(tenants=names).served(free_ports(1)[0]) as url:
+    async with on_screen(page, demo(tenants=names).served(free_ports(1)[0])) as url:
         for tab in ("engines", "tenants", "models", "requests", "objectives", "keys", "config"):
             for dark in (False, True):
                 await opened(page, url, tab, width=360, height=740, dark=dark)
@@ -313,7 +325,7 @@ async def test_the_page_fits_a_phone_in_every_tab(page: Page) -> None:
 
 
 async def test_a_pasted_request_is_explained(page: Page) -> None:
-    async with demo().served(free_ports(1)[0]) as url:
+    async with on_screen(page, demo().served(free_ports(1)[0])) as url:
         await opened(page, url)
         await until(page, "!document.getElementById('tab-explain').hidden")
         await page.run("""(() => {

@@ -413,6 +413,20 @@ def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again(
     assert end.waits == pytest.approx({State.LOADING: 1.0, State.QUEUED: 3.0})
 
 
+def test_when_the_pause_of_the_engine_with_the_adapter_ends_one_request_tries_it_and_the_others_wait_on() -> None:
+    shell = Shell()
+    (first,) = shell.serves("sql")
+    ill = shell.went(first)
+    shell.perform(shell.core.on_outcome(Outcome(first, 503, ill, 0.1, None, None, None, None), shell.now))
+    shell.finish(first)
+    tickets = shell.ask("sql", 3)
+    assert shell.asked == [(B if ill == A else A, "sql", None)]
+    shell.passes(2.0)
+    assert [shell.core.state_of(one) for one in tickets] == [State.RUNNING, State.LOADING, State.LOADING]
+    shell.loaded()
+    assert [shell.went(one) == ill for one in tickets] == [True, False, False]
+
+
 def test_other_processes_hear_that_an_adapter_makes_room_before_it_is_unloaded() -> None:
     shell = Shell(engines=1, machine="here")
     (ticket,) = shell.serves("sql")
