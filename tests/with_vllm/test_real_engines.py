@@ -141,7 +141,11 @@ async def test_usage_of_streams_reaches_client_and_gateway(engines: Engines, tmp
         openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0) as client,
     ):
         stream = await client.chat.completions.create(
-            model="chat", messages=[{"role": "user", "content": "hello"}], max_tokens=5, stream=True
+            model="chat",
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True},
         )
         usage = [chunk.usage async for chunk in stream if chunk.usage is not None]
         assert usage[-1].completion_tokens == 5
