@@ -22,10 +22,12 @@ from extproc.request.model import TokenId
 from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from extproc.api.model_server import ModelServerSpec
     from extproc.core.record import Arrival
+    from extproc.endpoints.table import EndpointTable
     from extproc.feeds.engine_access import EngineAccess
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
@@ -152,21 +154,6 @@ class TokenizeRefused(ValueError):
     """An engine does not tokenize a prompt; another one would not either."""
 
 
-class EngineTokenizers:
-    """Tokenizers that share one HTTP client. ``access``: TLS and keys of engines."""
-
-    def __init__(self, access: EngineAccess) -> None:
-        self._http = EngineHttp(access)
-
-    def of(self, pool: Pool) -> EngineTokenizer:
-        """A tokenizer that calls the engines of ``pool``."""
-        return EngineTokenizer(pool, self._http)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._http.close()
-
-
 class EngineTokenizer:
     """Tokenizes at the engine with the fewest requests in flight (POST /tokenize) of those that do not fail; at the
     next one if that cannot be reached or its answer cannot be read.
@@ -175,10 +162,14 @@ class EngineTokenizer:
     equals: all requests of a burst come before the first of them is in flight.
     """
 
-    def __init__(self, pool: Pool, http: EngineHttp) -> None:
-        self._pool = pool
-        self._http = http
+    def __init__(self, access: EngineAccess) -> None:
+        """``access``: TLS and keys of engines."""
+        self._http = EngineHttp(access)
         self._chance = np.random.default_rng()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
         """Tokenize in the engine, which applies its own chat template. Raises OSError and ValueError."""
@@ -193,30 +184,29 @@ class EngineTokenizer:
         else:
             return None
         payload = json.dumps({"model": arrival.destination.model, **prompt}).encode()
-        engines = self._engines()
+        engines = self._engines(arrival.pool.table)
         for address in engines:
             try:
-                return await self._ask(address, payload)
+                return await self._ask(arrival.pool.spec, address, payload)
             except (ConnectionError, Unreadable):
                 if address == engines[-1]:
                     raise
         raise ConnectionError("there is no engine to ask")
 
-    def _engines(self) -> list[str]:
+    def _engines(self, table: EndpointTable) -> list[str]:
         """The two engines to try, the better one first; one if there is a single engine."""
-        table = self._pool.table
         load = np.where(table.is_active, table.in_flight, np.inf)
         best_first = np.lexsort((self._chance.random(len(load)), load, table.failures > 0, ~table.is_active))
         return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
 
-    async def _ask(self, address: str, payload: bytes) -> Sequence[int]:
+    async def _ask(self, spec: ModelServerSpec, address: str, payload: bytes) -> Sequence[int]:
         most = most_tokens(payload)
         answer = await self._http.post(
-            self._pool.spec,
+            spec,
             address,
             _PATH,
             payload,
-            timeout_s=self._pool.spec.tokenizer.timeout,
+            timeout_s=spec.tokenizer.timeout,
             most_bytes=_TOKEN_BYTES * most + _OTHER_BYTES,
         )
         if answer.status != HTTPStatus.OK:
@@ -237,14 +227,17 @@ class Tokenizer(Protocol):
 
 
 class Tokenizers:
-    """The tokenizers of all pools. A failure never stops a request: the approximate index decides instead."""
+    """The engines' tokenizer, and those of files. A failure never stops a request: the approximate index decides
+    instead.
+    """
 
     def __init__(self, metrics: Metrics, access: EngineAccess) -> None:
         """``access``: TLS and keys of engines, and what names of files are relative to."""
         self._metrics = metrics
         self._access = access
-        self._made: dict[str, tuple[str | None, Tokenizer]] = {}
-        self._engines: EngineTokenizers | None = None
+        self._local: dict[str, LocalTokenizer] = {}
+        self._engines: EngineTokenizer | None = None
+        # names of pools
         self._failing: set[str] = set()
 
     async def tokens_of(self, arrival: Arrival) -> Sequence[int] | None:
@@ -262,7 +255,7 @@ class Tokenizers:
             return None
         try:
             async with asyncio.timeout(pool.spec.tokenizer.timeout):
-                found = await self._tokenizer(pool).tokens(arrival)
+                found = await self._tokenizer(pool.spec.tokenizer.path).tokens(arrival)
         except TimeoutError:
             found, result = None, "timeout"
         except Exception as error:  # noqa: BLE001 - bodies, templates and answers are others'; the index can do without
@@ -273,6 +266,12 @@ class Tokenizers:
             self._failing.discard(pool.name)
         self._metrics.count_tokenization(pool.name, result)
         return found
+
+    def keep(self, pools: Mapping[str, Pool]) -> None:
+        """Drop what none of ``pools``, by name, uses."""
+        paths = {pool.spec.tokenizer.path for pool in pools.values()}
+        self._local = {path: tokenizer for path, tokenizer in self._local.items() if path in paths}
+        self._failing &= pools.keys()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -292,19 +291,15 @@ class Tokenizers:
             exc_info=None if foreseen else error,
         )
 
-    def _tokenizer(self, pool: Pool) -> Tokenizer:
-        path = pool.spec.tokenizer.path
-        made = self._made.get(pool.name)
-        if made is not None and made[0] == path:
-            return made[1]
-        if path is not None:
-            tokenizer: Tokenizer = LocalTokenizer(self._access.folder / path)
-        else:
+    def _tokenizer(self, path: str | None) -> Tokenizer:
+        """The one of the files at ``path``; None: the engines'."""
+        if path is None:
             if self._engines is None:
-                self._engines = EngineTokenizers(self._access)
-            tokenizer = self._engines.of(pool)
-        self._made[pool.name] = path, tokenizer
-        return tokenizer
+                self._engines = EngineTokenizer(self._access)
+            return self._engines
+        if path not in self._local:
+            self._local[path] = LocalTokenizer(self._access.folder / path)
+        return self._local[path]
 
 
 class LocalTokenizer:

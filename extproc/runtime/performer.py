@@ -169,6 +169,7 @@ class Performer:
     def apply(self, snapshot: Snapshot) -> None:
         """Another configuration; raises ConfigInvalid, with nothing changed."""
         self.perform(self._core.apply(snapshot, self._clock()))
+        self._tokenizers.keep(self._core.pools)
 
     def on_metrics(self, event: EngineReported) -> None:
         """An engine's report has arrived."""

@@ -17,7 +17,7 @@ from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.tokens import EngineTokenizers
+from extproc.feeds.tokens import EngineTokenizer
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ spec: {{modelName: llama, rules: [{{targetModels: [{{modelServerName: llama}}]}}
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
     head = Head("POST", "/v1/completions", {}, has_body=True)
     arrival = core.builder.by_model(head, body)
-    tokenizers = EngineTokenizers(EngineAccess({"KEY": "sk-1"}, Clock()))
+    tokenizer = EngineTokenizer(EngineAccess({"KEY": "sk-1"}, Clock()))
     try:
-        assert await tokenizers.of(core.pools["default/llama"]).tokens(arrival) == [1, 2, 3]
+        assert await tokenizer.tokens(arrival) == [1, 2, 3]
     finally:
-        await tokenizers.close()
+        await tokenizer.close()
         await runner.cleanup()

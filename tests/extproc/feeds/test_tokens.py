@@ -17,7 +17,7 @@ from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.endpoints.outliers import record_failure
 from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.tokens import EngineTokenizer, EngineTokenizers, Tokenizers
+from extproc.feeds.tokens import EngineTokenizer, Tokenizers
 from extproc.metrics.registry import Metrics
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def core_with(*addresses: str, tokenizer: str = "timeout: 30s") -> Core:
 async def tokens(core: Core) -> Sequence[int] | None:
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
     arrival = core.builder.by_model(Head("POST", "/v1/completions", {}, has_body=True), body)
-    tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
+    tokenizer = EngineTokenizer(EngineAccess({}, lambda: 0.0))
     try:
-        return await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
+        return await tokenizer.tokens(arrival)
     finally:
-        await tokenizers.close()
+        await tokenizer.close()
 
 
 async def test_the_least_busy_engine_is_asked(servers: list[TestServer]) -> None:
@@ -143,9 +143,9 @@ async def test_a_chat_is_tokenized_with_all_that_its_template_gets_or_not_at_all
     core = core_with(await start(servers, engine))
     body = json.dumps({"model": "llama", "messages": [], **fields}).encode()
     arrival = core.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body)
-    tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
-    found = await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
-    await tokenizers.close()
+    tokenizer = EngineTokenizer(EngineAccess({}, lambda: 0.0))
+    found = await tokenizer.tokens(arrival)
+    await tokenizer.close()
     assert found == expected
     assert found is None or fields.items() <= engine.body.items()
 
@@ -158,11 +158,11 @@ async def test_a_body_of_the_messages_api_is_tokenized_as_the_chat_that_engines_
     asked = {"model": "llama", "max_tokens": 1, "system": "be short", "messages": [{"role": "user", "content": "hi"}]}
     head = Head("POST", "/v1/messages", {}, has_body=True)
     arrival = core.builder.by_model(head, json.dumps(asked).encode())
-    tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
+    tokenizer = EngineTokenizer(EngineAccess({}, lambda: 0.0))
     try:
-        assert list(await tokenizers.of(arrival.pool).tokens(arrival) or []) == [7]
+        assert list(await tokenizer.tokens(arrival) or []) == [7]
     finally:
-        await tokenizers.close()
+        await tokenizer.close()
     said = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
     assert engine.body == {"model": "base", "messages": said}
 
@@ -209,6 +209,19 @@ async def test_without_good_tokens_the_approximate_index_decides(
     finally:
         await tokenizers.close()
     assert sum("using the approximate index" in one.getMessage() for one in caplog.records) == 1
+
+
+async def test_a_model_server_that_is_made_again_asks_its_own_engines(servers: list[TestServer]) -> None:
+    old, new = Engine(1), Engine(2)
+    tokenizers = Tokenizers(Metrics(list, lambda: 0.0, lambda: 0.0), EngineAccess({}, lambda: 0.0))
+    body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
+    found = []
+    for engine in (old, new):
+        core = core_with(await start(servers, engine))
+        arrival = core.builder.by_model(Head("POST", "/v1/completions", {}, has_body=True), body)
+        found.append(await tokenizers.tokens_of(arrival))
+    await tokenizers.close()
+    assert found == [[1], [2]]
 
 
 async def test_the_path_of_a_tokenizer_is_relative_to_the_configuration(tmp_path: Path) -> None:

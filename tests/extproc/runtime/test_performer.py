@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from extproc.core.effects import Decision, Fault, Held, RequestRefused, WakeAt
+from extproc.core.record import Head
 from extproc.core.states import State
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
@@ -16,9 +18,12 @@ from extproc.feeds.guards import Guards
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.registry import Metrics
 from extproc.runtime.performer import Performer, Services
-from tests.extproc.scenes import ONE_AT_A_TIME, core_of, endpoints, request
+from tests.extproc.scenes import ONE_AT_A_TIME, configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from extproc.core.effects import RequestEffect
 
 SPEC = f"""
@@ -31,12 +36,13 @@ flowControl: {{{ONE_AT_A_TIME}, timeout: 50ms}}
 class Shell:
     """A performer over one engine that takes one request at a time. Made inside the event loop."""
 
-    def __init__(self) -> None:
-        self.core = core_of(servers={"llama": SPEC})
+    def __init__(self, spec: str = SPEC) -> None:
+        self.core = core_of(servers={"llama": spec})
         self.clock = asyncio.get_running_loop().time
         metrics = Metrics(lambda: list(self.core.pools.values()), lambda: 0.0, self.clock)
         access = EngineAccess({}, self.clock)
-        services = Services(Tokenizers(metrics, access), Guards(access, clock=self.clock, source="urn:x"))
+        self.tokenizers = Tokenizers(metrics, access)
+        services = Services(self.tokenizers, Guards(access, clock=self.clock, source="urn:x"))
         self.performer = Performer(
             self.core,
             metrics,
@@ -112,6 +118,25 @@ async def test_a_wake_up_now_does_not_lose_the_one_that_was_asked_for_later() ->
         shell.performer.perform([WakeAt(at_s)])
 
     assert isinstance(await asyncio.wait_for(waiting, 120), RequestRefused)
+
+
+async def test_a_tokenizer_that_no_model_server_uses_is_dropped(tmp_path: Path) -> None:
+    with_files = f"{SPEC}tokenizer: {{path: {tmp_path}}}"
+    shell = Shell(with_files)
+
+    async def tokens(token: int) -> Sequence[int] | None:
+        words = {"type": "WordLevel", "vocab": {"hi": token}, "unk_token": "hi"}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+        head = Head("POST", "/v1/completions", {}, has_body=True)
+        arrival = shell.core.builder.by_model(head, json.dumps({"model": "m", "prompt": "hi"}).encode())
+        return await shell.tokenizers.tokens_of(arrival)
+
+    assert await tokens(7) == [7]
+    shell.performer.apply(configuration(servers={"llama": with_files, "other": SPEC}))
+    assert await tokens(8) == [7], "it is kept while a ModelServer uses it"
+    shell.performer.apply(configuration(servers={"other": SPEC}))
+    shell.performer.apply(configuration(servers={"llama": with_files}))
+    assert await tokens(8) == [8]
 
 
 async def test_the_cause_of_a_failed_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
