@@ -21,7 +21,7 @@ from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AskGuard, Broadcast, Effect
 from extproc.core.feedback import apply_adapter_change, on_metrics
-from extproc.core.guards import GuardStopped, judge
+from extproc.core.guards import GuardStopped
 from extproc.core.peers import (
     AdapterChanged,
     AskLevels,
@@ -335,7 +335,7 @@ class Core:
     def after_guard(self, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[Arrival, str]:
         """The request as it goes on, and what its guard said; nothing changes. Raises a Refusal."""
         try:
-            found = judge(ask.guard, ask.arrival, answer, self.builder)
+            found = self._pipeline.judge(ask.guard, ask.arrival, answer, [])
         except GuardStopped as stopped:
             raise stopped.refusal from None
         return found.arrival, found.text

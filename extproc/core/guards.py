@@ -32,7 +32,7 @@ EVENT: Final = "dev.attache.guard.request"
 # What a guard has answered, or why there is no answer.
 Verdict = Literal["allowed", "refused", "changed"]
 VERDICTS: Final = frozenset(get_args(Verdict))
-Failure = Literal["timeout", "unreachable", "status", "invalid", "busy", "paused", "unknown"]
+Failure = Literal["timeout", "unreachable", "status", "invalid", "busy", "paused", "unknown", "internal"]
 # Failures in a row, from which on a guard is taken for dead.
 _MOST_FAILURES: Final = 5
 _PAUSE_S: Final = 1.0
@@ -59,6 +59,11 @@ class GuardFailed(msgspec.Struct, frozen=True):
     why: Failure
     detail: str
     took_s: float = 0.0
+
+    @classmethod
+    def internal(cls, error: Exception) -> GuardFailed:
+        """Nobody has foreseen ``error``, which is logged apart."""
+        return cls("internal", f"an error of extproc: {type(error).__name__}")
 
 
 class Passed(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from extproc.core.effects import (
     ClientLeft,
     Decision,
     Effect,
+    Fault,
     GuardAsked,
     Held,
     RequestEffect,
@@ -42,7 +43,7 @@ from extproc.core.explanation import (
     where_adapter_goes,
 )
 from extproc.core.forecasts import Forecaster
-from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, judge
+from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
 from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
 from extproc.core.record import LoadResult
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
@@ -356,13 +357,23 @@ class AdmissionPipeline:
             raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
         asked = partial(GuardAsked, guard.name, took_s=answer.took_s, ticket=record.ticket)
         try:
-            found = judge(guard, record.arrived, answer, self._builder)
+            found = self.judge(guard, record.arrived, answer, out)
         except GuardStopped as stopped:
             out.append(asked(stopped.result, goes_on=False, detail=stopped.detail))
             raise stopped.refusal from None
         out.append(asked(found.result, goes_on=True, detail=found.detail))
         record.arrival, record.guarded = found.arrival, found.text
         return self._ask_tokens(record, now, out)
+
+    def judge(self, guard: Guard, arrival: Arrival, answer: GuardReply | GuardFailed, out: list[Effect]) -> Passed:
+        """What becomes of the request; raises GuardStopped. An error of ours is a failure of the guard."""
+        try:
+            return judge(guard, arrival, answer, self._builder)
+        except GuardStopped:
+            raise
+        except Exception as error:  # noqa: BLE001 - the failure mode decides
+            out.append(Fault(f"the answer of the guard {guard.name} could not be followed", error))
+            return judge(guard, arrival, GuardFailed.internal(error), self._builder)
 
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         self._foresee(record, now, out)

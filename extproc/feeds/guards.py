@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import aiohttp
 
 from extproc.core.guards import Circuit, GuardFailed, GuardReply, caller_of, event_of
+from extproc.failures import FailureLog
 from extproc.feeds.payloads import event_headers, quoted
 
 if TYPE_CHECKING:
@@ -78,9 +79,17 @@ class Guards:
         self._lines: dict[str, _Line] = {}
         self._http: aiohttp.ClientSession | None = None
         self._failing: set[str] = set()
+        self._failures = FailureLog(log)
 
     async def answer_to(self, ask: AskGuard) -> GuardReply | GuardFailed:
         """What the guard says of the request, or why it says nothing. Cancelled if the client disconnects."""
+        try:
+            return await self._answer_to(ask)
+        except Exception as error:  # noqa: BLE001 - without an answer, the failure mode decides
+            self._failures.note(f"the guard {ask.guard.name} could not be asked", error)
+            return GuardFailed.internal(error)
+
+    async def _answer_to(self, ask: AskGuard) -> GuardReply | GuardFailed:
         service, began_s = ask.guard.service, self._clock()
         if service is None:
             return GuardFailed("unknown", "it is not configured")

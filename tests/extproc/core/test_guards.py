@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from extproc.admission.guards import MOST_ADDED_BYTES
 from extproc.core.core import Core
-from extproc.core.effects import AskGuard, AskLimits, Decision, GuardAsked, Held, RequestRefused
+from extproc.core.effects import AskGuard, AskLimits, Decision, Fault, GuardAsked, Held, RequestRefused
 from extproc.core.explanation import to_text
 from extproc.core.guards import Circuit, GuardFailed, GuardReply, caller_of, event_of
 from extproc.core.record import Head
+from extproc.core.request_builder import RequestBuilder
 from extproc.core.states import State
 from extproc.errors import GuardRefused, GuardUnavailable, RateLimited, to_anthropic_body
 from tests.extproc.scenes import CHAT, ONE_AT_A_TIME, configuration, endpoints, request
@@ -211,6 +212,30 @@ def test_a_guard_that_does_not_answer_refuses_or_not_by_the_failure_mode() -> No
     assert (refusal.status, refusal.code, refusal.retry_after_s) == (503, "guard_unavailable", 1)
     core = guarded("Open")
     assert isinstance(said(core, asked(core), GuardFailed("timeout", ""))[0], Decision)
+
+
+@pytest.mark.parametrize("mode", ["Open", "Close"])
+def test_an_error_that_nobody_has_foreseen_is_a_failure_of_the_guard(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, error = guarded(mode), RecursionError("of this test")
+
+    def fail(*_: object) -> Arrival:
+        raise error
+
+    monkeypatch.setattr(RequestBuilder, "with_body", fail)
+    ask, answer = asked(core), reply(action="change", body={"model": "m", "messages": []})
+    own, effects = core.resume(ask.ticket, answer, 0.1)
+    assert [one.result for one in effects if isinstance(one, GuardAsked)] == ["internal"]
+    assert [one.error for one in effects if isinstance(one, Fault)] == [error]
+    if mode == "Open":
+        assert isinstance(own, Decision)
+        assert core.after_guard(ask, answer)[0] is ask.arrival
+    else:
+        assert own is not None
+        assert refusal_of(own).code == "guard_unavailable"
+        with pytest.raises(GuardUnavailable):
+            core.after_guard(ask, answer)
 
 
 def test_a_guard_that_is_not_configured_is_a_failure_without_a_call() -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from extproc.core.payloads import Event
+
 ALLOW: Final = b'{"action": "allow"}'
 HEADERS: Final = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 WHOLE: Final = HEADERS + b"content-length: %d\r\n\r\n" % len(ALLOW) + ALLOW
@@ -250,6 +252,24 @@ async def test_a_key_file_is_read_and_one_that_is_missing_is_a_failure(service: 
         assert found.why == "unreachable"
     finally:
         await made.guards.close()
+
+
+async def test_an_error_that_nobody_has_foreseen_is_a_failure_and_logged_with_its_traceback(
+    service: Service, caller: Caller, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Event:
+        raise KeyError("of this test")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(guards, "event_of", fail)
+        found = [await caller.says(service.url) for _ in range(9)]
+    assert {(one.why, one.detail) for one in found if isinstance(one, GuardFailed)} == {
+        ("internal", "an error of extproc: KeyError")
+    }
+    assert len(found) == 9
+    assert [bool(one.exc_info) for one in caplog.records] == [True]
+    assert caller.guards._lines["pii"].places.open == 0
+    assert isinstance(await caller.says(service.url), GuardReply)
 
 
 async def test_the_log_has_one_line_when_a_guard_fails_and_one_when_it_answers_again(
