@@ -169,7 +169,9 @@ class KvIndex:
         self.sweep()
 
     def limit_blocks(self, most_blocks: int) -> None:
-        """Of each source. One that has more is cleared, and not complete until its engine has cleared its cache."""
+        """Of each source. One that has more is cleared, and not complete until its engine has cleared its cache: what
+        was left out is not known, so removed blocks or a higher bound do not make up for it.
+        """
         self._most_blocks = most_blocks
         for source in [source for source, cache in self._caches.items() if cache.blocks > most_blocks]:
             self.clear(source)
