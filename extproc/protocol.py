@@ -107,6 +107,9 @@ PATH_KEY: Final = "x-attache-path"
 PATH_PREFIX_KEY: Final = "x-attache-path-prefix"
 # Envoy waits no longer than this for an answer of extproc, whatever is configured.
 LONGEST_MESSAGE_TIMEOUT_S: Final = 3600
+# Of a gateway's connection to extproc, at a time; each lives as long as its request. Envoy opens another connection for
+# more, and gRPC's own clients wait.
+MOST_STREAMS: Final = 10_000
 # Our own dynamic metadata: the ticket joins a decision with its access log entry.
 NAMESPACE: Final = "attache"
 TICKET: Final = "ticket"

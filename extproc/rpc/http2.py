@@ -2,8 +2,8 @@
 """The server's side of one HTTP/2 connection (RFC 9113) as an object without I/O: bytes in, events and bytes out.
 
 No more than gRPC needs: requests with a body and trailers behind the answer, no pushes, no priorities. What clients can
-grow is bounded: header blocks by ``_MOST_HEADER_BYTES``, bodies by windows that the caller opens as it reads. What is
-unsent waits for the client's windows; see ``unsent``.
+grow is bounded: streams by ``MOST_STREAMS``, header blocks by ``_MOST_HEADER_BYTES``, bodies by windows that the caller
+opens as it reads. What is unsent waits for the client's windows; see ``unsent``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.protocol import MOST_STREAMS
 from extproc.rpc.header_blocks import BadBlock, HeaderBlocks, Headers
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _END_HEADERS: Final = 0x4
 _PADDED: Final = 0x8
 _PRIORITY: Final = 0x20
 _HEADER_TABLE_SIZE: Final = 0x1
+_MAX_CONCURRENT_STREAMS: Final = 0x3
 _INITIAL_WINDOW_SIZE: Final = 0x4
 _MAX_FRAME_SIZE: Final = 0x5
 _MAX_HEADER_LIST_SIZE: Final = 0x6
@@ -150,18 +152,21 @@ _GREETING: Final = frame(
     0,
     0,
     _SETTING.pack(_HEADER_TABLE_SIZE, 0)
+    + _SETTING.pack(_MAX_CONCURRENT_STREAMS, MOST_STREAMS)
     + _SETTING.pack(_INITIAL_WINDOW_SIZE, WINDOW)
     + _SETTING.pack(_MAX_HEADER_LIST_SIZE, _MOST_HEADER_BYTES),
 ) + _window_update(0, _LARGEST_WINDOW - _FIRST_WINDOW)
 
 
 class Http2Connection:
-    """Takes what the client sends, and holds what is to be sent until ``take_output``."""
+    """Takes what the client sends, and holds what is to be sent until ``take_output``. ``is_greeted``: the client's
+    preface has come.
+    """
 
     def __init__(self) -> None:
+        self.is_greeted = False
         self._output = [_GREETING]
         self._input = b""
-        self._is_greeted = False
         self._streams: dict[int, _Stream] = {}
         self._last_stream = 0
         self._blocks = HeaderBlocks(_MOST_HEADER_BYTES)
@@ -254,13 +259,13 @@ class Http2Connection:
 
     def _receive_frames(self, data: bytes) -> None:
         at, size = 0, len(data)
-        if not self._is_greeted:
+        if not self.is_greeted:
             if not PREFACE.startswith(data[: len(PREFACE)]):
                 raise ConnectionBroken(Code.PROTOCOL_ERROR, "not the preface of HTTP/2")
             if size < len(PREFACE):
                 self._input = data
                 return
-            at, self._is_greeted = len(PREFACE), True
+            at, self.is_greeted = len(PREFACE), True
         while size - at >= _HEAD_SIZE:
             high, low, kind, flags, stream = _HEAD.unpack_from(data, at)
             length = high << 8 | low
@@ -341,6 +346,9 @@ class Http2Connection:
         found = self._streams.get(stream)
         if stream > self._last_stream:
             self._last_stream = stream
+            if len(self._streams) >= MOST_STREAMS:
+                self._output.append(frame(Frame.RST_STREAM, 0, stream, _NUMBER.pack(Code.REFUSED_STREAM)))
+                return
             found = self._streams[stream] = _Stream(self._first_outgoing)
             self._events.append(Opened(stream, headers))
         elif found is not None and not is_end:

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 # Whether the message is compressed, and its length.
 _PREFIX: Final = Struct(">BL")
 _BACKLOG: Final = 1024
+# From accepting a connection to the preface of HTTP/2, and likewise the handshake of TLS before it.
+_GREETING_S: Final = 10.0
 # Printable ASCII but for the percent sign.
 _UNQUOTED: Final = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _LONGEST_REASON: Final = 1000
@@ -234,12 +236,14 @@ class _Connection(asyncio.Protocol):
         self.is_full: asyncio.Event | None = None
         self._server = server
         self._transport: asyncio.Transport
+        self._late: asyncio.TimerHandle
         self._calls: dict[int, tuple[Call, asyncio.Task[None]]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(WINDOW)
         self._server.connections.add(self)
+        self._late = asyncio.get_running_loop().call_later(_GREETING_S, self._expect_greeting)
         if self._server.is_stopping:
             self.http2.go_away()
         self.flush()
@@ -318,7 +322,12 @@ class _Connection(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
+    def _expect_greeting(self) -> None:
+        if not self.http2.is_greeted:
+            self._transport.abort()
+
     def connection_lost(self, _: Exception | None) -> None:
+        self._late.cancel()
         self._server.connections.discard(self)
         self.cancel_calls()
 
@@ -358,13 +367,18 @@ class RpcServer:
     async def start(self, address: str, tls: ssl.SSLContext | None = None) -> None:
         """Listen on ``ip:port`` or ``unix:path``; raises ListenFailed."""
         loop = asyncio.get_running_loop()
+        handshake_s = None if tls is None else _GREETING_S
         try:
             if address.startswith("unix:"):
                 path = address.removeprefix("unix:")
-                self._listening = await loop.create_unix_server(self._connected, path, ssl=tls, backlog=_BACKLOG)
+                self._listening = await loop.create_unix_server(
+                    self._connected, path, ssl=tls, ssl_handshake_timeout=handshake_s, backlog=_BACKLOG
+                )
             else:
                 bound = _bound(*parse_address(address))
-                self._listening = await loop.create_server(self._connected, sock=bound, ssl=tls, backlog=_BACKLOG)
+                self._listening = await loop.create_server(
+                    self._connected, sock=bound, ssl=tls, ssl_handshake_timeout=handshake_s, backlog=_BACKLOG
+                )
         except OSError as error:
             raise ListenFailed(address, _reason(error)) from None
 

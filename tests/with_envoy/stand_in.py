@@ -115,9 +115,10 @@ async def gateway_on(
     route: Mapping[str, object] | None = None,
     headers: Mapping[str, str] | None = None,
     others: Sequence[Engine] = (),
+    program: Sequence[str] = ("-m", "extproc"),
 ) -> AsyncIterator[Gateway]:
     """All of it in ``directory``. ``gateway``, ``more`` and ``route``: overrides of the documents. ``headers``: of
-    clients. ``others``: more engines of the same ModelServer.
+    clients. ``others``: more engines of the same ModelServer. ``program``: what Python runs as extproc.
     """
     listen, admin, extproc, metrics = free_ports(4)
     engine = Engine()
@@ -125,7 +126,7 @@ async def gateway_on(
     config.mkdir()
     addresses = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{extproc}"}
     decisions = directory / "decisions.jsonl"
-    command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
+    command = [sys.executable, *program, "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
     command += ["--decision-log", str(decisions), "--decision-sample", "1"]
     async with (
         AsyncExitStack() as engines,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 import httpx
@@ -15,6 +16,8 @@ from tests.with_envoy.stand_in import gateway_on
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -34,6 +37,22 @@ async def test_a_small_limit_of_bodies_does_not_bound_answers(tmp_path: Path) ->
         refused = await gateway.http.post(gateway.url + CHAT, json={**BODY, "user": "x" * 200_000})
         assert refused.status_code == 413
         assert "100Ki" in refused.json()["error"]["message"]
+
+
+async def test_more_requests_than_a_connection_to_extproc_takes_have_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.bundle.envoy.clusters.MOST_STREAMS", 4)
+    four = "import runpy, extproc.protocol as p; p.MOST_STREAMS = 4; runpy.run_module('extproc', None, '__main__')"
+    async with gateway_on(tmp_path, program=("-c", four)) as gateway:
+        gateway.engine.pieces, gateway.engine.then = [b"data: {}\n\n"], "hang"
+        async with contextlib.AsyncExitStack() as held:
+            for _ in range(2):
+                request = partial(gateway.http.stream, "POST", gateway.url + CHAT, json={**BODY, "stream": True})
+                answers = await asyncio.gather(*(held.enter_async_context(request()) for _ in range(10)))
+                assert [one.status_code for one in answers] == [200] * 10
+            page = (await gateway.http.get(f"{gateway.metrics}/metrics")).text
+            assert "attache_open_streams 20.0" in page, "extproc has decided each"
 
 
 async def close(writer: asyncio.StreamWriter) -> None:

@@ -57,7 +57,15 @@ from controller.bundle.envoy.envoy_json import (
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
-from extproc.protocol import BACKEND_CLUSTER, DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
+from extproc.protocol import (
+    BACKEND_CLUSTER,
+    DESTINATION,
+    LB_NAMESPACE,
+    MOST_STREAMS,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    SERVER_CLUSTER,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -199,7 +207,7 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
                     UpstreamOptions(
                         explicit_http_config=ExplicitHttp(
                             http2_protocol_options=Http2ProtocolOptions(
-                                max_concurrent_streams=_UNLIMITED,
+                                max_concurrent_streams=MOST_STREAMS,
                                 connection_keepalive=KeepaliveSettings(
                                     interval=seconds(_PING_S), timeout=seconds(_PING_ANSWER_S)
                                 ),

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.protocol import MOST_STREAMS
+from extproc.rpc import http2
 from extproc.rpc.http2 import (
     PREFACE,
     WINDOW,
@@ -113,6 +115,36 @@ def test_headers_of_the_next_requests_are_right_whatever_the_table_did() -> None
         client.ask(**more)
     opened = [one.headers for one in client.events if isinstance(one, Opened)]
     assert opened == [[*ASKED, *more.items()] for more in given]
+
+
+def test_streams_beyond_the_bound_are_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    assert client.h2.remote_settings.max_concurrent_streams == MOST_STREAMS
+    monkeypatch.setattr(http2, "MOST_STREAMS", 2)
+    first, second = client.ask(b"a", is_whole=False), client.ask(**{"x-one": "1"})
+    refused = client.h2.get_next_available_stream_id()
+    client.h2.send_headers(refused, [*ASKED, ("x-two", "2")])
+    client.h2.send_data(refused, b"c", end_stream=True)
+    client.exchange()
+    assert [(one.stream_id, one.error_code) for one in client.answers if isinstance(one, h2.events.StreamReset)] == [
+        (refused, Code.REFUSED_STREAM)
+    ]
+    client.h2.send_data(first, b"more", end_stream=True)
+    client.exchange()
+    client.server.send_headers(second, HEAD)
+    client.server.end(second, TRAILERS)
+    client.flush()
+    third = client.ask(**{"x-two": "2"})
+    assert client.events == [
+        Opened(first, ASKED),
+        Received(first, b"a"),
+        Opened(second, [*ASKED, ("x-one", "1")]),
+        Ended(second),
+        Received(first, b"more"),
+        Ended(first),
+        Opened(third, [*ASKED, ("x-two", "2")]),
+        Ended(third),
+    ]
 
 
 def test_headers_in_many_frames_are_one_block() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import gc
 import socket
 from contextlib import asynccontextmanager, suppress
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
+from prometheus_client import CollectorRegistry
 
+from extproc.metrics.registry import TlsMetrics
+from extproc.rpc import server as rpc_server
 from extproc.rpc.http2 import PREFACE, WINDOW, Frame, frame
 from extproc.rpc.server import MOST_MESSAGE_BYTES, Call, ListenFailed, RpcFailed, RpcServer, Status
+from extproc.streams.tls import FollowedCertificate
 from tests.extproc.runtime.test_app import free_port
 from tests.waiting import eventually
 
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ECHO = "/test.Test/Echo"
+NOW = dt.datetime.now(dt.UTC)
 
 
 async def echo(call: Call) -> None:
@@ -230,6 +236,39 @@ async def test_what_is_not_grpc_is_let_go() -> None:
                     received += await reader.read(1000) or pytest.fail("closed without a word")
             writer.close()
             await writer.wait_closed()
+
+
+@pytest.mark.parametrize("sent", [b"", PREFACE[:-1]])
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_connection_that_does_not_begin_in_time_is_closed(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, *, has_tls: bool
+) -> None:
+    monkeypatch.setattr(rpc_server, "_GREETING_S", 0.3)
+    server, port = RpcServer({ECHO: echo}), free_port()
+    tls = FollowedCertificate(None, TlsMetrics(CollectorRegistry()), lambda: NOW).context if has_tls else None
+    await server.start(f"127.0.0.1:{port}", tls)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    with suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 60)
+    await eventually(lambda: not server.connections)
+    writer.close()
+    await server.close()
+
+
+async def test_a_connection_that_has_begun_may_stay_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_server, "_GREETING_S", 0.3)
+    async with served() as (server, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PREFACE + frame(Frame.SETTINGS, 0, 0, b""))
+        other, other_writer = await asyncio.open_connection("127.0.0.1", port)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(other.read(), 60)
+        other_writer.close()
+        writer.write(frame(Frame.PING, 0, 0, b"still on"))
+        await asyncio.wait_for(reader.readuntil(b"still on"), 60)
+        assert len(server.connections) == 1
+        writer.close()
 
 
 async def test_an_address_that_is_taken_or_not_ours_is_named(tmp_path: Path) -> None:
