@@ -115,12 +115,12 @@ def envoy_binary() -> str:
     return str(found[-1].resolve())
 
 
-def envoy_command(bundle: Path) -> list[str]:
-    """One worker thread on a bundle; raises EnvoyMissing."""
+def envoy_command(bundle: Path, *more: str) -> list[str]:
+    """One worker thread on a bundle. ``more``: further options. Raises EnvoyMissing."""
     options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]
     # Envoy's default is 10 s
     options += ["--file-flush-interval-msec", "100"]
-    return [envoy_binary(), "-c", str(bundle / "bootstrap.json"), *options]
+    return [envoy_binary(), "-c", str(bundle / "bootstrap.json"), *options, *more]
 
 
 def documents(

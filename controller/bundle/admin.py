@@ -154,12 +154,12 @@ def why_not_ready(address: str) -> str:
 
 def begin_drain(address: str) -> bool:
     """Have the Envoy with this admin address close its listeners after its drain time; False if none answers there."""
-    return _ask(address, "/drain_listeners?graceful", "POST") is not None
+    return _ask(address, '/drain_listeners?graceful&"', "POST") is not None
 
 
 def reopen_logs(address: str) -> bool:
     """Have the Envoy with this admin address open the files of its logs again; False if none answers there."""
-    return _ask(address, "/reopen_logs", "POST") is not None
+    return _ask(address, '/reopen_logs?"', "POST") is not None
 
 
 def running_requests(address: str) -> int:

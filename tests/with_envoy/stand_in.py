@@ -116,9 +116,11 @@ async def gateway_on(
     headers: Mapping[str, str] | None = None,
     others: Sequence[Engine] = (),
     program: Sequence[str] = ("-m", "extproc"),
+    envoy_options: Sequence[str] = (),
 ) -> AsyncIterator[Gateway]:
     """All of it in ``directory``. ``gateway``, ``more`` and ``route``: overrides of the documents. ``headers``: of
     clients. ``others``: more engines of the same ModelServer. ``program``: what Python runs as extproc.
+    ``envoy_options``: beyond the usual ones.
     """
     listen, admin, extproc, metrics = free_ports(4)
     engine = Engine()
@@ -143,7 +145,7 @@ async def gateway_on(
         (config / "a.yaml").write_text(text)
         write_once(load_directory(config), bundle, str(bundle))
         extproc_pid = await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
-        await processes.start("envoy", envoy_command(bundle))
+        await processes.start("envoy", envoy_command(bundle, *envoy_options))
 
         async def answers(url: str) -> bool:
             try:

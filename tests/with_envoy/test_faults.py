@@ -8,9 +8,11 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import aiohttp
 import httpx
 import pytest
 import pytest_asyncio
+from yarl import URL
 
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
@@ -146,15 +148,29 @@ async def test_without_extproc_the_right_engines_still_serve(mended: Stack) -> N
 
 
 async def test_load_balancers_see_that_envoy_drains(mended: Stack) -> None:
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with aiohttp.ClientSession() as http:
         try:
-            await http.post(f"{mended.admin}/healthcheck/fail")
+            await http.post(URL(f'{mended.admin}/healthcheck/fail?"', encoded=True))
             assert await health(mended) == ILL
             # who still comes is served
             assert (await ask(mended)).status_code == 200
         finally:
-            await http.post(f"{mended.admin}/healthcheck/ok")
+            await http.post(URL(f'{mended.admin}/healthcheck/ok?"', encoded=True))
     assert await health(mended) == HEALTHY
+
+
+async def test_no_web_page_can_stop_or_change_envoy(mended: Stack) -> None:
+    changes = ["quitquitquit", "logging?level=trace", "reset_counters", "drain_listeners", "drain_listeners?graceful"]
+    changes += ['quitquitquit?"', 'drain_listeners?graceful&"', 'healthcheck/fail?"', 'reopen_logs?"', "?quitquitquit"]
+    async with httpx.AsyncClient(timeout=60) as http:
+        # its addresses are written as those of browsers, by WHATWG's URL standard
+        answers = [await http.post(f"{mended.admin}/{path}") for path in changes]
+        assert answers[-2].url.query == b"%22"
+        assert [one.status_code for one in answers] == [403] * len(changes)
+        assert (await http.get(f"{mended.admin}/ready")).text == "LIVE\n"
+    assert mended.processes.is_running("envoy")
+    assert await health(mended) == HEALTHY
+    assert (await ask(mended)).status_code == 200
 
 
 async def test_an_extproc_that_hangs_is_passed_over_after_a_while(mended: Stack) -> None:

@@ -171,6 +171,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
             gateway=gateway,
             more={"endpoints": endpoints},
             headers={"authorization": f"Bearer {KEY}"},
+            envoy_options=("--config-yaml", "admin: {allow_paths: [{prefix: /runtime_modify}]}"),
         ) as running:
             made = Scene(directory, running, behind, collecting)
             # not every 5 s

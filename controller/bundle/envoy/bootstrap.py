@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bootstrap: Envoy's identity, its admin address, and where the other files are."""
+"""The bootstrap: Envoy's identity, its admin interface, and where the other files are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.bootstrap.v3 import (
     Admin,
@@ -31,6 +31,7 @@ from envoy_data_plane.envoy.config.overload.v3 import (
 )
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import DownstreamConnectionsConfig
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 LISTENERS_FILE = "lds.json"
 CLUSTERS_FILE = "cds.json"
 ENDPOINTS_FOLDER = "eds"
+# Admin paths with their queries. Those that change Envoy end with a quotation mark. Browsers write it as %22, so no web
+# page can send them.
+_READS: Final = r"/(ready|server_info|clusters|listeners|config_dump|stats(/prometheus)?)(\?.*)?"
+_CHANGES: Final = r'/(drain_listeners\?graceful&|(healthcheck/(fail|ok)|reopen_logs)\?)"'
 
 
 def file_source(directory: str, file: str) -> ConfigSource:
@@ -59,7 +64,10 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
     """The only part that cannot be replaced while Envoy runs. ``directory``: where Envoy finds the bundle."""
     return Bootstrap(
         node=Node(id="attache", cluster="attache"),
-        admin=Admin(address=address(gateway.admin)),
+        admin=Admin(
+            address=address(gateway.admin),
+            allow_paths=[StringMatcher(safe_regex=RegexMatcher(regex=one)) for one in (_READS, _CHANGES)],
+        ),
         dynamic_resources=BootstrapDynamicResources(
             lds_config=file_source(directory, LISTENERS_FILE),
             cds_config=file_source(directory, CLUSTERS_FILE),
@@ -71,7 +79,7 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
 
 def _runtime() -> LayeredRuntime:
     """Settings of Envoy that are no fields of its configuration, and below them what an operator sets by
-    /runtime_modify.
+    /runtime_modify, once that path is allowed.
     """
     largest = Struct(fields={"re2.max_program_size.error_level": Value(number_value=MAX_PROGRAM_SIZE)})
     return LayeredRuntime(
