@@ -22,6 +22,7 @@ from controller.keys.server import KeysApi, duration, read_token
 from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyDirectory
 from extproc.api.addresses import parse_address
 from extproc.api.key_store import KEYS_FILE
+from extproc.browsers import protect
 from extproc.cli.supervisor import notify_ready
 from extproc.logs import add_log_options, start_logging
 
@@ -277,7 +278,9 @@ async def _serve_until_signal(address: tuple[str, int], api: KeysApi) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=2.0)
+    app = api.app()
+    protect(app, address[0])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, *address).start()

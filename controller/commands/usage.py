@@ -32,6 +32,7 @@ from controller.usage.server import Database, Reports, pages
 from controller.usage.store import SqlStore, StoreAway, StoreError, first_line, open_engine
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.quantities import ByteSize, Duration
+from extproc.browsers import protect
 from extproc.cli.supervisor import notify_ready
 from extproc.logs import add_log_options, start_logging
 
@@ -250,6 +251,9 @@ def _serve(options: argparse.Namespace) -> int:
         "admin": Reports(database, counts=counts, is_admin_port=True).app(),
         "metrics": pages(counts, _WALL),
     }
+    for name, address in listens.items():
+        if address is not None:
+            protect(apps[name], address[0], is_behind_envoy=name == "listen")
     log.info("follows %s into %s", options.log, _shown(options.store))
     with _running(ingest, stop) as failed:
         asyncio.run(_serve_until(stop, [(one, apps[name]) for name, one in listens.items() if one is not None]))

@@ -25,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 from controller.kube.gateway_reports import DemandRelay, read_loads
 from extproc.api.addresses import parse_address
 from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH
+from extproc.browsers import protect
 
 if TYPE_CHECKING:
     import ssl
@@ -189,11 +190,12 @@ async def pages(
     app.add_routes(more)
     if extprocs:
         app.add_routes([web.get(LOADS_PATH, loads), web.get(DEMAND_PATH, _DemandPage(app, extprocs).show)])
+    host, port = parse_address(address)
+    protect(app, host)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        host, _, port = address.rpartition(":")
-        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=tls).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
         yield
     finally:
         await runner.cleanup()
@@ -223,6 +225,8 @@ async def relayed_pages(address: str, socket: Path, guard: Middleware) -> AsyncI
 
     app = web.Application(middlewares=[guard])
     app.add_routes([web.get("/{path:.*}", relay)])
+    host, port = parse_address(address)
+    protect(app, host)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_STREAMS_S)
     connector = aiohttp.UnixConnector(str(socket))
     async with aiohttp.ClientSession(
@@ -230,7 +234,7 @@ async def relayed_pages(address: str, socket: Path, guard: Middleware) -> AsyncI
     ) as http:
         await runner.setup()
         try:
-            await web.TCPSite(runner, *parse_address(address)).start()
+            await web.TCPSite(runner, host, port).start()
             yield
         finally:
             await runner.cleanup()

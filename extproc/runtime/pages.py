@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, SLO_PATH
+from extproc.browsers import protect
 from extproc.core.record import BUNDLE, Attachment, Head
 from extproc.core.running import add_part
 from extproc.errors import Refusal, to_openai_body
@@ -154,6 +155,12 @@ async def serve_pages(
     if explain is not None:
         app.add_routes([web.post("/debug/explain/{path:.*}", explain.show)])
     app.add_routes(others)
+    return await _listen(app, address)
+
+
+async def _listen(app: web.Application, address: tuple[str, int] | Path) -> web.AppRunner:
+    if isinstance(address, tuple):
+        protect(app, address[0])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, *address) if isinstance(address, tuple) else web.UnixSite(runner, address)

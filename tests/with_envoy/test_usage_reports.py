@@ -17,6 +17,7 @@ from controller.usage.ingest import Counts
 from controller.usage.rows import row_of
 from controller.usage.server import Database, Reports
 from controller.usage.store import SqlStore, open_engine
+from extproc.browsers import protect
 from tests.usage_lines import NOON_S, context, line, text
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def stored(folder: Path) -> SqlStore:
 
 @asynccontextmanager
 async def serving(reports: Reports, port: int) -> AsyncIterator[None]:
-    runner = web.AppRunner(reports.app())
+    app = reports.app()
+    protect(app, "127.0.0.1", is_behind_envoy=True)
+    runner = web.AppRunner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -78,7 +81,9 @@ async def test_callers_get_their_own_usage_and_cannot_say_that_they_are_others(
         httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
         for key, headers, expected in ((ACME, {}, 2), (ACME, forged, 2), (BELL, {}, 3)):
-            own = {**headers, "authorization": f"Bearer {key}"}
+            # a script of another site that the gateway lets in, and the gateway's own name
+            page = {"host": "api.example", "origin": "https://app.example", "sec-fetch-site": "cross-site"}
+            own = {**headers, **page, "authorization": f"Bearer {key}"}
             answer = await http.get("/v1/usage?start=2026-11-23&end=2026-11-24", headers=own)
             assert [one["requests"] for one in answer.json()["data"]] == [expected]
             answer = await http.get(f"/v1/organization/usage/completions?start_time={NOON_S}&limit=1", headers=own)

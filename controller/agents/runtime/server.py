@@ -12,6 +12,7 @@ from aiohttp import web
 
 from controller.agents.runtime.adapter_loader import LoadRefused
 from controller.agents.runtime.metrics import CONTENT_TYPE
+from extproc.browsers import is_of_other_site, protect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -91,7 +92,9 @@ class AgentServer:
         is_starting = self._agent.watch.health.phase == "starting"
         return _page(self._agent.watch.why_not_ready() if is_starting else "")
 
-    async def _drain(self, _: web.Request) -> web.StreamResponse:
+    async def _drain(self, request: web.Request) -> web.StreamResponse:
+        if is_of_other_site(request):
+            return _error(403, "a link does not drain an engine")
         await self._agent.drainer.begin()
         drain = await self._agent.drainer.wait_until_drained()
         if drain is None:
@@ -211,7 +214,9 @@ class AgentServer:
 @contextlib.asynccontextmanager
 async def serving(server: AgentServer, host: str, port: int) -> AsyncIterator[None]:
     """Listens inside the context, and ends with the answers under way; raises OSError if the port is taken."""
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=_END_S)
+    app = server.application()
+    protect(app, host)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

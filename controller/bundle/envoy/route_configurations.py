@@ -249,13 +249,13 @@ def _usage_routes(gateway: GatewayConfigSpec, memo: Memo) -> list[dict[str, obje
     if gateway.usage_log is None or gateway.usage_log.api is None:
         return []
     off = memo.get(without_inference, gateway.failure_mode == "Open", extproc_filters(gateway))
-    found = [memo.get(_usage_route, path) for path in (USAGE_PATH, ORGANIZATION_PATH)]
+    found = [memo.get(_usage_route, path, gateway.usage_log.api) for path in (USAGE_PATH, ORGANIZATION_PATH)]
     return [{**one, "typed_per_filter_config": off} for one in found]
 
 
-def _usage_route(path: str) -> dict[str, object]:
+def _usage_route(path: str, api: str) -> dict[str, object]:
     """Headers are changed by the route first, then by the host, which removes the gateway's own: so the caller is
-    written under other names.
+    written under other names. The process at ``api`` is asked by that name, and knows no other.
     """
     added = [
         HeaderValueOption(
@@ -264,7 +264,7 @@ def _usage_route(path: str) -> dict[str, object]:
         )
         for written, ours in _CALLER
     ]
-    action = RouteAction(cluster=USAGE_CLUSTER, timeout=seconds(_REPORT_S))
+    action = RouteAction(cluster=USAGE_CLUSTER, host_rewrite_literal=api, timeout=seconds(_REPORT_S))
     match = RouteMatch(prefix=path) if path.endswith("/") else RouteMatch(path=path)
     return to_plain(Route(name=f"usage{path}", match=match, route=action, request_headers_to_add=added))
 

@@ -90,6 +90,13 @@ async def test_the_event_loop_turns_between_two_pieces_of_a_page(monkeypatch: py
         working.cancel()
 
 
+async def test_web_pages_cannot_read_the_pages_of_a_developers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (port, _, _), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        for headers, expected in (({}, 200), ({"host": "rebound.example"}, 421), ({"origin": "http://e.example"}, 403)):
+            async with client.get("/readyz", headers=headers) as answer:
+                assert answer.status == expected
+
+
 async def test_nothing_is_written_for_a_reader_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extproc.runtime.pages._SLOWEST_S", 0.2)
     is_taken, write = list[bool](), pages._written
@@ -105,7 +112,7 @@ async def test_nothing_is_written_for_a_reader_that_does_not_read(monkeypatch: p
         slow.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(slow, ("127.0.0.1", port))
-        await loop.sock_sendall(slow, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        await loop.sock_sendall(slow, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
         # it is let go
         await eventually(lambda: is_taken[-1:] == [False])
         so_far = sum(written)

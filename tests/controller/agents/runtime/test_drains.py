@@ -52,6 +52,16 @@ async def test_a_drain_ends_when_nothing_runs_and_nothing_waits(engine: FakeEngi
         assert (await agent.http.post("/drain")).json()["outcome"] == "idle"
 
 
+async def test_no_link_and_no_form_of_a_web_page_drains_an_engine(engine: FakeEngine, tmp_path: Path) -> None:
+    async with beside(engine, tmp_path) as found:
+        await eventually(found.is_ready)
+        for method in ("GET", "POST"):
+            link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+            assert (await found.http.request(method, "/drain", headers=link)).status_code == 403
+            assert (await found.http.request(method, "/drain", headers={"host": "rebound.example"})).status_code == 421
+        assert await found.is_ready()
+
+
 async def test_a_drain_ends_with_the_grace(engine: FakeEngine, tmp_path: Path) -> None:
     engine.running = 1
     async with beside(engine, tmp_path, drain=DrainSettings(settle_s=0.0, timeout_s=1.0)) as agent:

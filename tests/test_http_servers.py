@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All HTTP servers of the product: none is open to web pages in somebody's browser."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+# TLS, and a client must show a certificate, a token, or a path that is a secret.
+_FOR_API_SERVERS: Final = {"controller/autoscaler/export/external_metrics.py", "controller/webhooks/role.py"}
+
+
+def unprotected() -> Iterator[str]:
+    """The modules that listen more often than they protect."""
+    for package in ("attache", "controller", "extproc"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            called = [one.func for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Call)]
+            names = [one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in called]
+            if names.count("AppRunner") > names.count("protect"):
+                yield str(file.relative_to(ROOT))
+
+
+def test_every_server_refuses_what_web_pages_send() -> None:
+    assert set(unprotected()) == _FOR_API_SERVERS
