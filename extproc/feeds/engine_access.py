@@ -22,10 +22,12 @@ from extproc.engines.answers import Unreadable
 from extproc.reload import Reloadable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from extproc.api.connection import EngineConnection, EngineTls
+    from extproc.api.guards import GuardService
     from extproc.api.model_server import ModelServerSpec
+    from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)
 # Files are read again for a connection that is made this long after they were read last.
@@ -94,11 +96,19 @@ class EngineAccess:
         shown = await self._shown(connection)
         return ConnectionSettings(shown.tls, None, shown.authorization)
 
+    def keep(self, pools: Iterable[Pool], guards: Iterable[GuardService]) -> None:
+        """Drop keys and TLS of connections that none of these makes."""
+        used = {guard.connection for guard in guards}
+        for pool in pools:
+            used |= {pool.spec.connection, pool.scrape_config.connection}
+        self._files = {one: files for one, files in self._files.items() if one in used}
+        self._read_at_s = {one: at_s for one, at_s in self._read_at_s.items() if one in used}
+
     async def _shown(self, connection: EngineConnection) -> _Shown:
         files, now = self._files.get(connection), self._clock()
         if files is None:
-            self._files[connection] = files = await asyncio.to_thread(self._open, connection)
-            self._read_at_s[connection] = now
+            files = await asyncio.to_thread(self._open, connection)
+            self._files[connection], self._read_at_s[connection] = files, now
         elif now - self._read_at_s[connection] >= _FRESH_S:
             self._read_at_s[connection] = now
             if await asyncio.to_thread(files.poll) == "refused":

@@ -298,6 +298,7 @@ class App:
 
     def _after_load(self, snapshot: Snapshot) -> None:
         """Called when a configuration has been put into use."""
+        self._access.keep(self._core.pools.values(), snapshot.gateway.guards)
         pool = self._settings.gateway.pool
         if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
             self._has_pool.set()

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from extproc.api.connection import EngineConnection, EngineTls
+from extproc.api.guards import GuardService
 from extproc.api.load import load_snapshot
 from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
@@ -19,6 +20,7 @@ from extproc.core.record import Head
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import EngineTokenizer
 from tests.certificates import Authority
+from tests.extproc.scenes import core_of, endpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,6 +81,24 @@ async def test_files_that_never_were_good_are_an_error(tmp_path: Path) -> None:
     server = spec(EngineConnection(tls=EngineTls(ca_file=str(tmp_path / "ca"), server_name="a.example")))
     with pytest.raises(FileNotFoundError):
         await EngineAccess({}, Clock()).of(server, "a")
+
+
+async def test_a_connection_that_is_in_use_no_more_leaves_no_key_behind(tmp_path: Path) -> None:
+    accesses = EngineAccess({}, Clock(), tmp_path)
+    keys = {"engine": "key", "gone": "old"}
+    servers = {name: f"{endpoints('10.0.0.1:1')}connection: {{apiKeyFile: {key}}}" for name, key in keys.items()}
+    engine, gone = core_of(servers=servers).pools.values()
+    guard = GuardService(name="pii", url="http://10.0.0.1/", api_key_file="guard")
+    for connection in (engine.spec.connection, gone.spec.connection, guard.connection):
+        file = tmp_path / (connection.api_key_file or "")
+        file.write_text(f"sk-{file.name}")
+        await accesses.of_connection(connection)
+        file.unlink()
+    accesses.keep([engine], [guard])
+    assert (await accesses.of_connection(guard.connection)).authorization == "Bearer sk-guard"
+    assert (await accesses.of(engine.spec, "a")).authorization == "Bearer sk-key"
+    with pytest.raises(FileNotFoundError):
+        await accesses.of(gone.spec, "a")
 
 
 async def test_endpoints_may_have_names_of_their_own(tmp_path: Path) -> None:
