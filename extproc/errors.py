@@ -166,6 +166,27 @@ class GuardUnavailable(Refusal):
     outcome = "guard_unavailable"
 
 
+class PrefillRefused(Refusal):
+    """The prefill engine refuses the request, in its own words."""
+
+    outcome = "prefill_refused"
+    is_of_caller = True
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error_type = "invalid_request_error"
+
+
+class PrefillFailed(Refusal):
+    """The prefill engine does not answer, and the ModelServer wants no other one to compute the prompt."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "prefill_failed"
+    outcome = "prefill_failed"
+
+
 class QueueFull(Refusal):
     """The queue is full, or a request of higher priority evicted this one from it."""
 

@@ -186,8 +186,9 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``needs_model``: engines require ``model``; where a ModelRoute decides, every API needs it. ``waits_in_queue``:
     requests pass through flow control; not those for which engines compute nothing that others wait for. ``prompt``:
     what tokenizers read: ``messages`` of OpenAI's or Anthropic's form, ``text`` in the field ``prompt``, or ``tokens``
-    that the client has sent; None: nothing. ``takes_salt``: engines read ``cache_salt``. ``errors``: whose form
-    they have.
+    that the client has sent; None: nothing. ``takes_salt``: engines read ``cache_salt``. ``limits``: the fields by
+    which a client limits an answer's tokens; without any, no other engine can prefill the prompt. ``errors``: whose
+    form they have.
 
     ``usage``: what answers call the prompt's tokens. ``prompt_tokens`` stand anywhere; ``input_tokens`` stand beside
     JSON that clients and models wrote, and count in their own place only. ``reports_usage``: answers have usage.
@@ -210,6 +211,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     waits_in_queue: bool = True
     prompt: Literal["messages", "anthropic messages", "text", "tokens"] | None = None
     takes_salt: bool = False
+    limits: tuple[str, ...] = ()
     errors: Literal["openai", "anthropic"] = "openai"
     usage: Literal["prompt_tokens", "input_tokens"] = "prompt_tokens"
     reports_usage: bool = True
@@ -225,6 +227,7 @@ class Api(enum.Enum):
         fields_of=("messages",),
         prompt="messages",
         takes_salt=True,
+        limits=("max_tokens", "max_completion_tokens"),
         usage_if_asked=True,
         example={"messages": _MESSAGES, "max_tokens": 3},
         owner="OpenAI",
@@ -238,6 +241,7 @@ class Api(enum.Enum):
         fields_of=("prompt",),
         prompt="text",
         takes_salt=True,
+        limits=("max_tokens",),
         usage_if_asked=True,
         example={"prompt": "once upon", "max_tokens": 3},
         owner="OpenAI",
@@ -261,6 +265,7 @@ class Api(enum.Enum):
         parser="openai:responses",
         fields_of=("input",),
         takes_salt=True,
+        limits=("max_output_tokens",),
         usage="input_tokens",
         example={"input": "hello", "max_output_tokens": 3},
         owner="OpenAI",
@@ -274,6 +279,7 @@ class Api(enum.Enum):
         fields_of=("messages system", f"messages {ANTHROPIC_VERSION}"),
         prompt="anthropic messages",
         takes_salt=True,
+        limits=("max_tokens",),
         errors="anthropic",
         usage="input_tokens",
         example={"messages": _MESSAGES, "max_tokens": 3},
@@ -302,6 +308,7 @@ class Api(enum.Enum):
         needs_model=False,
         prompt="tokens",
         takes_salt=True,
+        limits=("sampling_params.max_tokens",),
         usage_if_asked=True,
         example={"token_ids": (1, 2), "sampling_params": {"max_tokens": 3}},
         owner="vLLM",

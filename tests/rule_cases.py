@@ -28,6 +28,12 @@ _ISSUER: Final = {
     "audiences": ["us"],
 }
 _ON_DEMAND: Final = {"adapters": [{"name": "a", "source": "/adapters/a"}]}
+_OWN_LEG: Final = {
+    "prefillLabels": {"role": "prefill"},
+    "decodeLabels": {"role": "decode"},
+    "leg": "Gateway",
+    "connector": "NixlConnector",
+}
 _TIER: Final = {"aboveInputTokens": 1000, "perMillion": {"input": "2"}}
 _CLIENT: Final = {"certFile": "client.crt", "keyFile": "client.key"}
 
@@ -163,6 +169,20 @@ CASES: Final = (
         _server(pdGroup={"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}}),
         ("pickerConfig",),
         "epp.yaml",
+    ),
+    Case(
+        "the gateway's leg has a connector",
+        "ModelServer",
+        _server(pdGroup=_OWN_LEG),
+        ("pdGroup", "connector"),
+        None,
+    ),
+    Case(
+        "the gateway's leg is vLLM's",
+        "ModelServer",
+        _server(pdGroup=_OWN_LEG),
+        ("engine",),
+        "SGLang",
     ),
     Case(
         "adapters on demand without pdGroup",

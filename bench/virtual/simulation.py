@@ -5,7 +5,8 @@ No Envoy, no HTTP: a request is picked for when it arrives or is released, and r
 vLLM's API server takes. The picker gets reports, KV events and adapters' loads as late as in reality (``Delays``).
 
 A request whose prefill is remote goes to the prefill engine first, and to the decode engine when that has answered; if
-KV caches are pushed in pieces, to both at once.
+KV caches are pushed in pieces, to both at once. Where extproc makes the leg, its core decides when that is; where a
+sidecar would, the simulation does.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from extproc.core.effects import (
     Decision,
     Held,
     LoadAdapter,
+    Prefill,
     RequestRefused,
     SettleGrant,
     WakeAt,
 )
 from extproc.core.guards import ALLOWED
-from extproc.core.record import Head, LoadResult, Outcome
+from extproc.core.record import Head, LoadResult, Outcome, PrefillResult
 from extproc.errors import Refusal
 from extproc.llmd.pickers import make_picker
 from extproc.prefix import kv_events
@@ -261,6 +263,9 @@ class Simulation:
         kv_bytes = next(iter(engines.values())).kv_bytes
         self.transfers = Transfers(self._events, pairing.network, kv_bytes=kv_bytes, pushes=pairing.pushes)
         self._legs: dict[int, Flight] = {}
+        # of those that extproc has requested, the request to the prefill engine, by ticket and by key
+        self._asked_legs: dict[str, PrefillLeg] = {}
+        self._asked_tickets: dict[int, str] = {}
         self._on_transfer = pairing.on_transfer
         self.engines = {address: self._engine(address, kind, token_observer) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
@@ -438,6 +443,8 @@ class Simulation:
                     self._store.settle(effect.grant, effect.used, now)
                 case LoadAdapter():
                     self.adapters.begin(effect, now)
+                case Prefill():
+                    self._ask_leg(effect, now)
                 case WakeAt():
                     self._wake_at(effect.at_s, now)
 
@@ -466,9 +473,14 @@ class Simulation:
             self._token_observer.sent(asked.session.label, decision, request.prompt_tokens, now)
         for observer in self._request_observers:
             observer.sent(request, address, now)
-        prefill = decision.assignment.prefill
+        prefill, flight = decision.assignment.prefill, self._flights[request.key]
+        flight.leg = self._asked_legs.pop(decision.ticket, None)
+        if flight.leg is not None:
+            # from here on as of a leg that a sidecar has made
+            self._add(address, request, now + LEG_S)
+            return
         if prefill is not None:
-            self._begin_leg(self._flights[request.key], request, prefill.address, now)
+            self._begin_leg(flight, request, prefill.address, now)
         if prefill is None or self.transfers.pushes:
             self._add(address, request, now)
 
@@ -483,6 +495,26 @@ class Simulation:
         self.transfers.expect(leg, self.engines[address], request, self.engines[flight.address])
         self._add(address, leg, now)
 
+    def _ask_leg(self, ask: Prefill, now: float) -> None:
+        """extproc requests a prefill. The decode engine that it has picked reserves blocks when it gets the request."""
+        request = self._held[ask.ticket].request
+        run = next(one.run for one in self.core.requests() if one.ticket == ask.ticket)
+        assert run is not None
+        leg = request.prefill_leg(next(self._keys))
+        self._asked_legs[ask.ticket] = PrefillLeg(ask.address, leg)
+        self._asked_tickets[leg.key] = ask.ticket
+        target = self.engines[run.assignment.endpoint.address]
+        self.transfers.expect(leg, self.engines[ask.address], request, target)
+        self._add(ask.address, leg, now)
+
+    def _end_asked_leg(self, ticket: str, leg: PrefillLeg, now: float) -> None:
+        leg.ended_at_s = now
+        cached = {"cached_tokens": leg.request.cached_tokens or 0}
+        usage = {"prompt_tokens": leg.request.prompt_tokens, "prompt_tokens_details": cached}
+        answer = {"kv_transfer_params": {"remote_request_id": ticket}, "usage": usage}
+        result = PrefillResult(ticket, status=200, body=msgspec.json.encode(answer), answered_at_s=now)
+        self._perform(self.core.on_result(result, now), now)
+
     def _end_leg(self, flight: Flight, now: float) -> None:
         assert flight.leg is not None
         flight.leg.ended_at_s = now
@@ -491,6 +523,10 @@ class Simulation:
 
     def _take_tokens(self, tokens: Iterable[Token], now: float) -> None:
         for token in tokens:
+            ticket = self._asked_tickets.pop(token.request.key, None)
+            if ticket is not None:
+                self._end_asked_leg(ticket, self._asked_legs[ticket], now)
+                continue
             if token.request.key in self._legs:
                 self._end_leg(self._legs.pop(token.request.key), now)
                 continue

@@ -56,6 +56,8 @@ SteeringField = Literal[
 MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt"]
 # All fields by which gateways steer engines.
 InternalField = Literal[SteeringField, MarkingField]
+# How engines hand KV caches over, by vLLM's names: one engine to another, or by way of a store that all of them read.
+Connector = Literal["NixlConnector", "ExampleConnector", "LMCacheConnectorV1"]
 
 
 class Activation(Spec, frozen=True):
@@ -126,7 +128,12 @@ class PdGroup(Spec, frozen=True):
     ``min_uncached_tokens``: the decode engine computes a prompt with fewer uncached tokens. ``decide_by``: whether it
     also computes longer ones where that takes fewer seconds, the transfer and stopped answers included.
     ``stall_weight``: of a second by which a running answer is stopped, where a second until a first token has 1.
+    ``leg``: who requests the prefill. ``connector``: how the KV cache comes to the decode engine.
+    ``on_prefill_failure``, ``prefill_timeout``, ``lease``: of the gateway's leg. ``lease``: how long a prefill engine
+    keeps what another has not fetched, vLLM's ``kv_lease_duration``.
     """
+
+    CEL: ClassVar = (Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),)
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
     decode_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -134,6 +141,20 @@ class PdGroup(Spec, frozen=True):
     min_uncached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 512
     decide_by: Literal["ExpectedSeconds", "UncachedTokens"] = "ExpectedSeconds"
     stall_weight: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.2
+    # Gateway: extproc, before Envoy sends the request to the decode engine. Sidecar: a program in the decode engine's
+    # pod, which reads the header x-prefiller-host-port.
+    leg: Literal["Gateway", "Sidecar"] = "Sidecar"
+    connector: Connector | None = None
+    # Local: the decode engine computes the prompt. Fail: the request is answered 503.
+    on_prefill_failure: Literal["Local", "Fail"] = "Local"
+    # The longest that a prefill may take.
+    prefill_timeout: Duration = Duration("60s")
+    lease: Duration = Duration("30s")
+
+    @property
+    def has_own_leg(self) -> bool:
+        """Whether extproc requests the prefill."""
+        return self.leg == "Gateway"
 
 
 class KvEventsSpec(Spec, frozen=True):
@@ -228,6 +249,10 @@ class ModelServerSpec(Spec, frozen=True):
         together("workloadSelector", "workloadPort"),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
+            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.engine) || self.engine == 'vLLM'",
+            "leg: Gateway has connectors of vLLM only; leave leg out",
+        ),
+        Rule(
             "!has(self.adapterLoading) || !has(self.pdGroup)",
             "adapters are loaded on demand where one engine does both prefill and decode; remove pdGroup or"
             " adapterLoading",
@@ -306,6 +331,7 @@ def longest_waits(spec: ModelServerSpec, control: FlowControl | None) -> dict[st
         "flowControl": None if control is None else control.longest_wait_s,
         "adapterLoading": None if spec.adapter_loading is None else spec.adapter_loading.timeout,
         "activation": None if spec.activation is None else spec.activation.hold_timeout,
+        "pdGroup": spec.pd_group.prefill_timeout if spec.pd_group is not None and spec.pd_group.has_own_leg else None,
     }
     return {name: float(wait_s) for name, wait_s in waits.items() if wait_s}
 
@@ -330,6 +356,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
     if spec.cache_scope_header is not None:
         yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
+    yield from _check_pairs(spec, spec.pd_group)
     yield from _check_adapters(spec, spec.adapter_loading)
     yield from _check_activation(spec.activation)
     yield from check_pricing(spec.pricing)
@@ -337,6 +364,19 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
         yield from check_flow_control(spec.flow_control)
     yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
+
+
+def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Finding]:
+    """extproc knows what to ask the prefill engine, and Envoy waits as long as that takes."""
+    if group is None:
+        return
+    path: Path = ("spec", "pdGroup")
+    yield from check_duration(group.prefill_timeout, (*path, "prefillTimeout"), longest_s=LONGEST_MESSAGE_S)
+    yield from check_duration(group.lease, (*path, "lease"))
+    if group.has_own_leg and group.connector is None:
+        yield (*path, "connector"), "leg: Gateway needs it; write the engines' kv_connector, or leave leg out"
+    if group.has_own_leg and spec.engine != "vLLM":
+        yield (*path, "leg"), f"extproc makes no leg for {spec.engine} yet; leave it out, and run a sidecar"
 
 
 def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> Iterator[Finding]:

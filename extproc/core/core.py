@@ -32,11 +32,13 @@ from extproc.core.peers import (
     PeerView,
     ProcessAlive,
     RequestEnded,
+    RequestPrefilled,
     RequestStarted,
 )
 from extproc.core.pipeline import AdmissionPipeline
+from extproc.core.prefill_leg import PrefillLegs
 from extproc.core.queue import AdmissionController
-from extproc.core.record import BUNDLE, Record
+from extproc.core.record import BUNDLE, LoadResult, PrefillResult, Record
 from extproc.core.request_builder import RequestBuilder
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, State
@@ -112,6 +114,7 @@ class Core:
             self._records, self.admission, self._accounts, self._dispatcher, rng=rng, has_peers=machine is not None
         )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
+        self._legs = PrefillLegs(self._records, self._dispatcher, self._running, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
 
     def apply(self, snapshot: Snapshot, now: float) -> list[Effect]:
@@ -232,7 +235,12 @@ class Core:
     def on_result(self, result: WorkResult, now: float) -> list[Effect]:
         """Work for requests that wait has ended, well or not."""
         out = list[Effect]()
-        self._pipeline.on_result(result, self.pools, now, out)
+        match result:
+            case LoadResult():
+                self._pipeline.adapters.on_adapter_load(result, self.pools.get(result.server), now, out)
+            case PrefillResult():
+                self._legs.on_result(result, self.pools, now, out)
+                self._pipeline.wake(now, out)
         return out
 
     def on_disconnect(self, ticket: str, now: float) -> list[Effect]:
@@ -242,6 +250,8 @@ class Core:
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
+        elif record.state is State.PREFILLING:
+            self._legs.leave(record, record.run, now, out)
         elif record.state is State.SETTLED:
             self._running.on_stream_closed(record, record.run, now, out)
         else:
@@ -256,6 +266,8 @@ class Core:
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
+        elif record.state is State.PREFILLING:
+            self._legs.leave(record, record.run, now, out)
         else:
             self._running.on_stream_closed(record, record.run, now, out)
         self._pipeline.wake(now, out)
@@ -282,14 +294,8 @@ class Core:
         self.peer_view.record_event(origin, now)
         for event in batch.events:
             match event:
-                case RequestStarted():
-                    gate = self.admission.gates.get(event.server)
-                    if self._running.repeat(event, origin, self.pools.get(event.server), gate, now):
-                        self.peer_view.add_request(origin, event.ticket)
-                case RequestEnded():
-                    self._running.finish_elsewhere(
-                        [event.ticket] if self.peer_view.remove_request(origin, event.ticket) else [], now, out
-                    )
+                case RequestStarted() | RequestPrefilled() | RequestEnded():
+                    self._repeat(event, origin, now, out)
                 case OutcomeKnown():
                     self._running.settle(event.outcome, now, out)
                 case EngineReported():
@@ -303,6 +309,20 @@ class Core:
                     self.levels.ingest(event, origin, now, out)
         self._pipeline.wake(now, out)
         return out
+
+    def _repeat(
+        self, event: RequestStarted | RequestPrefilled | RequestEnded, origin: str, now: float, out: list[Effect]
+    ) -> None:
+        """Count a request of the process ``origin`` as it does."""
+        match event:
+            case RequestStarted():
+                gate = self.admission.gates.get(event.server)
+                if self._running.repeat(event, origin, self.pools.get(event.server), gate, now):
+                    self.peer_view.add_request(origin, event.ticket)
+            case RequestPrefilled():
+                self._running.on_prefilled(event, now, out)
+            case RequestEnded() if self.peer_view.remove_request(origin, event.ticket):
+                self._running.finish_elsewhere([event.ticket], now, out)
 
     def heartbeat(self, now: float) -> list[Effect]:
         """Send the list of requests that run here, and end the requests of processes that are silent."""

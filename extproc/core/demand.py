@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from extproc.core.record import Arrival, Outcome, Record, Run
-    from extproc.scheduling.pool import Pool
+    from extproc.scheduling.pool import Assignment, Pool
 
 
 # Counters of servers that have left the configuration are kept, so that they continue if the server returns: at most so
@@ -163,6 +163,17 @@ def count_dispatch(record: Record, run: Run) -> None:
     meter.server.begin_run(assignment.endpoint.address, assignment.tokens)
     if assignment.prefill is not None:
         meter.server.begin_run(assignment.prefill.address, assignment.tokens)
+
+
+def count_prefill_end(record: Record, run: Run, before: Assignment) -> None:
+    """Its prefill engine is free of it, and it may be at another decode engine than ``before``."""
+    if record.meter is None or before.prefill is None:
+        return
+    server, assignment = record.meter.server, run.assignment
+    server.end_run(before.prefill.address, before.tokens)
+    if assignment.endpoint.address != before.endpoint.address:
+        server.end_run(before.endpoint.address, before.tokens)
+        server.begin_run(assignment.endpoint.address, assignment.tokens)
 
 
 def count_request_end(record: Record, run: Run) -> None:

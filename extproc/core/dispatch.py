@@ -6,23 +6,27 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from extproc.admission.flows import QueuedRequest
 from extproc.admission.limits import Usage
 from extproc.admission.objectives import ObjectiveTable
 from extproc.admission.queue import weighted_tokens
 from extproc.api.used_tokens import Expected
 from extproc.core.demand import count_dispatch, count_refusal
-from extproc.core.effects import Broadcast, Decision, Effect, Fault, RequestJudged, RequestRefused
-from extproc.core.explanation import explain_pick
+from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused
+from extproc.core.explanation import Explanation, explain_pick
 from extproc.core.feedback import OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
+from extproc.core.prefill import Leg, prefill_of, why_served_whole
 from extproc.core.record import Record, Run, SentRequest
 from extproc.core.states import WAITING, Event, State
 from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
 from extproc.request.form import read_form, with_fields
+from extproc.request.prefill import Changes
 from extproc.request.rewrite import is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
@@ -35,17 +39,28 @@ if TYPE_CHECKING:
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
-    from extproc.core.record import Arrival, Attachment
+    from extproc.core.record import Arrival, Attachment, PrefillLeg
     from extproc.endpoints.table import Bools
     from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.picker import PluginFailed
-    from extproc.scheduling.pool import Assignment, Pool
+    from extproc.scheduling.pool import Assignment, Consideration, Pool
 
 
 def no_longer_served(server: str) -> NoEndpoint:
     """For a request whose server left the configuration before an engine got it."""
     return NoEndpoint(f"The model is not served any more by '{server}'.")
+
+
+class PendingDecision(msgspec.Struct, frozen=True):
+    """What a pick knows of its decision. ``body``: what an engine that computes the prompt itself gets instead of the
+    client's, None for that. ``whole``: see Decision.
+    """
+
+    body: bytes | None
+    adds_usage: bool
+    explanation: Explanation | None = None
+    whole: str = ""
 
 
 class Dispatcher:
@@ -66,6 +81,8 @@ class Dispatcher:
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
+        # one for each record in state PREFILLING
+        self.legs: dict[str, tuple[Leg, PendingDecision]] = {}
         # the configuration has a usage log
         self.logs_usage = False
         # those of the configuration
@@ -139,11 +156,12 @@ class Dispatcher:
         gate: Gate | None = None,
         with_room: Bools | None = None,
         expectation: Expectation | None = None,
-    ) -> Decision:
+    ) -> Decision | Held:
         """Pick endpoints, and count the request as running there. Raises a Refusal, with nothing counted.
 
-        ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room;
-        None: all have. ``expectation``: of its prompt, computed if not given.
+        Held: its prompt is computed first, by another engine than the one that answers. ``gate``: of its server, if the
+        request has passed one. ``with_room``: by row, whether the endpoint has room; None: all have. ``expectation``:
+        of its prompt, computed if not given.
         """
         arrival = record.arrived
         request, pool, queued = arrival.request, arrival.pool, record.queued
@@ -153,15 +171,11 @@ class Dispatcher:
         )
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
-        adds_usage = asks_for_usage(arrival, record.attachment)
-        body = changed_body(arrival, with_usage=adds_usage)
-        explanation = None
-        if record.wants_reasons:
-            explanation = explain_pick(
-                considered, arrival, record.trace, record.placement, record.forecast, guarded=record.guarded
-            )
+        base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
+        pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(arrival, considered, base)
+        prefill = None if leg is None else prefill_of(leg, record, now)
         # from here on the request counts, and nothing may fail
-        self.put(record, State.RUNNING, now)
+        self.put(record, State.RUNNING if leg is None else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
         assignment, pins = pool.commit(considered, now, output_tokens)
@@ -176,7 +190,7 @@ class Dispatcher:
                 is_streamed=request.is_streamed,
                 tenant=arrival.tenant,
                 answers=request.answers,
-                expects_usage=request.asks_for_usage or adds_usage,
+                expects_usage=request.asks_for_usage or pending.adds_usage,
                 waited_s=record.held_s,
                 checks_refusal=_checks_refusal(record.attachment, pool, assignment, now),
             ),
@@ -196,33 +210,73 @@ class Dispatcher:
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         count_dispatch(record, run)
-        # an outcome may take hours, or never come: the prompt is not kept that long
-        record.arrival, record.tokens = None, None
         self._accounts.report_soft(record.grants, out)
         self._overdue.sweep(pool, now, out)
         if self._has_peers:
             out.append(Broadcast(_started(record, run)))
-        run.expected = _expected(run, request)
+        if leg is None or prefill is None:
+            return self.decide(record, run, pending, body=pending.body)
+        self.legs[record.ticket] = leg, pending
+        out.append(prefill)
+        return Held(record.ticket, State.PREFILLING, prefill.timeout_s)
+
+    def decide(
+        self,
+        record: Record,
+        run: Run,
+        pending: PendingDecision,
+        *,
+        body: bytes | None,
+        leg: PrefillLeg | None = None,
+        is_leased: bool = False,
+    ) -> Decision:
+        """The request goes to the engine that answers. ``body``: in place of the client's, None for that. ``leg``,
+        ``is_leased``: see Decision.
+        """
+        arrival = record.arrived
+        # an outcome may take hours, or never come: the prompt is not kept that long
+        record.arrival, record.tokens = None, None
+        run.expected = _expected(run, arrival.request)
         usage = None
         if self.logs_usage:
-            usage = usage_of_decision(arrival, assignment, record.ticket, expected=run.expected, price=run.price)
+            usage = usage_of_decision(arrival, run.assignment, record.ticket, expected=run.expected, price=run.price)
         return Decision(
             ticket=record.ticket,
             server=arrival.destination.server,
             tenant=arrival.tenant,
-            assignment=assignment,
+            assignment=run.assignment,
             body=body,
-            explanation=explanation,
-            queued=queued,
+            explanation=pending.explanation,
+            queued=record.queued,
             was_held=record.was_held,
             waits=record.waits,
             grants=record.grants,
-            adds_usage=adds_usage,
+            adds_usage=pending.adds_usage,
             checks_refusal=bool(run.sent.checks_refusal),
-            policy=pool.spec.traffic_policy.route,
+            policy=run.pool.spec.traffic_policy.route,
             usage=usage,
             tier="" if record.placement is None else record.placement.choice.reason,
+            leg=leg,
+            is_leased=is_leased,
+            whole=pending.whole,
         )
+
+
+def _pending(record: Record, considered: Consideration, base: Changes, whole: str) -> PendingDecision:
+    """Before anything is counted. ``base``: see ``changes_for``."""
+    arrival, explanation = record.arrived, None
+    if record.wants_reasons:
+        explanation = explain_pick(
+            considered, arrival, record.trace, record.placement, record.forecast, guarded=record.guarded
+        )
+    adds_usage = "stream_options" in base.fields
+    return PendingDecision(changed_body(arrival, base), adds_usage, explanation, whole)
+
+
+def _leg_of(arrival: Arrival, considered: Consideration, base: Changes) -> Leg | None:
+    """The leg that extproc makes, None if it makes none."""
+    protocol, row = arrival.pool.prefill_protocol, considered.pick.prefill_row
+    return None if protocol is None or row is None else Leg(protocol, arrival, base, arrival.pool.table.addresses[row])
 
 
 def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:
@@ -265,6 +319,7 @@ def constraints_of(
         is_trusted=arrival.head.is_trusted,
         tenant=arrival.tenant,
         priority=arrival.priority,
+        whole=why_served_whole(arrival),
     )
 
 
@@ -340,17 +395,11 @@ def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
     return hides_usage or not request.declines_usage
 
 
-def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
-    """The body as its engine is to read it; None if the client's own will do.
-
-    It has the engines' model name, usage asked for if ``with_usage`` (see ``asks_for_usage``), the gateway's cache
-    salt, and none of the fields that clients may not set. An engine must read what was read here: names that are
-    repeated or escaped come out once and plain.
+def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
+    """What an engine must read otherwise than the client wrote it: the engines' model name, usage asked for if
+    ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt, and none of the fields that clients may not set.
     """
-    request = arrival.request
-    if request.api is None:
-        return None
-    changes: dict[str, object] = {}
+    request, changes = arrival.request, dict[str, object]()
     if arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:
@@ -358,12 +407,22 @@ def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
     if with_usage:
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
-    dropped = [name for name in request.internal_fields if name not in allowed]
+    return Changes(changes, tuple([name for name in request.internal_fields if name not in allowed]))
+
+
+def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
+    """The body as its engine is to read it; None if the client's own will do.
+
+    An engine must read what was read here: names that are repeated or escaped come out once and plain.
+    """
+    request, fields, dropped = arrival.request, changes.fields, changes.without
+    if request.api is None:
+        return None
     if request.api.spec.body == "form":
-        if not changes and not dropped:
+        if not fields and not dropped:
             return None
         form = read_form(arrival.body, arrival.head.headers.get("content-type", ""))
-        return with_fields(form, {name: str(value) for name, value in changes.items()}, without=dropped)
-    if not changes and not dropped and is_plain(arrival.body, request.contents):
+        return with_fields(form, {name: str(value) for name, value in fields.items()}, without=dropped)
+    if not fields and not dropped and is_plain(arrival.body, request.contents):
         return arrival.body if arrival.is_changed else None
-    return with_changes(arrival.body, changes, request.contents, without=dropped)
+    return with_changes(arrival.body, fields, request.contents, without=dropped)

@@ -17,7 +17,7 @@ from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
-from extproc.core.record import NO_WAITS, Arrival, Forecast, LoadResult, Outcome
+from extproc.core.record import NO_WAITS, Arrival, Forecast, LoadResult, Outcome, PrefillLeg
 from extproc.core.states import State
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
@@ -34,7 +34,9 @@ class Decision(msgspec.Struct, frozen=True):
     ``adds_usage``: extproc requested usage that the client did not ask for, so it must be removed from the answer.
     ``policy``: the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage
     log, None without one. ``tier``: why it goes to its tier, empty if its rule has none. ``checks_refusal``: if the
-    first endpoint refuses it, Envoy tries the next one.
+    first endpoint refuses it, Envoy tries the next one. ``leg``: the prefill that extproc has requested, None without.
+    ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``whole``: why its
+    prompt could not be prefilled by another engine, empty if it could, or if no leg is extproc's.
     """
 
     ticket: str
@@ -52,11 +54,26 @@ class Decision(msgspec.Struct, frozen=True):
     policy: str = ""
     usage: UsageContext | None = None
     tier: str = ""
+    leg: PrefillLeg | None = None
+    is_leased: bool = False
+    whole: str = ""
 
     @property
     def held_s(self) -> float:
-        """All of its waits."""
+        """All of its waits, and its prefill."""
         return sum(self.waits.values())
+
+    @property
+    def prefilled_by(self) -> str:
+        """The address of the engine that computes the prompt, if it is another one; else empty."""
+        if self.leg is not None:
+            return self.leg.address if self.leg.outcome == "prefilled" else ""
+        return "" if self.assignment.prefill is None else self.assignment.prefill.address
+
+    @property
+    def waited_s(self) -> float:
+        """All of its waits, until its engines were picked."""
+        return sum(waited_s for state, waited_s in self.waits.items() if state is not State.PREFILLING)
 
 
 class RequestRefused(msgspec.Struct, frozen=True):
@@ -150,6 +167,36 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     source: str
     unload: str | None
     timeout_s: float
+
+
+class Prefill(msgspec.Struct, frozen=True):
+    """Have the engine at ``address`` compute a request's prompt for another, then ``on_result`` with a PrefillResult.
+
+    ``headers``: of the request, for both engines. ``timeout_s``: for all of it.
+    """
+
+    ticket: str
+    server: str
+    address: str
+    path: str
+    body: bytes
+    headers: Mapping[str, str]
+    timeout_s: float
+
+
+class CancelPrefill(msgspec.Struct, frozen=True):
+    """The client of a request that prefills went away: end the call. No result is needed."""
+
+    ticket: str
+
+
+class PrefillEnded(msgspec.Struct, frozen=True):
+    """A prefill has ended, well or not. ``goes_on``: its request does, which is not so after a refusal."""
+
+    ticket: str
+    server: str
+    leg: PrefillLeg
+    goes_on: bool
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
@@ -278,7 +325,7 @@ Pending = AskLimits | AskGuard | AskTokens | Held
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
 # What is done outside of the core for requests that wait; ``on_result`` gets a WorkResult.
-Work = LoadAdapter
+Work = LoadAdapter | Prefill | CancelPrefill
 Effect = (
     Decision
     | RequestRefused
@@ -290,6 +337,7 @@ Effect = (
     | EngineStarted
     | Work
     | LoadEnded
+    | PrefillEnded
     | Held
     | ClientLeft
     | SettleGrant

@@ -133,7 +133,8 @@ def _count(
     """
     pool, health = run.pool, run.pool.table.healths[row]
     if failure is None:
-        if run.is_on_time:
+        # a prefill is no whole answer
+        if run.is_on_time and not run.is_leg:
             _learn_duration(run, now)
         if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s, tenant=run.sent.tenant):
             out.append(HealthChanged(pool.name, pool.table.addresses[row], None))
@@ -263,9 +264,14 @@ def update_estimates(run: Run, outcome: Outcome, now: float, *, is_ours: bool, h
     if run.has_stored_prompt and run.input_estimate is not None and outcome.prompt_tokens is not None:
         run.input_estimate.learn_stored(outcome.prompt_tokens)
     _learn_turn(run, outcome)
-    if outcome.served == run.assignment.endpoint.address:
+    if outcome.served != run.assignment.endpoint.address:
+        return
+    if run.prefilled_by:
+        _learn_transfer(run, outcome)
+    else:
         _learn_rate(run, outcome)
         _learn_prefix(run, outcome)
+    _learn_latency(run, outcome)
 
 
 def lost_adapter(run: Run, outcome: Outcome, now: float) -> None:
@@ -358,6 +364,21 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
     cost.learn(uncached=uncached, cached=cached, seconds=seconds, share=own / (own + ahead + 1.0))
     tokens_ahead = ahead + own + cost.overhead
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
+
+
+def _learn_transfer(run: Run, outcome: Outcome) -> None:
+    """From the end of a prefill to the first token: the KV cache's way, and one step of the decode engine."""
+    if run.sent.is_streamed and outcome.ttfb_s is not None and run.pool.transfers is not None:
+        assignment = run.assignment
+        run.pool.transfers.learn(
+            run.prefilled_by, assignment.endpoint.address, tokens=assignment.moved_tokens, seconds=outcome.ttfb_s
+        )
+
+
+def _learn_latency(run: Run, outcome: Outcome) -> None:
+    if not run.sent.is_streamed or outcome.ttfb_s is None:
+        return
+    pool, assignment = run.pool, run.assignment
     if pool.table.is_current(assignment.endpoint):
         # of each answer: all are written side by side
         written = (outcome.completion_tokens or 0) / max(1, run.sent.answers) - 1

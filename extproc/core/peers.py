@@ -44,6 +44,18 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     service: float = 0.0
 
 
+class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+    """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
+    ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
+    """
+
+    ticket: str
+    outcome: Outcome | None
+    is_done: bool
+    is_leased: bool
+    waited_s: float
+
+
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
     """The stream of a request is closed."""
 
@@ -113,6 +125,7 @@ class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 PeerEvent = (
     RequestStarted
+    | RequestPrefilled
     | RequestEnded
     | OutcomeKnown
     | EngineReported

@@ -45,7 +45,6 @@ from extproc.core.explanation import (
 from extproc.core.forecasts import Forecaster
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
 from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
-from extproc.core.record import LoadResult
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
@@ -59,10 +58,9 @@ if TYPE_CHECKING:
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival, Attachment, Placement, Record, WorkResult
+    from extproc.core.record import Arrival, Attachment, Placement, Record
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools
-    from extproc.scheduling.pool import Pool
 
 # The values with which a shell may resume a request: the answer, or None if there is none.
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
@@ -188,12 +186,6 @@ class AdmissionPipeline:
         """Send on held requests that can go, and refuse those that have waited too long."""
         for wait in self._waits:
             wait.tick(now, out)
-
-    def on_result(self, result: WorkResult, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
-        """Work for requests that wait has ended, well or not."""
-        match result:
-            case LoadResult():
-                self.adapters.on_adapter_load(result, pools.get(result.server), now, out)
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""

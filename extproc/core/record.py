@@ -21,7 +21,7 @@ from extproc.api.pricing import Price, cost_micros
 from extproc.api.usage import UsageCounts
 from extproc.api.used_tokens import Answer, Expected, used_tokens
 from extproc.core.demand_meter import ModelMeter
-from extproc.core.states import WAITING, Event, IllegalEvent, State, successors
+from extproc.core.states import HELD, Event, IllegalEvent, State, successors
 from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Pin, Tail
@@ -33,6 +33,20 @@ from extproc.scheduling.pool import Assignment, Pool
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 NO_WAITS: Final[Mapping[State, float]] = MappingProxyType({})
 OURS: Final = ""
+# refused: by the engine, for a fault of the request. unreadable: too long, or of another form. not_asked: too
+# many at once, here. expired: it came too late to be used. left: its client did.
+PrefillOutcome = Literal[
+    "prefilled",
+    "refused",
+    "error",
+    "unreachable",
+    "timeout",
+    "unreadable",
+    "no_parameters",
+    "not_asked",
+    "expired",
+    "left",
+]
 _NOTHING: Final = Expected()
 
 
@@ -165,8 +179,32 @@ class LoadResult(msgspec.Struct, frozen=True):
     duration_s: float = 0.0
 
 
+class PrefillResult(msgspec.Struct, frozen=True):
+    """What became of a Prefill. ``failure``: why there is no answer; else it has ``status`` and ``body``.
+    ``answered_at_s``: when the engine began to answer. ``detail``: for the log.
+    """
+
+    ticket: str
+    failure: Literal["", "unreachable", "timeout", "unreadable", "not_asked"] = ""
+    status: int = 0
+    body: bytes = b""
+    answered_at_s: float = 0.0
+    detail: str = ""
+
+
 # Of what is done outside of the core for requests that wait.
-WorkResult = LoadResult
+WorkResult = LoadResult | PrefillResult
+
+
+class PrefillLeg(msgspec.Struct, frozen=True):
+    """What became of a prefill at the engine at ``address``. ``outcome``: "prefilled", or why the decode engine gets
+    nothing of it. ``detail``: for the log.
+    """
+
+    address: str
+    outcome: PrefillOutcome
+    took_s: float
+    detail: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -232,7 +270,8 @@ class Run(msgspec.Struct):
     failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved by it. ``is_for_model``: it asks
     for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived, None
     if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``: those of its class,
-    None if it has none. ``model``: as its engine was asked.
+    None if it has none. ``model``: as its engine was asked. ``prefilled_by``: the address of the engine that has
+    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg.
     """
 
     pool: Pool
@@ -254,6 +293,8 @@ class Run(msgspec.Struct):
     expected: Expected = _NOTHING
     objectives: ObjectiveClass | None = None
     model: str = ""
+    prefilled_by: str = ""
+    is_leg: bool = False
 
     def used_tokens(self, outcome: Outcome) -> Usage:
         """The tokens that a request used, and what they cost; none if no engine answered it."""
@@ -363,7 +404,7 @@ class Record(msgspec.Struct):
         """
         if state not in self.successors:
             raise IllegalEvent(f"{self.event.name} to {state.name}", self.state.name, f"request {self.ticket}")
-        if self.state in WAITING:
+        if self.state in HELD:
             self.waits = {**self.waits, self.state: self.waits.get(self.state, 0.0) + now - self.since_s}
         self.state, self.since_s = state, now
 

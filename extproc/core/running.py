@@ -17,6 +17,7 @@ from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettle
 from extproc.core.feedback import lost_adapter, record_endpoint_outcome, update_estimates
 from extproc.core.objectives import judge, judge_departure, times_of
 from extproc.core.peers import RequestEnded
+from extproc.core.prefill import end_leg
 from extproc.core.states import IN_FLIGHT, Event, State
 from extproc.scheduling.model_check import on_model_outcome
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
-    from extproc.core.peers import RequestStarted
+    from extproc.core.peers import RequestPrefilled, RequestStarted
     from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool
 
@@ -75,11 +76,21 @@ class RunningRequests:
     def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""
         self._remove(record, now)
-        self._free(record, run, now, out)
-        self._accounts.close(record, None, 0.0, now, out)
+        self.release(record, run, now, out)
         if run.objectives is not None:
             verdicts = judge_departure(run.objectives, now - record.arrived_at_s, is_streamed=run.sent.is_streamed)
             out.append(RequestJudged(run.objectives, verdicts))
+
+    def release(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+        """It is refused although its engines were picked: they are free of it, and it costs nothing."""
+        self._free(record, run, now, out)
+        self._accounts.close(record, None, 0.0, now, out)
+
+    def on_prefilled(self, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
+        """The prefill of another process's request has ended."""
+        record = self._records.get(event.ticket)
+        if record is not None and record.run is not None and record.state in IN_FLIGHT and not record.is_ours:
+            end_leg(record, record.run, event, now, out)
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
         """Learn from the outcome of a request, and correct what it was charged."""

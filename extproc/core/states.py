@@ -3,11 +3,12 @@
 
     ABSENT ──▶ ASKING_LIMITS ──▶ ASKING_GUARD ──▶ ASKING_TOKENS ──▶ AWAITING_ENGINE ──▶ LOADING ──▶ QUEUED
                                                                                                       ▼
-                                                                   ABSENT ◀── ENDED or SETTLED ◀── RUNNING
+                                                    ABSENT ◀── ENDED or SETTLED ◀── RUNNING ◀── PREFILLING
 
 Any of the states before RUNNING may be skipped, and a refusal ends them. A queued request whose turn comes when its
-adapter is gone waits for it again; one whose server has lost its last engine waits for the next one. A running request
-has two ends, in any order: its stream closes (FINISHED), and its outcome becomes known (OUTCOME).
+adapter is gone waits for it again; one whose server has lost its last engine waits for the next one. A prefilling
+request counts at both of its engines. A running request has two ends, in any order: its stream closes (FINISHED), and
+its outcome becomes known (OUTCOME).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 # The event is known to come late or twice, and changes nothing.
 IGNORED: Final[frozenset[State]] = frozenset()
 # What it does or waits for, in spans and on the console.
-StepName = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue"]
+StepName = Literal["limits", "guard", "tokenize", "engine", "adapter", "queue", "prefill"]
 
 
 class State(enum.IntEnum):
@@ -41,12 +42,14 @@ class State(enum.IntEnum):
     # its adapter is being loaded, or waits for room at an engine
     LOADING = 5
     QUEUED = 6
+    # its engines are picked, and one of them computes its prompt for the other
+    PREFILLING = 7
     # sent to an engine, and its stream is open
-    RUNNING = 7
+    RUNNING = 8
     # the same, and its outcome is known
-    SETTLED = 8
+    SETTLED = 9
     # its stream is closed, and its outcome is not known yet
-    ENDED = 9
+    ENDED = 10
 
 
 class Event(enum.IntEnum):
@@ -57,7 +60,7 @@ class Event(enum.IntEnum):
     STARTED_ELSEWHERE = 1
     # the answer to its request for a grant, to its guard or for tokens, or that there is none
     ANSWERED = 2
-    # what it waited for is there: an engine, its adapter, its turn
+    # what it waited for is there: an engine, its adapter, its turn; or the prefill engine has answered, well or not
     GRANTED = 3
     # it waited too long, or gave way to another
     GIVEN_UP = 4
@@ -119,6 +122,7 @@ TRANSITIONS: Final[dict[State, dict[Event, frozenset[State]]]] = {
         for state in State
         if State.LOADING <= state <= State.QUEUED
     },
+    State.PREFILLING: {**_BEFORE, Event.GRANTED: _to(State.RUNNING, State.ABSENT)},
     State.RUNNING: {
         **_LATE,
         Event.LEFT: _GONE,  # the answer reached no gateway, so no engine got the request
@@ -146,8 +150,10 @@ ASKING: Final = _states_that_take(Event.ANSWERED)
 WAITING: Final = _states_that_take(Event.GIVEN_UP)
 # It is held for something that only its server's engines have.
 WAITING_AT_ENGINES: Final = _states_that_take(Event.ENGINES_GONE)
-# Its stream is open at an engine: bytes may still flow.
-IN_FLIGHT: Final = _to(State.RUNNING, State.SETTLED)
+# Its stream waits for a decision, and that time is not the answer's.
+HELD: Final = _states_that_take(Event.GRANTED)
+# It counts at its engines: bytes may still flow.
+IN_FLIGHT: Final = _to(State.PREFILLING, State.RUNNING, State.SETTLED)
 
 STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
     {
@@ -157,6 +163,7 @@ STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
         State.AWAITING_ENGINE: "engine",
         State.LOADING: "adapter",
         State.QUEUED: "queue",
+        State.PREFILLING: "prefill",
     }
 )
 

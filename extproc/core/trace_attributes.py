@@ -42,7 +42,7 @@ def tags_of(arrival: Arrival) -> dict[str, str | int]:
 
 def decision_tags(decision: Decision) -> dict[str, str | int]:
     """What a decision adds to them."""
-    return {"server": decision.server, "queue_ms": round(1000 * decision.held_s)}
+    return {"server": decision.server, "queue_ms": round(1000 * decision.waited_s)}
 
 
 def pick_attributes(decision: Decision) -> Attributes:
@@ -53,8 +53,8 @@ def pick_attributes(decision: Decision) -> Attributes:
         "attache.pick.input_tokens": round(assignment.input_tokens),
         "attache.pick.cached_tokens": round(assignment.cached_tokens),
     }
-    if assignment.prefill is not None:
-        found["attache.pick.prefill"] = assignment.prefill.address
+    if decision.prefilled_by:
+        found["attache.pick.prefill"] = decision.prefilled_by
     if decision.explanation is not None and (scores := best_scores(decision.explanation)):
         found["attache.pick.best"] = scores
     return found

@@ -160,6 +160,50 @@ def is_unloaded(status: int, body: bytes) -> bool:
     return 200 <= status < 300 or status == 404 or bool(_NOT_THERE.search(message_of(body)))
 
 
+class PrefillAnswer(msgspec.Struct, frozen=True):
+    """What an engine answers to a prefill for another. ``parameters``: an object by which the other finds the KV cache,
+    empty if there is none. The tokens: of the prompt, None if they are not reported.
+    """
+
+    parameters: msgspec.Raw = msgspec.Raw()
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """In OpenAI's forms, and in Anthropic's, whose ``input_tokens`` are those that were not cached."""
+
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+    input_tokens: int | None = None
+    input_tokens_details: _CachedTokens | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class _PrefillBody(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    usage: _Usage | None = None
+
+
+def prefill_in(body: bytes) -> PrefillAnswer:
+    """A prefill engine's answer of any API. Raises Unreadable."""
+    found = parse_json(_prefilled, body, "the answer to a prefill")
+    # a copy: the whole answer would stay with it
+    parameters = bytes(found.kv_transfer_params)
+    parameters = msgspec.Raw(parameters if parameters.startswith(b"{") else b"")
+    usage = found.usage or _Usage()
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    if usage.prompt_tokens is not None or usage.cache_read_input_tokens is None:
+        tokens = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        return PrefillAnswer(parameters, tokens, None if details is None else details.cached_tokens)
+    cached = usage.cache_read_input_tokens
+    return PrefillAnswer(parameters, (usage.input_tokens or 0) + cached, cached)
+
+
 def message_of(body: bytes) -> str:
     """The message of an answer, whatever its shape, in one line that a log may have."""
     content = _content(body)
@@ -179,4 +223,5 @@ def _content(body: bytes) -> Any:  # noqa: ANN401 - whatever a server of unknown
 
 _models: Final = msgspec.json.Decoder(_Models)
 _listed: Final = msgspec.json.Decoder(_ListedModels)
+_prefilled: Final = msgspec.json.Decoder(_PrefillBody)
 _repository: Final = msgspec.json.Decoder(list[_InRepository])

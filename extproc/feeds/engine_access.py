@@ -8,10 +8,12 @@ else: redirects are not followed. Answers are bounded in bytes and time, and are
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import ssl
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -33,8 +35,10 @@ log = logging.getLogger(__name__)
 # Files are read again for a connection that is made this long after they were read last.
 _FRESH_S: Final = 2.0
 _Content = tuple[bytes | None, ...]
-_CONNECT_S: Final = 3.0
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
+# With longer ones, the HTTP client writes a body in pieces.
+_PIECE_BYTES: Final = 1 << 16
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class ConnectionSettings(msgspec.Struct, frozen=True):
@@ -168,20 +172,22 @@ def _context(tls: EngineTls, folder: Path) -> ssl.SSLContext:
 
 
 class EngineResponse(msgspec.Struct, frozen=True):
-    """Of any status but a redirect."""
+    """Of any status but a redirect. ``read_s``: since it began."""
 
     status: int
     body: bytes
+    read_s: float = 0.0
 
 
 class EngineHttp:
     """Connections to all engines. Made inside the event loop."""
 
-    def __init__(self, access: EngineAccess) -> None:
-        """``access``: TLS and keys of engines."""
+    def __init__(self, access: EngineAccess, *, most_connections: int = 100) -> None:
+        """``access``: TLS and keys of engines. ``most_connections``: 0: any number."""
         self._access = access
         self._http = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            connector=aiohttp.TCPConnector(limit=most_connections),
+            timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
@@ -200,38 +206,55 @@ class EngineHttp:
         timeout_s: float,
         most_bytes: int,
         agent_port: int | None = None,
+        headers: Mapping[str, str] = _NONE,
     ) -> EngineResponse:
         """``body`` is JSON. ``agent_port``: of the agent beside the engine, which speaks plain HTTP, in its place.
+        ``headers``: beside the usual ones.
 
         Raises OSError without an answer, TimeoutError included, and Unreadable for an answer of another form.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._post(spec, address, path, body, most_bytes, agent_port)
+                async with await self._request(spec, address, path, body, agent_port, headers) as answer:
+                    return await _read(answer, most_bytes)
         except aiohttp.ClientConnectionError as error:
             raise ConnectionError(f"{address}{path}: {error}") from error
         except aiohttp.ClientError as error:
             raise Unreadable(f"{address}{path} answers no HTTP: {error}; see what runs there") from error
 
-    async def _post(
-        self, spec: ModelServerSpec, address: str, path: str, body: bytes, most_bytes: int, agent_port: int | None
-    ) -> EngineResponse:
+    async def _request(
+        self,
+        spec: ModelServerSpec,
+        address: str,
+        path: str,
+        body: bytes,
+        agent_port: int | None,
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
         access = await self._access.of(spec, address)
         is_plain = agent_port is not None or access.tls is None
         host = address if agent_port is None else f"{address.rpartition(':')[0]}:{agent_port}"
-        async with self._http.post(
+        own = _HEADERS | ({"authorization": access.authorization} if access.authorization else {})
+        return await self._http.post(
             f"{'http' if is_plain else 'https'}://{host}{path}",
-            data=body,
-            headers=_HEADERS | ({"authorization": access.authorization} if access.authorization else {}),
+            data=io.BytesIO(body) if len(body) > _PIECE_BYTES else body,
+            headers={**headers, **own},
             ssl=True if is_plain else access.tls or True,
             server_hostname=None if is_plain else access.server_name,
             allow_redirects=False,
-        ) as answer:
-            if 300 <= answer.status < 400:
-                raise Unreadable(f"{host}{path} redirects ({answer.status}), which is not followed; write where it is")
-            read = bytearray()
-            async for piece in answer.content.iter_any():
-                read += piece
-                if len(read) > most_bytes:
-                    raise Unreadable(f"{host}{path} answers more than {most_bytes} bytes; see what runs there")
-            return EngineResponse(answer.status, bytes(read))
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=float(spec.traffic_policy.connect_timeout)),
+        )
+
+
+async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> EngineResponse:
+    """Raises Unreadable."""
+    where = f"{answer.url.authority}{answer.url.path}"
+    if 300 <= answer.status < 400:
+        raise Unreadable(f"{where} redirects ({answer.status}), which is not followed; write where it is")
+    read, clock = bytearray(), asyncio.get_running_loop().time
+    began_s = clock()
+    async for piece in answer.content.iter_any():
+        read += piece
+        if len(read) > most_bytes:
+            raise Unreadable(f"{where} answers more than {most_bytes} bytes; see what runs there")
+    return EngineResponse(answer.status, bytes(read), clock() - began_s)

@@ -74,6 +74,8 @@ class DecisionLog:
             for state, waited_s in decision.waits.items()
             if waited_s and state is not State.QUEUED
         }
+        if decision.leg is not None:
+            line["prefill_leg"] = msgspec.to_builtins(decision.leg)
         self._write(line)
 
     def log_shadow(self, pick: ShadowPick) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import (
         Decision,
         EngineStarted,
+        PrefillEnded,
         RequestRefused,
         RequestSettled,
         SoftBudgetPassed,
@@ -39,6 +40,7 @@ _WAITING_FOR_ENGINE: Final = MetricFamily(
     "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
 )
 
+_PREFILL_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 _GUARD_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _LOAD_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
 _WAITING_FOR_ADAPTER: Final = MetricFamily("attache_adapter_waiting", "Requests that wait for an adapter.", ("server",))
@@ -140,6 +142,38 @@ class AdapterMetrics:
             self._seconds.observe(result.duration_s, result.server)
         if result.unloaded:
             self._unloads.add_amount(len(result.unloaded), result.server)
+
+
+class PrefillMetrics:
+    """Prefills that extproc requests itself, and requests for which it does not."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._legs = Counters(
+            "attache_prefill_legs", "Prefills requested of other engines, by outcome.", ["server", "outcome"], registry
+        )
+        self._seconds = DeferredHistograms(
+            "attache_prefill_leg_seconds",
+            "From the pick to the prefill engine's answer, or to its failure.",
+            _PREFILL_BUCKETS,
+            ["server"],
+            registry,
+        )
+        self._whole = Counters(
+            "attache_prefill_whole_requests",
+            "Requests whose prompt no other engine may compute, by reason.",
+            ["server", "reason"],
+            registry,
+        )
+
+    def observe_leg(self, ended: PrefillEnded) -> None:
+        """A prefill is over."""
+        self._legs.add(ended.server, ended.leg.outcome)
+        self._seconds.observe(ended.leg.took_s, ended.server)
+
+    def count_decision(self, decision: Decision) -> None:
+        """A request goes to an engine."""
+        if decision.whole:
+            self._whole.add(decision.server, decision.whole)
 
 
 class _AdapterSeries(PiecewiseCollector):
@@ -246,8 +280,8 @@ class AdmissionMetrics:
         self._requests.add(tenant, "picked")
         if decision.tier:
             self._tiers.add(decision.server, decision.tier)
-        if decision.held_s:
-            self._tenant_wait.add_amount(decision.held_s, decision.server, tenant)
+        if decision.waited_s:
+            self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
         if queued is None:
             return
         band = self._band(decision.server, queued)

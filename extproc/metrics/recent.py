@@ -260,7 +260,7 @@ def _add_wait(row: RecentRequest, found: _Open, now: float) -> None:
 def _decided(row: RecentRequest, decision: Decision) -> None:
     assignment = decision.assignment
     row.server, row.chosen = decision.server, assignment.endpoint.address
-    row.prefill = "" if assignment.prefill is None else assignment.prefill.address
+    row.prefill = decision.prefilled_by
     row.input_tokens, row.expected_cached = round(assignment.input_tokens, 1), round(assignment.cached_tokens, 1)
     # a held request goes from one wait to the next without a message to its stream
     row.waits_s = {**row.waits_s, **{STEP_NAMES[state]: waited_s for state, waited_s in decision.waits.items()}}

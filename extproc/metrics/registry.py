@@ -20,6 +20,7 @@ from extproc.core.effects import (
     Fault,
     GuardAsked,
     LoadEnded,
+    PrefillEnded,
     RequestJudged,
     RequestRefused,
     RequestSettled,
@@ -31,7 +32,7 @@ from extproc.metrics.endpoints import EndpointSeries
 from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
 from extproc.metrics.llm_d import LlmdMetrics
 from extproc.metrics.objectives import AnswerTimes, ObjectiveSeries
-from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics, BudgetSeries
+from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics, BudgetSeries, PrefillMetrics
 from extproc.metrics.recent import RecentRequests
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Metrics:
         self.registry.register(BudgetSeries(budget_levels, wall_clock))
         self.objectives = ObjectiveSeries(self.registry, wall_clock)
         self._answer_times = AnswerTimes(self.registry, gates)
-        self._adapters = AdapterMetrics(self.registry, pools)
+        self._adapters, self._prefills = AdapterMetrics(self.registry, pools), PrefillMetrics(self.registry)
         self._activation = ActivationMetrics(self.registry, at_zero)
         # those in queues count by band, and with requests that need not wait
         self._waits = {
@@ -270,17 +271,24 @@ class Metrics:
                 self.admission.count(effect)
             case EngineStarted():
                 self._activation.observe_start(effect)
-            case LoadEnded():
-                self._adapters.observe_load(effect.result)
+            case LoadEnded() | PrefillEnded():
+                self._count_work(effect)
             case Fault():
                 if effect.plugin:
                     self._plugin_failures.add(effect.server, effect.plugin)
+
+    def _count_work(self, ended: LoadEnded | PrefillEnded) -> None:
+        if isinstance(ended, LoadEnded):
+            self._adapters.observe_load(ended.result)
+        else:
+            self._prefills.observe_leg(ended)
 
     def _count_decision(self, decision: Decision) -> None:
         if self.decision_log is not None:
             self.decision_log.log_decision(decision)
         self._requests.add("picked")
         self._picks.add(decision.server)
+        self._prefills.count_decision(decision)
         self.admission.count_dispatch(decision)
         for state, waited_s in decision.waits.items():
             if waited_s and state in self._waits:

@@ -54,11 +54,18 @@ def is_plain(body: bytes, contents: Span | None = None) -> bool:
     """
     if contents is not None:
         body = b"".join((body[: contents[0]], _PLACEHOLDER, body[contents[1] :]))
-    fields = _decoder.decode(body)
+    fields = fields_of(body)
     if msgspec.json.encode(fields) == body:
         return True
     spaced = [b'"%b": %b' % (name.encode(), value) for name, value in fields.items()]
     return b"{%b}" % b", ".join(spaced) == body
+
+
+def fields_of(body: bytes, contents: Span | None = None) -> dict[str, msgspec.Raw]:
+    """The top-level fields of the JSON object ``body``, undecoded. ``contents``: this span of it is left out."""
+    if contents is not None:
+        body = b"".join((body[: contents[0]], _PLACEHOLDER, body[contents[1] :]))
+    return _decoder.decode(body)
 
 
 def span_of(body: bytes, first: msgspec.Raw, last: msgspec.Raw) -> Span | None:

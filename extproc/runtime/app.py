@@ -27,6 +27,7 @@ from extproc.api.load import Directory
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
 from extproc.api.tracing import Tracing
 from extproc.core.core import Core
+from extproc.core.effects import CancelPrefill, LoadAdapter, Prefill
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engine_access import EngineAccess
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from extproc.api.status_pages import ConfigReport
     from extproc.core.effects import Work
     from extproc.feeds.adapters import AdapterLoader
+    from extproc.feeds.prefills import Prefills
 
 log = logging.getLogger(__name__)
 # How long a worker that starts waits for another one's levels; they answer within some 0.1 s.
@@ -184,13 +186,13 @@ class App:
             done=demand.notify_followers,
         )
         self._loader: AdapterLoader | None = None
+        self._prefills: Prefills | None = None
         self._access = access
         self._feed = DirectoryFeed(
             settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
         )
         self._feed.started_with(snapshot)
-        self._missed = ""
-        self._warnings: list[str] = []
+        self._missed, self._warnings = "", list[str]()
         self._after_load(snapshot)
         self._certificate: FollowedCertificate | None = None
         if settings.tls is not None:
@@ -285,12 +287,28 @@ class App:
         return UsageRollups(url, self._core, self._limits, clock=self._clock, wall_clock=self._wall_clock)
 
     def _begin(self, ask: Work) -> None:
-        """Have an engine load an adapter; the HTTP client comes with the first of them."""
+        """Have an engine load an adapter, or prefill; the HTTP client comes with the first of them."""
+        match ask:
+            case LoadAdapter():
+                self._loads().start(ask)
+            case Prefill():
+                self._legs().start(ask)
+            case CancelPrefill():
+                self._legs().cancel(ask.ticket)
+
+    def _loads(self) -> AdapterLoader:
         if self._loader is None:
             from extproc.feeds.adapters import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
 
             self._loader = AdapterLoader(self._core, self._access, clock=self._clock, deliver=self._performer.on_result)
-        self._loader.start(ask)
+        return self._loader
+
+    def _legs(self) -> Prefills:
+        if self._prefills is None:
+            from extproc.feeds.prefills import Prefills  # noqa: PLC0415 - likewise
+
+            self._prefills = Prefills(self._core, self._access, clock=self._clock, deliver=self._performer.on_result)
+        return self._prefills
 
     def _apply(self, snapshot: Snapshot) -> None:
         self._performer.apply(snapshot)
@@ -358,8 +376,9 @@ class App:
             await self._payloads.close()
             await self._tokenizers.close()
             await self._guards.close()
-            if self._loader is not None:
-                await self._loader.close()
+            for begun in (self._loader, self._prefills):
+                if begun is not None:
+                    await begun.close()
             if self._log_file is not None:
                 self._log_file.close()
             await self._health_port.stop()

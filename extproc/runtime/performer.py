@@ -28,6 +28,7 @@ from extproc.core.effects import (
     LoadEnded,
     ModelChecked,
     Overdraft,
+    PrefillEnded,
     RequestJudged,
     RequestRefused,
     RequestSettled,
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
+_PREFILL_ANSWERS: Final = frozenset({"prefilled", "refused"})
+# Without a fault of the engine.
+_PREFILL_ENDS: Final = frozenset({*_PREFILL_ANSWERS, "left", "not_asked"})
+_MOST_FAILING: Final = 1024
 _LOAD_ADVICE: Final = {
     LoadProblem.BUSY: "nothing while it happens now and then; else give the engines more slots, or add engines",
     LoadProblem.BROKEN: "look at the adapter's source in adapterLoading, its rank and its base model",
@@ -101,6 +106,8 @@ class Performer:
         self._begin = begin
         self._done = done
         self._failures = FailureLog(log)
+        # whose first failure is in the log
+        self._failing_prefills: set[tuple[str, str]] = set()
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
         self._waits: dict[str, asyncio.Future[Decision | RequestRefused]] = {}
@@ -128,6 +135,7 @@ class Performer:
                     HealthChanged()
                     | ModelChecked()
                     | LoadEnded()
+                    | PrefillEnded()
                     | EngineNeeded()
                     | EngineStarted()
                     | SoftBudgetPassed()
@@ -193,6 +201,7 @@ class Performer:
         effect: HealthChanged
         | ModelChecked
         | LoadEnded
+        | PrefillEnded
         | EngineNeeded
         | EngineStarted
         | SoftBudgetPassed
@@ -214,8 +223,32 @@ class Performer:
                 _log_model(effect)
             case LoadEnded():
                 _log_load(effect.result)
+            case PrefillEnded():
+                self._log_prefill(effect)
             case Fault():
                 self._failures.note(effect.what, effect.error)
+
+    def _log_prefill(self, ended: PrefillEnded) -> None:
+        """The first failure of a prefill engine, and its first answer afterwards."""
+        leg, engine = ended.leg, (ended.server, ended.leg.address)
+        if leg.outcome in _PREFILL_ANSWERS:
+            if engine in self._failing_prefills:
+                self._failing_prefills.discard(engine)
+                log.info("prefill engine %s of %s answers again", leg.address, ended.server)
+            return
+        is_new = engine not in self._failing_prefills and len(self._failing_prefills) < _MOST_FAILING
+        if leg.outcome not in _PREFILL_ENDS and is_new:
+            self._failing_prefills.add(engine)
+            log.warning(
+                "prefill engine %s of %s: %s after %.3g s, %s; %s. Advice: see that it runs with the ModelServer's "
+                "connector, and its log",
+                leg.address,
+                ended.server,
+                leg.outcome,
+                leg.took_s,
+                one_line(leg.detail) or "no details",
+                "decode engines compute the prompts" if ended.goes_on else "requests are answered 503",
+            )
 
     def _deliver(self, end: Decision | RequestRefused) -> None:
         """A request that was held has its answer: to its stream, if that still waits."""

@@ -54,7 +54,8 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
     ``model``: its name in the engines; the adapter's name if one was requested. ``adapter``: the same name if it is a
     LoRA adapter's, else None. ``headers``: names in lower case. ``is_trusted``: a gateway wrote the headers that give
-    the request's objectives. ``priority``: of its objective; known only to pickers with admitters.
+    the request's objectives. ``priority``: of its objective; known only to pickers with admitters. ``whole``: why no
+    other engine may prefill its prompt, a key of WHOLE; empty if one may.
     """
 
     model: str
@@ -63,6 +64,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = {}
     is_trusted: bool = False
     priority: int = 0
+    whole: str = ""
 
 
 class View(msgspec.Struct, frozen=True):

@@ -51,6 +51,7 @@ import numpy as np
 from extproc.endpoints.engine_reports import estimated_foreign
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.errors import NoEndpoint
+from extproc.request.prefill import WHOLE
 from extproc.scheduling.disaggregation import PrefillChoices, TransferTimes
 from extproc.scheduling.labels import has_labels, label_groups
 from extproc.scheduling.picker import Pick, Reasons, ScorerValues, rows_of
@@ -257,9 +258,8 @@ class PrefillDecodePairs:
         rows = [row for row in order if group[row] == group[first]][: view.choices]
         reasons = (explain_costs("decode", cost, view),) if view.wants_reasons else ()
         if not decided.is_remote[first]:
-            stage = CACHED if decided.is_short[first] else LOCAL
-            if not np.isfinite(prefill_cost[best[first]]):
-                stage = NO_PREFILL
+            has_prefill = bool(np.isfinite(prefill_cost[best[first]]))
+            stage = _why_local(view, is_short=bool(decided.is_short[first]), has_prefill=has_prefill)
             return Pick(rows, float(cost[first]), stage=stage, reasons=reasons)
         prefill_cost[group != group[first]] = np.inf
         if self.transfers.has_factors:
@@ -297,7 +297,15 @@ class PrefillDecodePairs:
         return candidates & has_labels(view.table, self._parameters.decode_labels)
 
     def _prefilling(self, view: View, candidates: Bools) -> Bools:
-        return candidates & has_labels(view.table, self._parameters.prefill_labels)
+        return candidates & has_labels(view.table, self._parameters.prefill_labels) & (not view.request.whole)
+
+
+def _why_local(view: View, *, is_short: bool, has_prefill: bool) -> str:
+    if view.request.whole:
+        return f"served whole: {WHOLE[view.request.whole]}"
+    if not has_prefill:
+        return NO_PREFILL
+    return CACHED if is_short else LOCAL
 
 
 def _cheapest_by_group(cost: Floats, group: NDArray[np.intp]) -> NDArray[np.intp]:

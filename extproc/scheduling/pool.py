@@ -17,11 +17,13 @@ from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.outliers import begin_probe
 from extproc.endpoints.prices import Prices
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
+from extproc.request.prefill import PROTOCOLS
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import Readiness, readiness_of, serves_adapter, stages_of
 from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
+from extproc.scheduling.pickers import PrefillDecodePairs
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     ``is_precise``                           ``cached_tokens`` follows from KV events
     ``adapter``                              the adapter that it needs, if that is loaded on demand
     ``sessions``                             what its session is to keep of the pick
+    ``moved_tokens``      tokens             of the prompt, that ``prefill`` hands over
     ====================  =================  ==============================================================
     """
 
@@ -77,6 +80,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     is_precise: bool = False
     adapter: str | None = None
     sessions: tuple[SessionNote, ...] = ()
+    moved_tokens: float = 0.0
 
     @property
     def prefilled_by(self) -> EndpointRef:
@@ -89,8 +93,8 @@ class PickConstraints(msgspec.Struct, frozen=True):
 
     ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``: addresses
     that the gateway allows, None for all. ``candidates``: rows that have room, None for all. ``wants_reasons``: whether
-    the pick must be explained. ``is_trusted``, ``priority``: see RequestFacts. ``tenant``: the caller's, in which
-    sessions are looked up.
+    the pick must be explained. ``is_trusted``, ``priority``, ``whole``: see RequestFacts. ``tenant``: the caller's, in
+    which sessions are looked up.
     """
 
     headers: Mapping[str, str] = {}
@@ -101,6 +105,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     is_trusted: bool = False
     tenant: str = ""
     priority: int = 0
+    whole: str = ""
 
 
 class Consideration(msgspec.Struct, frozen=True):
@@ -124,6 +129,7 @@ class Pool:
     ``scrape_config``: location and names of its engines' metrics. ``report_interval_s``: between two reads of them; 0:
     they are never read. ``is_asked_by_model``: routes send it requests for ``spec.model``. ``prices``: what requests
     cost. ``may_lack_model``: an engine of it lists other models. ``refuses_model_until_s``: see ``model_check``.
+    ``prefill_protocol``: of the leg that extproc makes, None if it makes none. ``transfers``: of its picker's pairs.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -170,6 +176,10 @@ class Pool:
                 self.slots.drop(row)
         self.slots = slots_for(spec, self.table, self.slots)
         self.readiness = readiness_of(self.table, spec.pd_group)
+        group = spec.pd_group
+        connector = group.connector if group is not None and group.has_own_leg else None
+        self.prefill_protocol = None if connector is None else PROTOCOLS[connector]
+        self.transfers = picker.transfers if isinstance(picker, PrefillDecodePairs) else None
 
     def price_at(self, wall_s: float) -> Price | None:
         """What requests cost that arrive at ``wall_s``, seconds since 1970; None: there is no price."""
@@ -217,7 +227,9 @@ class Pool:
         if expectation is None:
             expectation = self.expect(prompt, now)
         headers, trusted, priority = constraints.headers, constraints.is_trusted, constraints.priority
-        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority)
+        facts = RequestFacts(
+            prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority, constraints.whole
+        )
         eligible, eligible_rows = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
         choices, wants = constraints.choices, constraints.wants_reasons
         sessions = TenantSessions(self.sessions, constraints.tenant) if self.keeps_sessions else None
@@ -278,6 +290,9 @@ class Pool:
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
             adapter=adapter,
             sessions=considered.notes,
+            moved_tokens=0.0
+            if prefill is None
+            else max(0.0, expectation.input_tokens - float(demand.cached_tokens[first])),
         )
         return assignment, pins
 
@@ -321,13 +336,50 @@ class Pool:
         if assignment.adapter is not None and self.slots is not None:
             self.slots.end(assignment.endpoint, assignment.adapter, now)
 
+    def end_prefill(
+        self, assignment: Assignment, pins: Mapping[int, Pin], now: float, *, is_done: bool
+    ) -> tuple[Assignment, dict[int, Pin]]:
+        """The prefill endpoint has answered: remove its load. Returns the rest of the request, at a decode endpoint.
+
+        ``is_done``: the prompt is computed; if not, the decode endpoint computes it. One that has left the
+        configuration is replaced by the first fallback that has not.
+        """
+        prefill, table = assignment.prefill, self.table
+        if prefill is None:
+            return assignment, dict(pins)
+        rest = {row: pin for row, pin in pins.items() if row != prefill.row}
+        if prefill.row in pins:
+            self.caches.index.unpin(prefill.row, pins[prefill.row], now)
+        end_request(table, prefill, now, assignment.tokens)
+        work = 0.0 if is_done else assignment.work
+        endpoint, ahead = assignment.endpoint, 0.0
+        addresses = tuple([one for one in assignment.addresses if table.row_of(one) is not None])
+        row = table.row_of(addresses[0]) if addresses else None
+        if row is not None and (work or not table.is_current(endpoint)):
+            end_request(table, endpoint, now, assignment.tokens)
+            endpoint = begin_request(table, row, work=work, tokens=assignment.tokens, now=now)
+            ahead = float(table.backlog_tokens[row]) if work else 0.0
+        return msgspec.structs.replace(
+            assignment,
+            endpoint=endpoint,
+            addresses=addresses,
+            # at the decode endpoint, of which nothing was predicted
+            cached_tokens=max(0.0, assignment.input_tokens - assignment.moved_tokens),
+            indexed_tokens=0.0,
+            last_used_at_s=None,
+            tokens_ahead=ahead,
+            work=work,
+            prefill=None,
+        ), rest
+
     def _begin(
         self, row: int, prefill_row: int | None, *, work: float, tokens: float, now: float
     ) -> tuple[EndpointRef, EndpointRef | None]:
         """Count the prefill work at the endpoint that computes it, and a request in flight at both."""
         table = self.table
         if table.has_failures:
-            begin_probe(table, row, now)
+            for one in {row, row if prefill_row is None else prefill_row}:
+                begin_probe(table, one, now)
         if prefill_row is None:
             return begin_request(table, row, work=work, tokens=tokens, now=now), None
         prefill = begin_request(table, prefill_row, work=work, tokens=tokens, now=now)

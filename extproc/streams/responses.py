@@ -226,6 +226,8 @@ _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
 # The statuses that Envoy retries, beside those of its route.
 _CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
+# Beyond the list of endpoints, Envoy would try any engine.
+_NO_RETRY: Final = b"".join(_header("x-envoy-max-retries").fill(b"0"))
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
 _DESTINATION_METADATA: Final = Template(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
@@ -287,6 +289,8 @@ def _decision_answer(
         headers += b"".join(_POLICY.fill(decision.policy.encode()))
     if decision.checks_refusal:
         headers += _CHECKS_REFUSAL
+    if decision.is_leased:
+        headers += _NO_RETRY
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:

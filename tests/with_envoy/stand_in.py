@@ -136,7 +136,7 @@ async def gateway_on(
         httpx.AsyncClient(timeout=30, headers=headers) as http,
     ):
         text = documents(
-            [await engines.enter_async_context(_served(one)) for one in (engine, *others)],
+            [await engines.enter_async_context(served(one)) for one in (engine, *others)],
             gateway={**addresses, "accessLogFlush": "20ms", **(gateway or {})},
             more={"scrapeInterval": "0s", **(more or {})},
             route=route,
@@ -159,7 +159,7 @@ async def gateway_on(
 
 
 @asynccontextmanager
-async def _served(engine: Engine) -> AsyncIterator[str]:
+async def served(engine: Engine) -> AsyncIterator[str]:
     """Its address, while it is served."""
     app = web.Application()
     app.add_routes([web.post("/{path:.*}", engine.answer)])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
 from bench.reporting.results import Summary, summarize
@@ -30,6 +32,36 @@ def test_prefix_aware_picking_beats_round_robin_on_ttft_and_cache_hits() -> None
     assert aware.ttft_s.mean < 0.6 * round_robin.ttft_s.mean
     assert aware.ttft_s.p99 < round_robin.ttft_s.p99
     assert aware.cached_token_ratio > 1.8 * round_robin.cached_token_ratio
+
+
+def pair_of(leg: str) -> Simulation:
+    engines = {"10.0.0.1:8000": "prefill", "10.0.0.2:8000": "decode"}
+    group = {"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}, "decideBy": "UncachedTokens"}
+    more = {
+        "pdGroup": {**group, "minUncachedTokens": 0, "leg": leg, "connector": "NixlConnector"},
+        "endpoints": [{"address": address, "labels": {"role": role}} for address, role in engines.items()],
+    }
+    snapshot = load_snapshot({"all.yaml": documents([*engines], gateway={}, more=more).encode()})
+    kind = roofline_engine(PRESETS["h100-llama-3.1-8b"], EngineLimits(num_gpu_blocks=3000))
+    return Simulation(snapshot, dict.fromkeys(engines, kind))
+
+
+def test_a_leg_that_extproc_makes_takes_as_long_as_a_sidecars_and_teaches_what_the_transfer_takes() -> None:
+    gateway, sidecar = pair_of("Gateway"), pair_of("Sidecar")
+    shape = Conversations(sessions=12)
+    ours, theirs = gateway.run(conversations(shape)), sidecar.run(conversations(shape))
+    assert len(ours) == len(theirs) == 48
+    assert {one.prefilled_by for one in ours} == {"10.0.0.1:8000"}
+    assert not any(one.error for one in ours)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.ttft_s == pytest.approx(other.ttft_s)
+    (pool,), (other_pool,) = gateway.core.pools.values(), sidecar.core.pools.values()
+    assert pool.transfers is not None
+    assert pool.transfers.has_factors
+    assert other_pool.transfers is not None
+    assert not other_pool.transfers.has_factors
+    for table in (pool.table, other_pool.table):
+        assert not table.in_flight.any()
 
 
 def test_a_run_can_be_repeated() -> None:

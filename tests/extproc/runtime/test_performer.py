@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.effects import Decision, Fault, Held, RequestRefused, WakeAt
-from extproc.core.record import Head
+from extproc.core.effects import Decision, Fault, Held, PrefillEnded, RequestRefused, WakeAt
+from extproc.core.record import Head, PrefillLeg
 from extproc.core.states import State
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
@@ -162,6 +162,17 @@ async def test_a_fault_is_logged_once_of_its_kind(caplog: pytest.LogCaptureFixtu
     shell.performer.perform([*faults])
     assert caplog.text.count("the queue of a server could not be served") == 1
     assert "a policy's mistake" in caplog.text
+
+
+async def test_the_first_failure_of_a_prefill_engine_is_logged_and_its_return(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    shell = Shell()
+    for outcome, detail in (("left", ""), ("timeout", "no answer"), ("error", "500"), ("prefilled", ""), ("left", "")):
+        leg = PrefillLeg("10.0.0.1:8000", outcome, 0.5, detail)  # type: ignore[arg-type]
+        shell.performer.perform([PrefillEnded("t-1", "llama", leg, goes_on=True)])
+    first, last = [one.getMessage() for one in caplog.records]
+    assert "prefill engine 10.0.0.1:8000 of llama: timeout after 0.5 s, no answer; decode engines compute" in first
+    assert last == "prefill engine 10.0.0.1:8000 of llama answers again"
 
 
 async def test_plugins_that_fail_at_the_same_place_are_each_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill leg as data: what the prefill engine is asked, what its answer means, and what both engines count then.
+
+| the prefill engine | the request |
+|---|---|
+| answers what the connector must have | goes on to the decode engine |
+| refuses it: 4xx, but for 408 and 429 | is refused as that engine refuses it |
+| cannot be reached, fails, is too slow, or answers what cannot be used | ``onPrefillFailure`` decides |
+| answered longer ago than a third of the lease | likewise: the KV cache may be gone, and then D answers nonsense |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.core.demand import count_prefill_end
+from extproc.core.effects import Prefill
+from extproc.core.feedback import record_endpoint_outcome, update_estimates
+from extproc.core.record import Arrival, Outcome, PrefillOutcome, Run
+from extproc.engines.answers import PrefillAnswer, Unreadable, message_of, prefill_in
+from extproc.protocol import REQUEST_ID
+from extproc.request.prefill import Changes, PrefillProtocol, why_whole
+from extproc.request.rewrite import fields_of, with_changes
+
+if TYPE_CHECKING:
+    from extproc.core.effects import Effect
+    from extproc.core.peers import RequestPrefilled
+    from extproc.core.record import PrefillResult, Record
+
+# Of both legs.
+_HEADERS: Final = ("authorization", "traceparent", "tracestate")
+# Refusals that are of the engine's load, not of the request.
+_OVERLOADED: Final = frozenset({408, 429})
+# An answer is used within this part of the lease, and the engine must still get it.
+_LEASE_SHARE: Final = 1 / 3
+# As Envoy answers for an engine that does.
+_STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_parameters": 502}
+
+
+class Leg(msgspec.Struct, frozen=True):
+    """A prefill that is to be made at the engine at ``address``. ``base``: what changes of the client's body, whichever
+    engine gets it.
+    """
+
+    protocol: PrefillProtocol
+    arrival: Arrival
+    base: Changes
+    address: str
+
+    def prefill_body(self) -> bytes:
+        """For the prefill engine."""
+        request, body = self.arrival.request, self.arrival.body
+        return self._changed(self.protocol.prefill_changes(request, fields_of(body, request.contents)))
+
+    def decode_body(self, answer: PrefillAnswer) -> bytes | None:
+        """For the decode engine; None: ``answer`` lacks what it must have."""
+        request, body = self.arrival.request, self.arrival.body
+        changes = self.protocol.decode_changes(request, fields_of(body, request.contents), answer)
+        return None if changes is None else self._changed(changes)
+
+    def _changed(self, changes: Changes) -> bytes:
+        base = {name: value for name, value in self.base.fields.items() if name not in changes.without}
+        return with_changes(
+            self.arrival.body,
+            base | changes.fields,
+            self.arrival.request.contents,
+            without=(*self.base.without, *changes.without),
+        )
+
+
+def why_served_whole(arrival: Arrival) -> str:
+    """As ``why_whole``; empty also where extproc makes no leg."""
+    return "" if arrival.pool.prefill_protocol is None else why_whole(arrival.request, arrival.body)
+
+
+def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
+    """What is asked of the engine. The request is answered within the time of the prefill, if not earlier."""
+    arrival, group = leg.arrival, leg.arrival.pool.spec.pd_group
+    if group is not None:
+        record.answer_by_s = min(record.answer_by_s, now + float(group.prefill_timeout))
+    headers = {name: value for name in _HEADERS if (value := arrival.head.headers.get(name))}
+    headers[REQUEST_ID] = arrival.head.headers.get(REQUEST_ID) or record.ticket
+    if record.trace is not None:
+        headers["traceparent"] = f"00-{record.trace.parent.trace_id}-{record.trace.parent.span_id}-01"
+    path = "" if arrival.request.api is None else arrival.request.api.spec.paths[0]
+    return Prefill(
+        ticket=record.ticket,
+        server=arrival.pool.name,
+        address=leg.address,
+        path=path,
+        body=leg.prefill_body(),
+        headers=headers,
+        timeout_s=max(0.0, record.answer_by_s - now),
+    )
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What a prefill engine's answer means. ``body``: for the decode engine, None for the one without a prefill.
+    ``tokens``: of the prompt, as the engine reports them.
+    """
+
+    outcome: PrefillOutcome
+    body: bytes | None = None
+    tokens: PrefillAnswer = PrefillAnswer()
+    detail: str = ""
+
+
+def judge_prefill(leg: Leg, result: PrefillResult, *, age_s: float, lease_s: float) -> Judged:
+    """``age_s``: of the answer."""
+    if result.failure or result.status != 200:
+        return _judge_failure(result)
+    try:
+        answer = prefill_in(result.body)
+    except Unreadable as error:
+        return Judged("unreadable", detail=str(error))
+    if leg.protocol.has_lease and age_s > _LEASE_SHARE * lease_s:
+        return Judged("expired", tokens=answer, detail=f"it is {age_s:.3g} s old, of a lease of {lease_s:g} s")
+    body = leg.decode_body(answer)
+    if body is None:
+        return Judged("no_parameters", detail="the answer has no kv_transfer_params")
+    return Judged("prefilled", body, answer)
+
+
+def _judge_failure(result: PrefillResult) -> Judged:
+    if result.failure:
+        return Judged(result.failure, detail=result.detail)
+    message = message_of(result.body)
+    if 400 <= result.status < 500 and result.status not in _OVERLOADED:
+        return Judged("refused", detail=message)
+    return Judged("error", detail=f"{result.status} {message}")
+
+
+def outcome_of_leg(judged: Judged, result: PrefillResult, address: str, took_s: float) -> Outcome | None:
+    """As of a request that the prefill engine alone has answered; None: nothing is learned of it."""
+    if judged.outcome == "not_asked":
+        return None
+    answered = judged.outcome in {"prefilled", "expired"}
+    status = result.status if answered or result.status >= 400 else 502
+    return Outcome(
+        ticket=result.ticket,
+        status=_STATUSES.get(judged.outcome, status),
+        served=address,
+        duration_s=took_s,
+        ttfb_s=took_s if answered else None,
+        prompt_tokens=judged.tokens.prompt_tokens,
+        completion_tokens=None,
+        cached_tokens=judged.tokens.cached_tokens,
+    )
+
+
+def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
+    """The prefill engine is free of the request, whichever process decides it, and the decode engine gets it now."""
+    before, pool = run.assignment, run.pool
+    if before.prefill is None:
+        return
+    if event.outcome is not None:
+        leg = _run_of_leg(run)
+        record_endpoint_outcome(leg, event.outcome, now, out)
+        update_estimates(leg, event.outcome, now, is_ours=record.is_ours, has_limits=False)
+    assignment, run.pins = pool.end_prefill(before, run.pins, now, is_done=event.is_done)
+    if event.is_leased:
+        # what one engine has fetched is gone: another one would read what is not its own
+        assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
+    checks_refusal = run.sent.checks_refusal if len(assignment.addresses) > 1 else None
+    run.sent = msgspec.structs.replace(run.sent, waited_s=event.waited_s, checks_refusal=checks_refusal)
+    run.assignment, run.sent_at_s = assignment, now
+    run.prefilled_by = before.prefill.address if event.is_done else ""
+    count_prefill_end(record, run, before)
+
+
+def _run_of_leg(run: Run) -> Run:
+    """The leg as a request of its own: its answer is its first token."""
+    prefill = run.assignment.prefilled_by
+    assignment = msgspec.structs.replace(run.assignment, endpoint=prefill, addresses=(prefill.address,), prefill=None)
+    sent = msgspec.structs.replace(run.sent, is_streamed=True, expects_usage=False, checks_refusal=None, waited_s=0.0)
+    return Run(run.pool, assignment, {}, sent, run.sent_at_s, is_leg=True)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill legs: POSTs of prompts to prefill engines, bounded in number, bytes and time.
+
+Beyond these bounds a prefill is not asked for, and the request goes on as after one that failed. A client that leaves
+ends the call, and the engine sees that: it computes the prompt no further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+
+from extproc.core.record import PrefillResult
+from extproc.engines.answers import Unreadable
+from extproc.failures import FailureLog
+from extproc.feeds.engine_access import EngineHttp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from extproc.core.core import Core
+    from extproc.core.effects import Prefill
+    from extproc.feeds.engine_access import EngineAccess, EngineResponse
+
+log = logging.getLogger(__name__)
+_MOST_OF_ENGINE: Final = 256
+_MOST: Final = 2048
+# Of all bodies that are being sent or waited for.
+_MOST_HELD_BYTES: Final = 512 * 1024 * 1024
+# NIXL's parameters take 9 bytes for a block of 16 tokens, and a completion may echo its prompt.
+MOST_ANSWER_BYTES: Final = 4 * 1024 * 1024
+# A connection that is kept may just be closed by the engine.
+_TRIES: Final = 2
+
+
+class Prefills:
+    """Performs Prefill effects. Made inside the event loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        access: EngineAccess,
+        *,
+        clock: Callable[[], float],
+        deliver: Callable[[PrefillResult], object],
+    ) -> None:
+        """``access``: keys and TLS of engines. ``deliver``: gets every result but those of cancelled prefills."""
+        self._core = core
+        # bounded by what is asked at the same time
+        self._http = EngineHttp(access, most_connections=0)
+        self._clock = clock
+        self._deliver = deliver
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._of_engines: Counter[str] = Counter()
+        self._held_bytes = 0
+        self._failures = FailureLog(log)
+
+    def start(self, ask: Prefill) -> None:
+        """Begin a prefill; its result is delivered later."""
+        full = self._full(ask)
+        self._of_engines[ask.address] += 1
+        self._held_bytes += len(ask.body)
+        task = self._tasks[ask.ticket] = asyncio.get_running_loop().create_task(self._run(ask, full))
+        task.add_done_callback(lambda _: self._ended(ask))
+
+    def cancel(self, ticket: str) -> None:
+        """The client of the request went away."""
+        task = self._tasks.get(ticket)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """End what is being prefilled, and close all connections."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.close()
+
+    def _full(self, ask: Prefill) -> str:
+        """Which bound would be passed; empty: none."""
+        if self._of_engines[ask.address] >= _MOST_OF_ENGINE:
+            return f"{_MOST_OF_ENGINE} prefills run at this engine"
+        if len(self._tasks) >= _MOST:
+            return f"{_MOST} prefills run"
+        if self._held_bytes + len(ask.body) > _MOST_HELD_BYTES:
+            return f"prefills hold {self._held_bytes} bytes"
+        return ""
+
+    def _ended(self, ask: Prefill) -> None:
+        del self._tasks[ask.ticket]
+        self._held_bytes -= len(ask.body)
+        self._of_engines[ask.address] -= 1
+        if not self._of_engines[ask.address]:
+            del self._of_engines[ask.address]
+
+    async def _run(self, ask: Prefill, full: str) -> None:
+        result = PrefillResult(ask.ticket, "not_asked", detail=full)
+        if not full:
+            try:
+                result = await self._result_of(ask)
+            except Exception as error:  # noqa: BLE001 - whatever it is, a request waits for the result
+                self._failures.note("a prefill could not be requested", error)
+                result = PrefillResult(ask.ticket, "not_asked", detail=f"our own code fails: {error!r}")
+        self._deliver(result)
+
+    async def _result_of(self, ask: Prefill) -> PrefillResult:
+        try:
+            async with asyncio.timeout(ask.timeout_s):
+                answer = await self._post(ask)
+        except TimeoutError:
+            return PrefillResult(ask.ticket, "timeout", detail=f"no answer within {ask.timeout_s:g} s")
+        except Unreadable as error:
+            return PrefillResult(ask.ticket, "unreadable", detail=str(error))
+        except (OSError, ValueError) as error:
+            return PrefillResult(ask.ticket, "unreachable", detail=str(error) or type(error).__name__)
+        if answer is None:
+            return PrefillResult(ask.ticket, "not_asked", detail="its ModelServer has left the configuration")
+        return PrefillResult(
+            ask.ticket, status=answer.status, body=answer.body, answered_at_s=self._clock() - answer.read_s
+        )
+
+    async def _post(self, ask: Prefill) -> EngineResponse | None:
+        """None: the engine's ModelServer is not configured any more."""
+        for number in range(1, _TRIES + 1):
+            pool = self._core.pools.get(ask.server)
+            if pool is None:
+                return None
+            try:
+                return await self._http.post(
+                    pool.spec,
+                    ask.address,
+                    ask.path,
+                    ask.body,
+                    timeout_s=ask.timeout_s,
+                    most_bytes=MOST_ANSWER_BYTES,
+                    headers=ask.headers,
+                )
+            except ConnectionError as error:
+                if number == _TRIES or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                    raise
+        raise AssertionError("the last try returns or raises")

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill leg's bodies: what a prefill engine is asked for a request, and what its answer changes for the other.
+
+A prefill engine gets the request itself, for one token and not streamed, so that it computes the prompt and no more:
+
+| field | on the prefill leg |
+|---|---|
+| `stream` | `false`; `stream_options` removed |
+| the API's limits of tokens | 1, those that the body has, or else the API's own |
+| `min_tokens`, `min_completion_tokens` | removed: they may not be above the limit |
+| `store` of `/v1/responses` | `false`: the answer is nobody's |
+| all others | byte for byte: the prompt depends on them |
+
+With NIXL the prefill engine answers ``kv_transfer_params``, by which the decode engine finds the KV cache: they are
+copied unread. By way of a shared store both get the request, and nothing joins them but the prompt.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from extproc.protocol import Api
+from extproc.request.model import STEERING_FIELDS, is_given
+from extproc.request.rewrite import fields_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extproc.api.model_server import Connector
+    from extproc.engines.answers import PrefillAnswer
+    from extproc.request.model import InferenceRequest
+
+_PARAMETERS: Final = "kv_transfer_params"
+_SAMPLING: Final = "sampling_params"
+_EXTRA: Final = "extra_args"
+_MINIMA: Final = ("min_tokens", "min_completion_tokens")
+_REMOVED: Final = ("stream_options", *_MINIMA)
+_ONE: Final = msgspec.Raw(b"1")
+_FALSE: Final = msgspec.Raw(b"false")
+_OFF: Final = frozenset({b"false", b"0", b"null", b""})
+_ASKED: Final = msgspec.Raw(
+    msgspec.json.encode(
+        {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    )
+)
+# Why a request is served whole, by the name in metrics.
+WHOLE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "api": "its API writes no answer to a prompt",
+        "prompts": "it has several prompts",
+        "answers": "it requests several answers to a prompt",
+        "no_answer": "it requests no answer",
+        "stored_prompt": "its prompt begins with one that an engine has stored",
+        "background": "it runs in the background",
+        "prompt_logprobs": "the engine that answers must compute the prompt's log probabilities",
+        "beam_search": "beam search writes several answers side by side",
+        "embeddings": "its prompt is not made of tokens",
+        "steering": "its client chooses engines itself, by a field in allowedFields",
+    }
+)
+_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Of a body's top-level fields, for ``rewrite.with_changes``."""
+
+    fields: dict[str, object]
+    without: tuple[str, ...] = ()
+
+
+class PrefillProtocol(Protocol):
+    """What a connector wants of the one who makes the leg.
+
+    ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
+    finds it, and a prompt that is not found is computed again.
+    """
+
+    has_lease: bool
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+        """For the prefill engine. ``fields``: of the body."""
+        ...
+
+    def decode_changes(
+        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], answer: PrefillAnswer
+    ) -> Changes | None:
+        """For the decode engine; None: the prefill engine's ``answer`` lacks what it must have."""
+        ...
+
+
+class NixlPull:
+    """NixlConnector: the decode engine reads the KV cache out of the prefill engine's memory."""
+
+    has_lease = True
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+        """One token, and the KV cache is kept."""
+        changes = _one_token(request, fields)
+        return Changes({**changes.fields, **_with_parameters(request, {**fields, **changes.fields}, _ASKED)}, _REMOVED)
+
+    def decode_changes(
+        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], answer: PrefillAnswer
+    ) -> Changes | None:
+        """Where the KV cache is."""
+        if not answer.parameters:
+            return None
+        return Changes(_with_parameters(request, fields, answer.parameters))
+
+
+class SharedStore:
+    """ExampleConnector, LMCacheConnectorV1: engines write KV caches to a store and read them there."""
+
+    has_lease = False
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+        """One token."""
+        return _one_token(request, fields)
+
+    def decode_changes(
+        self,
+        request: InferenceRequest,  # noqa: ARG002 - as other connectors
+        fields: Mapping[str, msgspec.Raw],  # noqa: ARG002
+        answer: PrefillAnswer,  # noqa: ARG002
+    ) -> Changes | None:
+        """Nothing: the prompt is the key."""
+        return Changes({})
+
+
+PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
+    {"NixlConnector": NixlPull(), "ExampleConnector": SharedStore(), "LMCacheConnectorV1": SharedStore()}
+)
+
+
+def why_whole(request: InferenceRequest, body: bytes) -> str:
+    """Why one engine must serve the request whole, as a key of WHOLE; empty: another one may prefill its prompt."""
+    if request.api is None or not request.api.spec.limits:
+        return "api"
+    found = {
+        "prompts": request.prompts.count > 1,
+        "answers": request.answers > 1,
+        "no_answer": request.max_output_tokens == 0,
+        "stored_prompt": request.has_stored_prompt,
+        "background": request.runs_in_background,
+        "steering": any(name in STEERING_FIELDS for name in request.internal_fields),
+    }
+    return next((name for name, holds in found.items() if holds), "") or _why_whole_by_fields(request, body)
+
+
+def _why_whole_by_fields(request: InferenceRequest, body: bytes) -> str:
+    fields = fields_of(body, request.contents)
+    options = {**fields, **_sampling(fields)} if request.api is Api.GENERATE else fields
+    echoes = _is_on(options, "echo") and is_given(options.get("logprobs", msgspec.Raw()))
+    if echoes or is_given(options.get("prompt_logprobs", msgspec.Raw())):
+        return "prompt_logprobs"
+    if _is_on(options, "use_beam_search"):
+        return "beam_search"
+    return "embeddings" if is_given(options.get("prompt_embeds", msgspec.Raw())) else ""
+
+
+def _is_on(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
+    return bytes(fields.get(name, b"")) not in _OFF
+
+
+def _one_token(request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+    """What every connector wants: the prompt computed, and no more."""
+    if request.api is None:
+        return Changes({})
+    changes: dict[str, object] = {"stream": _FALSE} if "stream" in fields else {}
+    if request.api is Api.RESPONSES:
+        changes["store"] = _FALSE
+    if request.api is Api.GENERATE:
+        sampling = {name: value for name, value in _sampling(fields).items() if name not in _MINIMA}
+        changes[_SAMPLING] = msgspec.Raw(msgspec.json.encode(sampling | {"max_tokens": _ONE}))
+    else:
+        limits = request.api.spec.limits
+        changes |= dict.fromkeys([name for name in limits if name in fields] or limits[:1], _ONE)
+    return Changes(changes, _REMOVED)
+
+
+def _with_parameters(
+    request: InferenceRequest, fields: Mapping[str, object], parameters: msgspec.Raw
+) -> dict[str, object]:
+    """Parameters of the transfer, where each version of the API reads them."""
+    changes: dict[str, object] = {_PARAMETERS: parameters}
+    if request.api is Api.GENERATE:
+        sampling = _sampling(fields)
+        extra = _members(sampling.get(_EXTRA)) | {_PARAMETERS: parameters}
+        sampling[_EXTRA] = msgspec.Raw(msgspec.json.encode(extra))
+        changes[_SAMPLING] = msgspec.Raw(msgspec.json.encode(sampling))
+    return changes
+
+
+def _sampling(fields: Mapping[str, object]) -> dict[str, msgspec.Raw]:
+    return _members(fields.get(_SAMPLING))
+
+
+def _members(value: object) -> dict[str, msgspec.Raw]:
+    """Of an object; none of anything else."""
+    if not isinstance(value, msgspec.Raw) or bytes(memoryview(value)[:1]) != b"{":
+        return {}
+    return _object.decode(value)

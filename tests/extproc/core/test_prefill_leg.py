@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a request whose prompt another engine computes, at the request of extproc."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import pytest
+
+from extproc.api.load import load_snapshot
+from extproc.core.core import Core
+from extproc.core.effects import (
+    Broadcast,
+    CancelPrefill,
+    Decision,
+    Effect,
+    HealthChanged,
+    Held,
+    Prefill,
+    PrefillEnded,
+    RequestRefused,
+    RequestSettled,
+)
+from extproc.core.peers import EventBatch, decode_events, encode_events
+from extproc.core.record import Head, Outcome, PrefillResult
+from extproc.core.states import State
+from extproc.errors import PrefillFailed, PrefillRefused, Refusal
+from extproc.streams.messages import ProcessingResponse
+from extproc.streams.responses import decision_answer
+from tests.extproc.scenes import ends
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from extproc.core.peers import PeerEvent
+
+P, D, E = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+SERVER: Final = "default/llama"
+HEADERS: Final = {"x-request-id": "r-1", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-00"}
+PARAMETERS: Final = b'{"do_remote_prefill": true, "remote_block_ids": [[11, 12]], "remote_host": "10.0.0.1"}'
+
+
+def config(
+    group: str = "", *, connector: str = "NixlConnector", engines: Iterable[str] = (D,), others: str = ""
+) -> bytes:
+    listed = [{"address": P, "labels": {"role": "prefill"}}]
+    listed += [{"address": one, "labels": {"role": "decode"}} for one in engines]
+    return f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: llama}}
+spec:
+  model: llama
+  scrapeInterval: 0s
+  {others}
+  pdGroup: {{prefillLabels: {{role: prefill}}, decodeLabels: {{role: decode}}, decideBy: UncachedTokens,
+             minUncachedTokens: 100, leg: Gateway, connector: {connector}, {group}}}
+  endpoints: {json.dumps(listed)}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {{name: chat}}
+spec: {{modelName: chat, rules: [{{targetModels: [{{modelServerName: llama}}]}}]}}
+""".encode()
+
+
+class Scene:
+    """A core with a prefill engine and some decode engines."""
+
+    def __init__(self, configuration: bytes, *, name: str = "t", machine: str | None = None) -> None:
+        snapshot = load_snapshot({"a.yaml": configuration})
+        self.core = Core(snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine)
+        self.table = self.core.pools[SERVER].table
+        self.arrivals = 0
+
+    def arrive(self, now: float = 0.0, words: int = 400, **fields: object) -> tuple[Held, Prefill, list[Effect]]:
+        own, effects = self.enter(now, words, **fields)
+        assert isinstance(own, Held)
+        assert own.state is State.PREFILLING
+        (asked,) = [one for one in effects if isinstance(one, Prefill)]
+        return own, asked, effects
+
+    def enter(self, now: float = 0.0, words: int = 400, **fields: object) -> tuple[Any, list[Effect]]:
+        # no prompt is cached
+        self.arrivals += 1
+        content = f"{self.arrivals} is the number of this. " + "word " * words
+        body = {"model": "chat", "messages": [{"role": "user", "content": content}], **fields}
+        head = Head("POST", "/v1/chat/completions", HEADERS, has_body=True)
+        return self.core.arrive(self.core.builder.by_model(head, json.dumps(body).encode()), now, wants_reasons=True)
+
+    def answer(self, ticket: str, now: float, parameters: bytes = PARAMETERS, **fields: object) -> list[Effect]:
+        usage = b'{"prompt_tokens": 410, "prompt_tokens_details": {"cached_tokens": 10}}'
+        body = b'{"choices": [], "kv_transfer_params": %b, "usage": %b}' % (parameters, usage)
+        result = PrefillResult(ticket, status=200, body=body, answered_at_s=now)
+        return self.core.on_result(msgspec.structs.replace(result, **fields), now)
+
+    def load(self, address: str) -> tuple[int, float]:
+        """Requests in flight, and prefill work that waits."""
+        row = self.table.row_of(address)
+        assert row is not None
+        return int(self.table.in_flight[row]), float(self.table.prefill_queues[row].work)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no engine counts anything."""
+        rows = self.table.active_rows
+        assert self.core._dispatcher.legs.keys() == {
+            one.ticket for one in self.core.requests() if one.state is State.PREFILLING
+        }
+        assert not any(one.running for one in self.core.meter._servers.values())
+        return not self.table.in_flight[rows].any() and not self.table.in_flight_tokens[rows].any()
+
+
+def decision(effects: Iterable[Effect]) -> Decision:
+    (found,) = ends(effects)
+    assert isinstance(found, Decision)
+    return found
+
+
+def refusal(effects: Iterable[Effect]) -> Refusal:
+    (found,) = ends(effects)
+    assert isinstance(found, RequestRefused)
+    return found.refusal
+
+
+def leg(effects: Iterable[Effect]) -> PrefillEnded:
+    (found,) = [one for one in effects if isinstance(one, PrefillEnded)]
+    return found
+
+
+def told(effects: Iterable[Effect]) -> list[PeerEvent]:
+    return [one.event for one in effects if isinstance(one, Broadcast)]
+
+
+def fields(body: bytes | None) -> Mapping[str, Any]:
+    assert body is not None
+    return json.loads(body)
+
+
+def test_the_prefill_engine_computes_and_the_decode_engine_gets_the_parameters_unread() -> None:
+    scene = Scene(config())
+    held, asked, _ = scene.arrive(stream=True, max_completion_tokens=70, temperature=0.25)
+    assert (asked.address, asked.path, asked.timeout_s) == (P, "/v1/chat/completions", 60.0)
+    assert held.longest_s == 60.0
+    assert asked.headers == HEADERS
+    sent = fields(asked.body)
+    assert (sent["stream"], sent["max_completion_tokens"], sent["temperature"]) == (False, 1, 0.25)
+    assert sent["kv_transfer_params"]["do_remote_decode"] is True
+    assert "stream_options" not in sent
+    assert scene.load(P)[0] == scene.load(D)[0] == 1
+    assert scene.load(P)[1] > scene.load(D)[1] == 0
+
+    found = decision(scene.answer(asked.ticket, 0.5))
+    assert found.was_held
+    assert found.waits == {State.PREFILLING: 0.5}
+    assert found.assignment.addresses == (D,)
+    assert found.assignment.prefill is None
+    assert found.prefilled_by == P
+    assert found.leg is not None
+    assert (found.leg.outcome, found.leg.took_s) == ("prefilled", 0.5)
+    assert found.body is not None
+    assert PARAMETERS in found.body
+    assert fields(found.body)["stream_options"] == {"include_usage": True}
+    assert fields(found.body)["max_completion_tokens"] == 70
+    assert fields(found.body)["model"] == "llama"
+    assert scene.load(P) == (0, 0.0)
+    assert scene.load(D) == (1, 0.0)
+    scene.core.on_stream_closed(found.ticket, 2.0)
+    assert scene.is_free
+
+
+def test_what_is_learned_of_each_engine_is_its_own_time() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive(stream=True)
+    rates = scene.table.prefill_rate.copy()
+    decision(scene.answer(asked.ticket, 0.5))
+    prefill, decode = scene.table.row_of(P), scene.table.row_of(D)
+    assert scene.table.prefill_rate[prefill] != rates[prefill]
+    assert scene.table.ttft_s[prefill] == 0.5
+    assert (scene.table.prompt_tokens[prefill], scene.table.cached_tokens[prefill]) == (410, 10)
+    transfers = scene.core.pools[SERVER].transfers
+    assert transfers is not None
+    assert not transfers.has_factors
+    rates = scene.table.prefill_rate.copy()
+    effects = scene.core.on_outcome(Outcome(asked.ticket, 200, D, 2.0, 0.75, 410, 6, 400), 2.0)
+    (settled,) = [one for one in effects if isinstance(one, RequestSettled)]
+    assert settled.waited_s == 0.5
+    # of the time since the pick, the leg is not the decode engine's
+    assert scene.table.ttft_s[decode] == 0.25
+    assert scene.table.tpot_s[decode] == pytest.approx(0.25)
+    assert scene.table.prefill_rate[decode] == rates[decode]
+    assert transfers.factor(P, D) != 1.0
+
+
+FAILURES: Final = {
+    "error": {"status": 500, "body": b'{"error": {"message": "CUDA error"}}'},
+    "overloaded": {"status": 429, "body": b"later"},
+    "unreachable": {"failure": "unreachable", "detail": "refused"},
+    "timeout": {"failure": "timeout"},
+    "unreadable": {"body": b"<html>"},
+    "no_parameters": {"body": b'{"choices": []}'},
+    "null": {"body": b'{"kv_transfer_params": null}'},
+    "expired": {"answered_at_s": -20.0},
+    "not_asked": {"failure": "not_asked"},
+}
+OUTCOMES: Final = {"overloaded": "error", "null": "no_parameters"}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_after_a_failure_the_decode_engine_computes_the_prompt(name: str) -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive(max_tokens=20)
+    effects = scene.answer(asked.ticket, 0.5, **FAILURES[name])
+    found = decision(effects)
+    assert leg(effects).leg.outcome == OUTCOMES.get(name, name)
+    assert leg(effects).goes_on
+    assert found.prefilled_by == ""
+    assert "kv_transfer_params" not in fields(found.body)
+    assert fields(found.body)["max_tokens"] == 20
+    assert scene.load(P) == (0, 0.0)
+    assert scene.load(D)[0] == 1
+    assert scene.load(D)[1] > 0
+    scene.core.on_outcome(Outcome(asked.ticket, 200, D, 2.0, 1.0, 410, 6, 0), 2.0)
+    assert scene.load(D) == (1, 0.0)
+    scene.core.on_stream_closed(asked.ticket, 2.0)
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_or_the_request_is_refused_if_its_server_wants_that(name: str) -> None:
+    scene = Scene(config("onPrefillFailure: Fail"))
+    _, asked, _ = scene.arrive()
+    effects = scene.answer(asked.ticket, 0.5, **FAILURES[name])
+    found = refusal(effects)
+    assert isinstance(found, PrefillFailed)
+    assert (found.status, found.code) == (503, "prefill_failed")
+    assert not leg(effects).goes_on
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_what_the_prefill_engine_refuses_is_refused_in_its_words(status: int) -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    body = b'{"error": {"message": "The prompt is too long.", "type": "BadRequestError"}}'
+    found = refusal(scene.answer(asked.ticket, 0.5, status=status, body=body))
+    assert isinstance(found, PrefillRefused)
+    assert (found.status, found.message) == (status, "The prompt is too long.")
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
+def test_a_prefill_engine_that_fails_is_avoided() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.1, failure="unreachable")
+    row = scene.table.row_of(P)
+    assert scene.table.retry_at_s[row] > 0.1
+    own, _ = scene.enter(0.2)
+    assert isinstance(own, Decision)
+    # and is tried again after a while
+    _, asked, _ = scene.arrive(5.0)
+    scene.answer(asked.ticket, 5.1)
+    assert scene.table.failures[row] == 0
+
+
+def test_our_own_bounds_are_no_fault_of_the_engine() -> None:
+    scene = Scene(config())
+    for number in range(20):
+        _, asked, _ = scene.arrive(float(number))
+        effects = scene.answer(asked.ticket, number + 0.1, failure="not_asked")
+        assert not [one for one in effects if isinstance(one, HealthChanged)]
+    assert not scene.table.failures.any()
+
+
+def test_a_client_that_leaves_ends_the_prefill() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    effects = scene.core.on_disconnect(asked.ticket, 0.2)
+    assert CancelPrefill(asked.ticket) in effects
+    assert leg(effects).leg.outcome == "left"
+    assert scene.is_free
+    # a result that was on its way
+    assert not scene.answer(asked.ticket, 0.3)
+    assert not scene.core.requests()
+
+
+def test_a_stream_that_closes_does_the_same() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    assert CancelPrefill(asked.ticket) in scene.core.on_stream_closed(asked.ticket, 0.2)
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
+def test_a_decision_that_reaches_nobody_costs_nothing() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.5)
+    scene.core.on_disconnect(asked.ticket, 0.5)
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
+@pytest.mark.parametrize(("failure", "addresses"), [("", 1), ("timeout", 2)])
+def test_parameters_are_for_one_decode_engine(failure: str, addresses: int) -> None:
+    scene = Scene(config(engines=(D, E)))
+    _, asked, _ = scene.arrive()
+    found = decision(scene.answer(asked.ticket, 0.5, failure=failure))
+    assert len(found.assignment.addresses) == addresses
+    answer = ProcessingResponse.FromString(decision_answer(found))
+    headers = {one.header.key: one.header.raw_value for one in answer.request_body.response.header_mutation.set_headers}
+    assert headers.get("x-envoy-max-retries") == (None if failure else b"0")
+    assert "x-prefiller-host-port" not in headers
+
+
+def test_what_a_store_holds_is_for_every_decode_engine_and_needs_no_parameters() -> None:
+    scene = Scene(config(connector="ExampleConnector", engines=(D, E)))
+    _, asked, _ = scene.arrive(max_tokens=20)
+    assert "kv_transfer_params" not in fields(asked.body)
+    found = decision(scene.answer(asked.ticket, 30.0, answered_at_s=0.5))
+    assert set(found.assignment.addresses) == {D, E}
+    assert fields(found.body)["max_tokens"] == 20
+    assert found.prefilled_by == P
+
+
+def test_a_decode_engine_that_goes_meanwhile_is_replaced() -> None:
+    scene = Scene(config(engines=(D, E)))
+    _, asked, _ = scene.arrive()
+    first = next(one.run.assignment.endpoint.address for one in scene.core.requests() if one.run)
+    other = E if first == D else D
+    scene.core.apply(load_snapshot({"a.yaml": config(engines=(other,))}), 0.1)
+    found = decision(scene.answer(asked.ticket, 0.5))
+    assert found.assignment.addresses == (other,)
+    assert scene.load(other) == (1, 0.0)
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert scene.is_free
+
+
+def test_without_a_decode_engine_the_request_is_refused() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.core.apply(load_snapshot({"a.yaml": config(engines=())}), 0.1)
+    assert refusal(scene.answer(asked.ticket, 0.5)).code == "no_endpoint"
+    assert scene.is_free
+
+
+def test_a_prefill_engine_that_leaves_the_configuration_still_answers() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.core.apply(load_snapshot({"a.yaml": config().replace(P.encode(), b"10.0.0.9:8000")}), 0.1)
+    assert decision(scene.answer(asked.ticket, 0.5)).prefilled_by == P
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert scene.is_free
+
+
+def test_a_server_that_leaves_the_configuration_serves_it_no_more() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.core.apply(load_snapshot({"a.yaml": config().replace(b"llama", b"other")}), 0.1)
+    assert refusal(scene.answer(asked.ticket, 0.5)).code == "no_endpoint"
+    assert not scene.core.requests()
+
+
+def test_a_queue_and_its_account_are_as_if_the_refused_request_had_never_come() -> None:
+    control = "flowControl: {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}}"
+    scene = Scene(config("onPrefillFailure: Fail", others=control))
+    _, asked, _ = scene.arrive()
+    waiting, _ = scene.enter(0.1)
+    assert isinstance(waiting, Held)
+    assert waiting.state is State.QUEUED
+    effects = scene.answer(asked.ticket, 0.5, failure="not_asked")
+    assert refusal(effects).code == "prefill_failed"
+    (second,) = [one for one in scene.core.tick(0.5) if isinstance(one, Prefill)]
+    assert second.ticket == waiting.ticket
+    found = decision(scene.answer(second.ticket, 1.0))
+    assert found.waits == {State.QUEUED: pytest.approx(0.4), State.PREFILLING: 0.5}
+    assert found.waited_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n": 2}, "answers"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "beam_search"),
+    ],
+)
+def test_what_cannot_be_split_is_served_whole_and_says_why(changes: dict[str, object], reason: str) -> None:
+    scene = Scene(config())
+    own, _ = scene.enter(**changes)
+    assert isinstance(own, Decision)
+    assert own.whole == reason
+    assert own.assignment.prefill is None
+    assert own.explanation is not None
+    assert own.explanation.stage.startswith("served whole: ")
+
+
+def test_a_short_prompt_is_not_counted_as_one_that_cannot_be_split() -> None:
+    own, _ = Scene(config()).enter(words=3)
+    assert isinstance(own, Decision)
+    assert own.whole == ""
+
+
+def test_a_sidecar_makes_its_own_leg() -> None:
+    own, _ = Scene(config().replace(b"leg: Gateway", b"leg: Sidecar")).enter()
+    assert isinstance(own, Decision)
+    assert own.assignment.prefill is not None
+    assert own.prefilled_by == own.assignment.prefill.address == P
+    assert own.leg is None
+
+
+class Pair:
+    """Two processes; what one tells comes to the other."""
+
+    def __init__(self) -> None:
+        self.one, self.other = Scene(config(), name="a", machine="m"), Scene(config(), name="b", machine="m")
+
+    def tell(self, effects: Iterable[Effect], now: float) -> None:
+        self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
+
+
+@pytest.mark.parametrize("failure", ["", "timeout", "not_asked"])
+def test_the_other_processes_count_both_engines_as_this_one_does(failure: str) -> None:
+    pair = Pair()
+    _, asked, effects = pair.one.arrive(stream=True)
+    pair.tell(effects, 0.0)
+    for address in (P, D):
+        assert pair.one.load(address) == pair.other.load(address)
+    # its heartbeat does not end what is being prefilled
+    pair.tell(pair.one.core.heartbeat(0.3), 0.3)
+    assert pair.other.load(P)[0] == 1
+    effects = pair.one.answer(asked.ticket, 0.5, failure=failure)
+    pair.tell(effects, 0.5)
+    for address in (P, D):
+        assert pair.one.load(address) == pair.other.load(address)
+    pair.tell(pair.one.core.on_outcome(Outcome(asked.ticket, 200, D, 2.0, 0.75, 410, 6, 400), 2.0), 2.0)
+    pair.tell(pair.one.core.on_stream_closed(asked.ticket, 2.0), 2.0)
+    for column in ("ttft_s", "tpot_s", "prefill_rate", "failures", "retry_at_s"):
+        assert getattr(pair.one.table, column).tolist() == getattr(pair.other.table, column).tolist(), column
+    assert pair.one.is_free
+    assert pair.other.is_free
+
+
+def test_a_refused_or_abandoned_prefill_is_over_everywhere() -> None:
+    pair = Pair()
+    for end in ("refused", "left"):
+        _, asked, effects = pair.one.arrive()
+        pair.tell(effects, 0.0)
+        if end == "left":
+            pair.tell(pair.one.core.on_disconnect(asked.ticket, 0.5), 0.5)
+        else:
+            pair.tell(pair.one.answer(asked.ticket, 0.5, status=400, body=b"no"), 0.5)
+        assert pair.other.is_free

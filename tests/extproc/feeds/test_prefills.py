@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill legs against an engine that is slow, refuses, talks nonsense, or goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from extproc.api.load import load_snapshot
+from extproc.core.core import Core
+from extproc.core.effects import Prefill
+from extproc.feeds import prefills
+from extproc.feeds.engine_access import EngineAccess
+from extproc.feeds.prefills import Prefills
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from extproc.core.record import PrefillResult
+
+OK: Final = b'{"kv_transfer_params": {"a": 1}}'
+
+
+def answer(body: bytes = OK, status: str = "200 OK", more: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{more}\r\n".encode() + body
+
+
+class Engine:
+    """Answers each request with the next of ``answers``, the last one for ever. None: it hangs; b"": it hangs up."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.connections = self.gone = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    int(line.split(b":")[1])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length")
+                )
+                self.requests.append(head + await reader.readexactly(length))
+                found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                if found is None:
+                    await reader.read()
+                    break
+                if not found:
+                    break
+                writer.write(found)
+                await writer.drain()
+        self.gone += 1
+        writer.close()
+
+
+class Scene:
+    def __init__(self, port: int, **more: object) -> None:
+        self.address = f"127.0.0.1:{port}"
+        server = {"apiVersion": "attache.dev/v1alpha1", "kind": "ModelServer", "metadata": {"name": "llama"}}
+        document = {**server, "spec": {"model": "m", "endpoints": [{"address": self.address}], **more}}
+        snapshot = load_snapshot({"a.yaml": json.dumps(document).encode()})
+        core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+        self.results: list[PrefillResult] = []
+        self.clock = asyncio.get_running_loop().time
+        self.prefills = Prefills(
+            core, EngineAccess({"KEY": "s3cret"}, self.clock), clock=self.clock, deliver=self.results.append
+        )
+
+    def start(self, ticket: str = "t-1", *, timeout_s: float = 30.0, body: bytes = b'{"max_tokens": 1}') -> None:
+        headers = {"x-request-id": "r-1", "authorization": "Bearer of-the-client"}
+        path = "/v1/completions"
+        self.prefills.start(Prefill(ticket, "default/llama", self.address, path, body, headers, timeout_s))
+
+    async def result(self, count: int = 1) -> PrefillResult:
+        await eventually(lambda: _is(len(self.results) >= count))
+        return self.results[-1]
+
+
+async def _is(value: bool) -> bool:
+    return value
+
+
+@contextlib.asynccontextmanager
+async def scene_of(engine: Engine, **more: object) -> AsyncIterator[Scene]:
+    """``more``: of the ModelServer's spec."""
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 22)
+    scene = Scene(server.sockets[0].getsockname()[1], **more)
+    try:
+        yield scene
+    finally:
+        await scene.prefills.close()
+        server.close()
+
+
+async def test_an_answer_comes_back_as_it_is_and_the_connection_is_kept() -> None:
+    engine = Engine(answer(), answer(b'{"error": 1}', "400 Bad Request"))
+    async with scene_of(engine) as scene:
+        scene.start()
+        found = await scene.result()
+        assert (found.status, found.body, found.failure) == (200, OK, "")
+        assert 0 < found.answered_at_s <= scene.clock()
+        scene.start("t-2")
+        found = await scene.result(2)
+        assert (found.ticket, found.status, found.body) == ("t-2", 400, b'{"error": 1}')
+        assert engine.connections == 1
+        assert b"POST /v1/completions HTTP/1.1\r\n" in engine.requests[0]
+        assert b"x-request-id: r-1\r\n" in engine.requests[0]
+        assert engine.requests[0].endswith(b'\r\n\r\n{"max_tokens": 1}')
+
+
+async def test_the_engines_key_stands_in_for_the_clients() -> None:
+    for more, key in (({}, "of-the-client"), ({"connection": {"apiKeyEnv": "KEY"}}, "s3cret")):
+        engine = Engine(answer())
+        async with scene_of(engine, **more) as scene:
+            scene.start()
+            await scene.result()
+            assert engine.requests[0].lower().count(b"authorization:") == 1
+            assert f"authorization: bearer {key}\r\n".encode() in engine.requests[0].lower()
+
+
+async def test_a_large_prompt_arrives_whole() -> None:
+    engine, body = Engine(answer()), b'{"prompt": "%b"}' % (b"x" * 3_000_000)
+    async with scene_of(engine) as scene:
+        scene.start(body=body)
+        assert (await scene.result()).status == 200
+        assert engine.requests[0].endswith(body)
+
+
+async def test_a_kept_connection_that_the_engine_closes_is_no_failure() -> None:
+    engine = Engine(answer(), b"", answer())
+    async with scene_of(engine) as scene:
+        scene.start()
+        await scene.result()
+        scene.start("t-2")
+        assert (await scene.result(2)).status == 200
+        assert engine.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        (b"", "unreachable"),
+        (b"SSH-2.0-OpenSSH\r\n", "unreadable"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{", "timeout"),
+        (answer(b"", "307 Temporary Redirect", "location: http://127.0.0.1:1/\r\n"), "unreadable"),
+        (answer(b"x" * (prefills.MOST_ANSWER_BYTES + 1)), "unreadable"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"10000\r\n" + b"x" * 65536 + b"\r\n", "timeout"),
+        (None, "timeout"),
+    ],
+)
+async def test_what_cannot_be_used_is_a_failure(given: bytes | None, failure: str) -> None:
+    async with scene_of(Engine(given)) as scene:
+        scene.start(timeout_s=1.0)
+        found = await scene.result()
+        assert found.failure == failure
+        assert found.detail
+        assert not found.body
+
+
+async def test_nobody_at_the_address() -> None:
+    async with scene_of(Engine(None)) as scene:
+        scene.address = "127.0.0.1:1"
+        scene.start()
+        assert (await scene.result()).failure == "unreachable"
+
+
+async def test_a_client_that_leaves_ends_the_call_and_there_is_no_result() -> None:
+    engine = Engine(None)
+    async with scene_of(engine) as scene:
+        scene.start()
+        await eventually(lambda: _is(bool(engine.requests)))
+        scene.prefills.cancel("t-1")
+        await eventually(lambda: _is(engine.gone == 1))
+        assert not scene.results
+        # one that is unknown, or is over
+        scene.prefills.cancel("t-1")
+
+
+async def test_bounds_hold_for_each_engine_for_all_and_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(None)
+    for name, value, words in (
+        ("_MOST_OF_ENGINE", 1, "at this engine"),
+        ("_MOST", 1, "prefills run"),
+        ("_MOST_HELD_BYTES", 20, "bytes"),
+    ):
+        async with scene_of(engine) as scene:
+            with monkeypatch.context() as patch:
+                patch.setattr(prefills, name, value)
+                scene.start()
+                scene.start("t-2")
+                found = await scene.result()
+            assert (found.ticket, found.failure) == ("t-2", "not_asked")
+            assert words in found.detail
+            # what ends makes room
+            scene.prefills.cancel("t-1")
+            await eventually(lambda scene=scene: _is(not scene.prefills._tasks))  # type: ignore[misc]
+            assert scene.prefills._held_bytes == 0
+            assert not scene.prefills._of_engines
+
+
+async def test_a_server_that_left_the_configuration_is_not_asked() -> None:
+    async with scene_of(Engine(answer())) as scene:
+        scene.prefills._core.pools.clear()
+        scene.start()
+        assert (await scene.result()).failure == "not_asked"
+
+
+async def test_our_own_fault_is_a_result_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene_of(Engine(answer())) as scene:
+        monkeypatch.setattr(scene.prefills._http, "post", None)
+        scene.start()
+        found = await scene.result()
+        assert found.failure == "not_asked"
+        assert "our own code fails" in found.detail

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each connector wants of the leg, on every API whose prompts can be prefilled."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from extproc.engines.answers import PrefillAnswer, Unreadable, prefill_in
+from extproc.protocol import Api
+from extproc.request import anthropic, openai, tokens
+from extproc.request.prefill import PROTOCOLS, WHOLE, why_whole
+from extproc.request.rewrite import fields_of, with_changes
+
+if TYPE_CHECKING:
+    from extproc.api.model_server import Connector
+
+# As vLLM 0.32 has it.
+ASKED: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+ANSWERED: Final = (
+    b'{"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[11, 12, 13]],'
+    b' "remote_engine_id": "7c0d", "remote_request_id": "chatcmpl-1-1a2b3c4d", "remote_host": "10.0.0.11",'
+    b' "remote_port": 5600, "tp_size": 2, "remote_blocks_expiry_time": null, "transfer_mode": "pull", "x": 1.50}'
+)
+PARSERS: Final = {
+    Api.CHAT: openai.chat,
+    Api.COMPLETIONS: openai.completion,
+    Api.RESPONSES: openai.responses,
+    Api.MESSAGES: anthropic.messages,
+    Api.GENERATE: tokens.generate,
+}
+MESSAGES: Final = [{"role": "user", "content": "hello"}]
+
+
+def prefill(api: Api, connector: Connector, body: dict[str, Any]) -> dict[str, Any]:
+    raw = json.dumps(body).encode()
+    request = PARSERS[api](raw)
+    changes = PROTOCOLS[connector].prefill_changes(request, fields_of(raw, request.contents))
+    changed = with_changes(raw, changes.fields, request.contents, without=changes.without)
+    found: dict[str, Any] = json.loads(changed)
+    return found
+
+
+def decode(api: Api, connector: Connector, body: dict[str, Any], answer: PrefillAnswer) -> bytes | None:
+    raw = json.dumps(body).encode()
+    request = PARSERS[api](raw)
+    changes = PROTOCOLS[connector].decode_changes(request, fields_of(raw, request.contents), answer)
+    return None if changes is None else with_changes(raw, changes.fields, request.contents, without=changes.without)
+
+
+CASES: Final[list[tuple[Api, dict[str, Any], dict[str, Any]]]] = [
+    (
+        Api.CHAT,
+        {"model": "m", "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}},
+        {"model": "m", "messages": MESSAGES, "stream": False, "max_tokens": 1},
+    ),
+    (
+        Api.CHAT,
+        {
+            "model": "m",
+            "messages": MESSAGES,
+            "max_tokens": 9,
+            "max_completion_tokens": 8,
+            "min_tokens": 3,
+            "min_completion_tokens": 2,
+            "tools": [{"type": "function"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+            "response_format": {"type": "json_object"},
+            "stop": ["x"],
+            "logprobs": True,
+            "cache_salt": "s",
+        },
+        {
+            "model": "m",
+            "messages": MESSAGES,
+            "max_tokens": 1,
+            "max_completion_tokens": 1,
+            "tools": [{"type": "function"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+            "response_format": {"type": "json_object"},
+            "stop": ["x"],
+            "logprobs": True,
+            "cache_salt": "s",
+        },
+    ),
+    (
+        Api.CHAT,
+        {"model": "m", "messages": MESSAGES, "max_completion_tokens": 8},
+        {"model": "m", "messages": MESSAGES, "max_completion_tokens": 1},
+    ),
+    (Api.COMPLETIONS, {"model": "m", "prompt": "once"}, {"model": "m", "prompt": "once", "max_tokens": 1}),
+    (
+        Api.RESPONSES,
+        {"model": "m", "input": "hello", "stream": True},
+        {"model": "m", "input": "hello", "stream": False, "max_output_tokens": 1, "store": False},
+    ),
+    (
+        Api.MESSAGES,
+        {"model": "m", "messages": MESSAGES, "max_tokens": 100, "stream": True},
+        {"model": "m", "messages": MESSAGES, "max_tokens": 1, "stream": False},
+    ),
+    (
+        Api.GENERATE,
+        {"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 9, "min_tokens": 2, "top_k": 5}},
+        {"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 1, "top_k": 5}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("api", "body", "expected"), CASES)
+def test_the_prefill_engine_computes_the_prompt_and_one_token(
+    api: Api, body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    stores: tuple[Connector, ...] = ("ExampleConnector", "LMCacheConnectorV1")
+    for store in stores:
+        assert prefill(api, store, body) == expected
+    with_parameters = prefill(api, "NixlConnector", body)
+    assert with_parameters.pop("kv_transfer_params") == ASKED
+    if api is Api.GENERATE:
+        assert with_parameters["sampling_params"].pop("extra_args") == {"kv_transfer_params": ASKED}
+    assert with_parameters == expected
+
+
+@pytest.mark.parametrize(("api", "body", "expected"), CASES)
+def test_the_decode_engine_gets_the_clients_request_and_the_parameters_as_they_came(
+    api: Api, body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert expected
+    answer = prefill_in(b'{"id": "x", "kv_transfer_params": %b}' % ANSWERED)
+    found = decode(api, "NixlConnector", body, answer)
+    assert found is not None
+    assert ANSWERED in found
+    changed = json.loads(found)
+    if api is Api.GENERATE:
+        extra = changed["sampling_params"].pop("extra_args")
+        assert extra == {"kv_transfer_params": json.loads(ANSWERED)}
+    assert changed.pop("kv_transfer_params") == json.loads(ANSWERED)
+    assert changed == body
+    assert json.loads(decode(api, "ExampleConnector", body, PrefillAnswer()) or b"") == body
+
+
+def test_a_client_keeps_its_own_extra_arguments() -> None:
+    body = {"model": "m", "token_ids": [1], "sampling_params": {"extra_args": {"seed": 3}}}
+    extra = prefill(Api.GENERATE, "NixlConnector", body)["sampling_params"]["extra_args"]
+    assert extra == {"seed": 3, "kv_transfer_params": ASKED}
+
+
+def test_a_long_body_is_not_read_again() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "word " * 20_000}], "stream": True}
+    raw = json.dumps(body).encode()
+    assert openai.chat(raw).contents is not None
+    found = prefill(Api.CHAT, "NixlConnector", body)
+    assert (found["messages"], found["stream"], found["max_tokens"]) == (body["messages"], False, 1)
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "reason"),
+    [
+        (Api.CHAT, {"n": 2}, "answers"),
+        (Api.CHAT, {"n": 1}, ""),
+        (Api.CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (Api.CHAT, {"prompt_logprobs": None}, ""),
+        (Api.CHAT, {"logprobs": True, "top_logprobs": 2}, ""),
+        (Api.CHAT, {"use_beam_search": True}, "beam_search"),
+        (Api.CHAT, {"use_beam_search": False}, ""),
+        (Api.CHAT, {"kv_transfer_params": {}}, "steering"),
+        (Api.CHAT, {"rid": "a"}, ""),
+        (Api.COMPLETIONS, {"best_of": 2}, "answers"),
+        (Api.COMPLETIONS, {"prompt": ["a", "b"]}, "prompts"),
+        (Api.COMPLETIONS, {"prompt": ["a"]}, ""),
+        (Api.COMPLETIONS, {"max_tokens": 0}, "no_answer"),
+        (Api.COMPLETIONS, {"echo": True}, ""),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        (Api.COMPLETIONS, {"prompt_embeds": "AAAA"}, "embeddings"),
+        (Api.RESPONSES, {"previous_response_id": "resp_1"}, "stored_prompt"),
+        (Api.RESPONSES, {"background": True}, "background"),
+        (Api.GENERATE, {"sampling_params": {"n": 2}}, "answers"),
+        (Api.GENERATE, {"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        (Api.MESSAGES, {"system": "s"}, ""),
+    ],
+)
+def test_what_one_engine_must_serve_whole(api: Api, more: dict[str, Any], reason: str) -> None:
+    raw = json.dumps({"model": "m", **api.spec.example, **more}).encode()
+    assert why_whole(PARSERS[api](raw), raw) == reason
+    assert not reason or reason in WHOLE
+
+
+def test_apis_without_an_answer_have_no_leg() -> None:
+    body = b'{"model": "m", "input": "hello"}'
+    assert why_whole(openai.embeddings(body), body) == "api"
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ('{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}', (9, 4)),
+        ('{"prompt_tokens": 9, "prompt_tokens_details": null}', (9, None)),
+        ('{"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}', (9, 4)),
+        ('{"input_tokens": 5, "cache_read_input_tokens": 4}', (9, 4)),
+        ("null", (None, None)),
+    ],
+)
+def test_the_prompts_tokens_are_read_in_every_form(usage: str, expected: tuple[int | None, int | None]) -> None:
+    found = prefill_in(f'{{"usage": {usage}}}'.encode())
+    assert (found.prompt_tokens, found.cached_tokens) == expected
+
+
+@pytest.mark.parametrize("value", ["null", "[]", '"text"', "7"])
+def test_only_an_object_has_parameters(value: str) -> None:
+    answer = prefill_in(f'{{"kv_transfer_params": {value}}}'.encode())
+    assert decode(Api.CHAT, "NixlConnector", CASES[0][1], answer) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"[" * 100_000, b'{"usage": 3}'])
+def test_an_answer_of_another_form_is_unreadable(body: bytes) -> None:
+    with pytest.raises(Unreadable):
+        prefill_in(body)

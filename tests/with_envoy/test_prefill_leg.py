@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""extproc makes the prefill leg: a prefill and a decode engine behind a real Envoy, with clients of both families."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.bench.engine.test_exchange import Engine, Pair, running
+from tests.waiting import eventually
+from tests.with_envoy.stand_in import Engine as StandIn
+from tests.with_envoy.stand_in import Gateway, gateway_on, served
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+MODEL: Final = "llama"
+PROMPT: Final = "once upon a time " * 40
+CHAT: Final = [{"role": "user", "content": PROMPT}]
+
+
+class Scene:
+    """A pair behind a gateway."""
+
+    def __init__(self, pair: Pair, gateway: Gateway) -> None:
+        self.pair = pair
+        self.gateway = gateway
+        self.openai = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)
+
+    async def legs(self, outcome: str) -> float:
+        """How many ended so."""
+        return await self._metric(f'attache_prefill_legs_total{{outcome="{outcome}",server="default/llama"}}')
+
+    async def whole(self, reason: str) -> float:
+        return await self._metric(f'attache_prefill_whole_requests_total{{reason="{reason}",server="default/llama"}}')
+
+    async def _metric(self, name: str) -> float:
+        text = (await self.gateway.http.get(f"{self.gateway.metrics}/metrics")).text
+        lines = [{*line.rpartition(" ")[0].partition("{")[2].strip("}").split(","), line} for line in text.splitlines()]
+        wanted = {*name.partition("{")[2].strip("}").split(",")}
+        family = name.partition("{")[0]
+        return sum(
+            float(one.rpartition(" ")[2])
+            for line, one in zip(lines, text.splitlines(), strict=True)
+            if one.startswith(family + "{") and wanted <= line
+        )
+
+    def decisions(self) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.gateway.decisions.read_text().splitlines()]
+        return [one for one in lines if one["kind"] == "decision"]
+
+
+@asynccontextmanager
+async def scene_of(
+    directory: Path,
+    *,
+    connector: str = "NixlConnector",
+    speed: float = 1.0,
+    decode: str = "",
+    **group: object,
+) -> AsyncIterator[Scene]:
+    """Every prompt is prefilled by the other engine. ``group``: of ``pdGroup``, beyond the usual. ``decode``: decodes
+    in place of the pair's, which then has no role.
+    """
+    extra = {"shared_storage_path": str(directory / "store")}
+    async with running(connector, speed=speed, extra=extra) as pair:
+        endpoints: list[dict[str, object]] = [
+            {"address": engine.url.removeprefix("http://"), "labels": {"role": role}}
+            for engine, role in ((pair.prefill, "prefill"), (pair.decode, "decode"))
+        ]
+        if decode:
+            endpoints[1]["labels"] = {}
+            endpoints.append({"address": decode, "labels": {"role": "decode"}})
+        pairs = {
+            "prefillLabels": {"role": "prefill"},
+            "decodeLabels": {"role": "decode"},
+            "minUncachedTokens": 0,
+            "decideBy": "UncachedTokens",
+            "leg": "Gateway",
+            "connector": connector,
+            **group,
+        }
+        more = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs}
+        async with gateway_on(directory, more=more) as gateway:
+            scene = Scene(pair, gateway)
+            async with scene.openai, scene.anthropic:
+                yield scene
+
+
+async def ask_all(open_ai: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic) -> list[str]:
+    """The texts of chats and completions, whole and streamed, and of messages, in this order."""
+    texts = list[str]()
+    chat = await open_ai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=6)  # type: ignore[arg-type]
+    texts.append(chat.choices[0].message.content or "")
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 6
+    streamed = await open_ai.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,  # type: ignore[arg-type]
+        max_tokens=6,
+        stream=True,
+    )
+    texts.append("".join([chunk.choices[0].delta.content or "" async for chunk in streamed if chunk.choices]))
+    completion = await open_ai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6)
+    texts.append(completion.choices[0].text)
+    pieces = await open_ai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, stream=True)
+    texts.append("".join([chunk.choices[0].text async for chunk in pieces if chunk.choices]))
+    message = await claude.messages.create(model=MODEL, max_tokens=6, messages=CHAT)  # type: ignore[arg-type]
+    texts.append(message.content[0].text)  # type: ignore[union-attr]
+    async with claude.messages.stream(model=MODEL, max_tokens=6, messages=CHAT) as stream:  # type: ignore[arg-type]
+        texts.append("".join([text async for text in stream.text_stream]))
+    return texts
+
+
+async def whole_answers(engine: Engine) -> list[str]:
+    """Of an engine that computes the prompts itself."""
+    async with (
+        openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=60) as one,
+        anthropic.AsyncAnthropic(base_url=engine.url, api_key="none", timeout=60) as other,
+    ):
+        return await ask_all(one, other)
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "ExampleConnector"])
+async def test_answers_are_those_of_a_whole_engine_and_the_decode_engine_computes_no_prompt(
+    tmp_path: Path, connector: str
+) -> None:
+    async with running("NixlConnector") as whole, scene_of(tmp_path, connector=connector) as scene:
+        assert await ask_all(scene.openai, scene.anthropic) == await whole_answers(whole.decode)
+        assert await scene.legs("prefilled") == 6
+        computed = await scene.pair.decode.computed()
+        if connector == "NixlConnector":
+            assert computed == 0
+            assert await scene.pair.decode.metric("vllm:nixl_bytes_transferred_count") == 6
+        else:
+            # its store holds whole blocks, and the last one of a prompt is not full
+            assert computed < 6 * 16 + 6
+        await scene.pair.are_free()
+        first = scene.decisions()[0]
+        assert first["prefill_leg"]["outcome"] == "prefilled"
+        assert first["prefill_leg"]["address"] == scene.pair.prefill.url.removeprefix("http://")
+        assert first["prefill_wait_s"] > 0
+
+
+async def test_without_its_prefill_engine_the_decode_engine_computes(tmp_path: Path) -> None:
+    async with scene_of(tmp_path) as scene:
+        await _stop(scene.pair.prefill)
+        answer = await scene.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 6
+        assert await scene.pair.decode.computed() > 0
+        assert await scene.legs("unreachable") == 1
+        assert scene.decisions()[0]["prefill_leg"]["outcome"] == "unreachable"
+        await eventually(scene.pair.decode.is_free)
+
+
+async def test_or_the_client_gets_503_if_the_server_wants_that(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, onPrefillFailure="Fail") as scene:
+        await _stop(scene.pair.prefill)
+        with pytest.raises(openai.InternalServerError) as raised:
+            await scene.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6)
+        assert (raised.value.status_code, raised.value.code) == (503, "prefill_failed")
+        assert await scene.pair.decode.computed() == 0
+        assert await scene.legs("unreachable") == 1
+
+
+async def test_what_the_prefill_engine_refuses_its_client_gets_in_its_own_form(tmp_path: Path) -> None:
+    async with scene_of(tmp_path) as scene:
+        long = "word " * 20_000
+        with pytest.raises(openai.BadRequestError) as raised:
+            await scene.openai.completions.create(model=MODEL, prompt=long, max_tokens=6)
+        direct = await scene.pair.decode.complete(long)
+        assert direct.status_code == 400
+        assert raised.value.body["message"][:30] == direct.json()["error"]["message"][:30]  # type: ignore[index]
+        with pytest.raises(anthropic.BadRequestError) as other:
+            await scene.anthropic.messages.create(
+                model=MODEL, max_tokens=6, messages=[{"role": "user", "content": long}]
+            )
+        assert other.value.body["type"] == "error"  # type: ignore[index]
+        assert await scene.legs("refused") == 2
+        await scene.pair.are_free()
+
+
+async def test_what_is_kept_for_one_decode_engine_is_never_sent_to_another(tmp_path: Path) -> None:
+    failing = StandIn()
+    failing.is_plain, failing.status = True, 503
+    async with served(failing) as address, scene_of(tmp_path, decode=address) as scene:
+        with pytest.raises(openai.InternalServerError) as raised:
+            await scene.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6)
+        assert raised.value.status_code == 503
+        assert failing.requests == 1
+        assert "kv_transfer_params" in failing.asked
+        assert await scene.pair.decode.metric("vllm:request_success_total") == 0
+        assert await scene.legs("prefilled") == 1
+
+
+async def test_several_answers_are_served_whole_and_counted(tmp_path: Path) -> None:
+    async with scene_of(tmp_path) as scene:
+        answer = await scene.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, n=2)
+        assert len(answer.choices) == 2
+        assert await scene.whole("answers") == 1
+        assert await scene.pair.decode.computed() > 0
+        assert scene.decisions()[0]["stage"].startswith("served whole")
+
+
+async def test_a_client_that_leaves_during_the_prefill_leaves_nothing(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, speed=0.02) as scene:
+        asking = asyncio.create_task(
+            scene.gateway.http.post(
+                f"{scene.gateway.url}/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 6}
+            )
+        )
+
+        async def computes() -> bool:
+            return not await scene.pair.prefill.is_free()
+
+        await eventually(computes)
+        asking.cancel()
+        with pytest.raises((asyncio.CancelledError, httpx.TransportError)):
+            await asking
+
+        async def left() -> bool:
+            return await scene.legs("left") == 1
+
+        await eventually(left)
+        await scene.pair.are_free()
+        assert await scene.pair.decode.metric("vllm:request_success_total") == 0
+
+
+async def _stop(engine: Engine) -> None:
+    assert engine.server is not None
+    engine.server.cancel()
+    await asyncio.gather(engine.server, return_exceptions=True)
