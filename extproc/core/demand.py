@@ -166,11 +166,13 @@ def count_dispatch(record: Record, run: Run) -> None:
 
 
 def count_prefill_end(record: Record, run: Run, before: Assignment) -> None:
-    """Its prefill engine is free of it, and it may be at another decode engine than ``before``."""
+    """Its prefill engine is free of it, and it may be at other engines than ``before``."""
     if record.meter is None or before.prefill is None:
         return
     server, assignment = record.meter.server, run.assignment
     server.end_run(before.prefill.address, before.tokens)
+    if assignment.prefill is not None:
+        server.begin_run(assignment.prefill.address, assignment.tokens)
     if assignment.endpoint.address != before.endpoint.address:
         server.end_run(before.endpoint.address, before.tokens)
         server.begin_run(assignment.endpoint.address, assignment.tokens)

@@ -47,6 +47,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
     ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
+    ``next``: the address of the engine that is asked now; empty: the decode engine gets the request.
     """
 
     ticket: str
@@ -54,6 +55,7 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     is_done: bool
     is_leased: bool
     waited_s: float
+    next: str = ""
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):

@@ -5,8 +5,10 @@
 |---|---|
 | answers what the connector must have | goes on to the decode engine |
 | refuses it: 4xx, but for 408 and 429 | is refused as that engine refuses it |
-| cannot be reached, fails, is too slow, or answers what cannot be used | ``onPrefillFailure`` decides |
-| answered longer ago than a third of the lease | likewise: the KV cache may be gone, and then D answers nonsense |
+| does not answer, fails, is too slow, or its answer cannot be used | goes to another prefill engine |
+| answered longer ago than a third of the lease: the KV cache may be gone, and then D answers nonsense | likewise |
+
+Without another one in the group, without time, and after three of them, ``onPrefillFailure`` decides.
 """
 
 from __future__ import annotations
@@ -41,13 +43,18 @@ _STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_p
 
 class Leg(msgspec.Struct, frozen=True):
     """A prefill that is to be made at the engine at ``address``. ``base``: what changes of the client's body, whichever
-    engine gets it.
+    engine gets it. ``failed``: the engines that were asked before.
     """
 
     protocol: PrefillProtocol
     arrival: Arrival
     base: Changes
     address: str
+    failed: tuple[str, ...] = ()
+
+    def at(self, address: str) -> Leg:
+        """The same, at another engine."""
+        return msgspec.structs.replace(self, address=address, failed=(*self.failed, self.address))
 
     def prefill_body(self) -> bytes:
         """For the prefill engine."""
@@ -151,7 +158,9 @@ def outcome_of_leg(judged: Judged, result: PrefillResult, address: str, took_s: 
 
 
 def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
-    """The prefill engine is free of the request, whichever process decides it, and the decode engine gets it now."""
+    """The prefill engine is free of the request, whichever process decides it: another one, or the decode engine, gets
+    it now.
+    """
     before, pool = run.assignment, run.pool
     if before.prefill is None:
         return
@@ -159,6 +168,11 @@ def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: 
         leg = _run_of_leg(run)
         record_endpoint_outcome(leg, event.outcome, now, out)
         update_estimates(leg, event.outcome, now, is_ours=record.is_ours, has_limits=False)
+    if event.next:
+        run.assignment, run.pins = pool.move_prefill(before, run.pins, run.sent.chain, event.next, now)
+        run.sent_at_s = now
+        count_prefill_end(record, run, before)
+        return
     assignment, run.pins = pool.end_prefill(before, run.pins, now, is_done=event.is_done)
     if event.is_leased:
         # what one engine has fetched is gone: another one would read what is not its own

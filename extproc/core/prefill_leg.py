@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import no_longer_served
 from extproc.core.effects import Broadcast, CancelPrefill, Effect, PrefillEnded, with_fault
 from extproc.core.peers import RequestPrefilled
-from extproc.core.prefill import Judged, end_leg, judge_prefill, outcome_of_leg
+from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of_leg, prefill_of
 from extproc.core.record import PrefillLeg
 from extproc.core.states import Event, State
 from extproc.errors import NoEndpoint, PrefillFailed, PrefillRefused, Refusal
@@ -17,10 +17,13 @@ from extproc.errors import NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.core.dispatch import Dispatcher
+    from extproc.core.dispatch import Dispatcher, PendingDecision
     from extproc.core.record import PrefillResult, Record, Run
     from extproc.core.running import RunningRequests
     from extproc.scheduling.pool import Pool
+
+# A prompt at which engines crash must not meet all of them.
+_MOST_TRIES: Final = 3
 
 
 class PrefillLegs:
@@ -56,20 +59,25 @@ class PrefillLegs:
             lease_s=0.0 if group is None else float(group.lease),
         )
         judged = with_fault(out, "the answer to a prefill could not be used", judge) or Judged("unreadable")
-        is_done = judged.outcome == "prefilled"
+        is_done, is_served = judged.outcome == "prefilled", pools.get(run.pool.name) is run.pool
         event = RequestPrefilled(
             record.ticket,
             outcome_of_leg(judged, result, asked.address, took_s),
             is_done=is_done,
             is_leased=is_done and asked.protocol.has_lease,
             waited_s=record.held_s + took_s,
+            next=_next_of(record, run, asked, judged, now) if is_served else "",
         )
         end_leg(record, run, event, now, out)
         if self._has_peers:
             out.append(Broadcast(event))
-        leg, pool = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail), run.pool
-        refusal = _refusal_of(run, judged, result) if pools.get(pool.name) is pool else no_longer_served(pool.name)
-        out.append(PrefillEnded(record.ticket, pool.name, leg, goes_on=refusal is None))
+        leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
+        if event.next:
+            out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=True))
+            self._ask_next(record, asked.at(event.next), pending, now, out)
+            return
+        refusal = _refusal_of(run, judged, result) if is_served else no_longer_served(run.pool.name)
+        out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=refusal is None))
         if refusal is not None:
             self._running.release(record, run, now, out)
             out.append(self._dispatcher.refuse(record, refusal, now, out))
@@ -78,12 +86,26 @@ class PrefillLegs:
         body = judged.body if is_done else pending.body
         out.append(self._dispatcher.decide(record, run, pending, body=body, leg=leg, is_leased=event.is_leased))
 
+    def _ask_next(self, record: Record, asked: Leg, pending: PendingDecision, now: float, out: list[Effect]) -> None:
+        """The prefill engine has failed, and another one is asked."""
+        self._dispatcher.put(record, State.PREFILLING, now)
+        self._dispatcher.legs[record.ticket] = asked, pending
+        out.append(prefill_of(asked, record, now))
+
     def leave(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """The client of a request that prefills has left: neither engine goes on with it."""
         asked, _ = self._dispatcher.legs.pop(record.ticket)
         leg = PrefillLeg(asked.address, "left", now - record.since_s)
         out += [CancelPrefill(record.ticket), PrefillEnded(record.ticket, run.pool.name, leg, goes_on=False)]
         self._running.undo(record, run, now, out)
+
+
+def _next_of(record: Record, run: Run, asked: Leg, judged: Judged, now: float) -> str:
+    """The address of the engine that is to prefill after a failure; empty: none."""
+    is_over = judged.outcome in {"prefilled", "refused"} or now >= record.answer_by_s
+    if is_over or len(asked.failed) + 1 >= _MOST_TRIES:
+        return ""
+    return run.pool.another_prefill(run.assignment, (*asked.failed, asked.address), now)
 
 
 def _refusal_of(run: Run, judged: Judged, result: PrefillResult) -> Refusal | None:

@@ -198,13 +198,14 @@ WorkResult = LoadResult | PrefillResult
 
 class PrefillLeg(msgspec.Struct, frozen=True):
     """What became of a prefill at the engine at ``address``. ``outcome``: "prefilled", or why the decode engine gets
-    nothing of it. ``detail``: for the log.
+    nothing of it. ``detail``: for the log. ``tries``: engines that were asked for it, this one included.
     """
 
     address: str
     outcome: PrefillOutcome
     took_s: float
     detail: str = ""
+    tries: int = 1
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -122,7 +122,8 @@ TRANSITIONS: Final[dict[State, dict[Event, frozenset[State]]]] = {
         for state in State
         if State.LOADING <= state <= State.QUEUED
     },
-    State.PREFILLING: {**_BEFORE, Event.GRANTED: _to(State.RUNNING, State.ABSENT)},
+    # after a failure, it goes to another prefill engine
+    State.PREFILLING: {**_BEFORE, Event.GRANTED: _to(State.PREFILLING, State.RUNNING, State.ABSENT)},
     State.RUNNING: {
         **_LATE,
         Event.LEFT: _GONE,  # the answer reached no gateway, so no engine got the request

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -65,7 +66,7 @@ class Prefills:
         self._of_engines[ask.address] += 1
         self._held_bytes += len(ask.body)
         task = self._tasks[ask.ticket] = asyncio.get_running_loop().create_task(self._run(ask, full))
-        task.add_done_callback(lambda _: self._ended(ask))
+        task.add_done_callback(partial(self._ended, ask))
 
     def cancel(self, ticket: str) -> None:
         """The client of the request went away."""
@@ -91,8 +92,10 @@ class Prefills:
             return f"prefills hold {self._held_bytes} bytes"
         return ""
 
-    def _ended(self, ask: Prefill) -> None:
-        del self._tasks[ask.ticket]
+    def _ended(self, ask: Prefill, task: asyncio.Task[None]) -> None:
+        # its result may have begun the next try
+        if self._tasks.get(ask.ticket) is task:
+            del self._tasks[ask.ticket]
         self._held_bytes -= len(ask.body)
         self._of_engines[ask.address] -= 1
         if not self._of_engines[ask.address]:

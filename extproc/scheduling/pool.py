@@ -13,7 +13,7 @@ from extproc.admission.estimates import InputEstimates, TokenQuantile
 from extproc.api.pricing import compile_prices
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.engine_reports import set_report_interval
-from extproc.endpoints.ledger import backlog_of, begin_request, end_request
+from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
 from extproc.endpoints.outliers import begin_probe
 from extproc.endpoints.prices import Prices
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
@@ -336,6 +336,53 @@ class Pool:
         if assignment.adapter is not None and self.slots is not None:
             self.slots.end(assignment.endpoint, assignment.adapter, now)
 
+    def another_prefill(self, assignment: Assignment, failed: Collection[str], now: float) -> str:
+        """The address of the prefill endpoint of the same group that would be the first to end; empty: there is none.
+
+        ``failed``: those that were asked before.
+        """
+        table, stages = self.table, self.stages()
+        if stages is None or not table.is_current(assignment.endpoint):
+            return ""
+        prefill, _, groups = stages
+        ready = table.is_active & prefill & (groups == groups[assignment.endpoint.row]) & (table.retry_at_s <= now)
+        if table.has_draining:
+            ready &= table.not_draining()
+        rows = [int(row) for row in np.flatnonzero(ready) if table.addresses[row] not in failed]
+        if not rows:
+            return ""
+        work = backlogs(table, now) + assignment.work
+        return table.addresses[min(rows, key=lambda row: float(work[row] / table.prefill_rate[row]))]
+
+    def move_prefill(
+        self, assignment: Assignment, pins: Mapping[int, Pin], chain: list[int], address: str, now: float
+    ) -> tuple[Assignment, dict[int, Pin]]:
+        """The prefill endpoint has failed, and the one at ``address`` is asked. ``chain``: the blocks of the prompt."""
+        before, table, row = assignment.prefill, self.table, self.table.row_of(address)
+        if before is None:
+            return assignment, dict(pins)
+        rest = self._unpin(pins, before, now)
+        end_request(table, before, now, assignment.tokens)
+        prefill, ahead = EndpointRef(address, -1, -1), 0.0
+        if row is not None:
+            prefill = begin_request(table, row, work=assignment.work, tokens=assignment.tokens, now=now)
+            ahead = float(table.backlog_tokens[row])
+            self.caches.record(row, chain, now)
+        return msgspec.structs.replace(
+            assignment,
+            prefill=prefill,
+            cached_tokens=0.0,
+            indexed_tokens=0.0,
+            last_used_at_s=None,
+            tokens_ahead=ahead,
+        ), rest
+
+    def _unpin(self, pins: Mapping[int, Pin], endpoint: EndpointRef, now: float) -> dict[int, Pin]:
+        """The pins of other endpoints, as that one may evict its blocks."""
+        if endpoint.row in pins:
+            self.caches.index.unpin(endpoint.row, pins[endpoint.row], now)
+        return {row: pin for row, pin in pins.items() if row != endpoint.row}
+
     def end_prefill(
         self, assignment: Assignment, pins: Mapping[int, Pin], now: float, *, is_done: bool
     ) -> tuple[Assignment, dict[int, Pin]]:
@@ -347,9 +394,7 @@ class Pool:
         prefill, table = assignment.prefill, self.table
         if prefill is None:
             return assignment, dict(pins)
-        rest = {row: pin for row, pin in pins.items() if row != prefill.row}
-        if prefill.row in pins:
-            self.caches.index.unpin(prefill.row, pins[prefill.row], now)
+        rest = self._unpin(pins, prefill, now)
         end_request(table, prefill, now, assignment.tokens)
         work = 0.0 if is_done else assignment.work
         endpoint, ahead = assignment.endpoint, 0.0

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from bench.stack.processes import free_ports
 from tests.bench.engine.test_exchange import Engine, Pair, running
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import Engine as StandIn
@@ -66,10 +67,11 @@ async def scene_of(
     connector: str = "NixlConnector",
     speed: float = 1.0,
     decode: str = "",
+    dead: str = "",
     **group: object,
 ) -> AsyncIterator[Scene]:
     """Every prompt is prefilled by the other engine. ``group``: of ``pdGroup``, beyond the usual. ``decode``: decodes
-    in place of the pair's, which then has no role.
+    in place of the pair's, which then has no role. ``dead``: of a prefill engine that is not there.
     """
     extra = {"shared_storage_path": str(directory / "store")}
     async with running(connector, speed=speed, extra=extra) as pair:
@@ -77,6 +79,8 @@ async def scene_of(
             {"address": engine.url.removeprefix("http://"), "labels": {"role": role}}
             for engine, role in ((pair.prefill, "prefill"), (pair.decode, "decode"))
         ]
+        if dead:
+            endpoints.append({"address": dead, "labels": {"role": "prefill"}})
         if decode:
             endpoints[1]["labels"] = {}
             endpoints.append({"address": decode, "labels": {"role": "decode"}})
@@ -161,6 +165,20 @@ async def test_without_its_prefill_engine_the_decode_engine_computes(tmp_path: P
         assert await scene.legs("unreachable") == 1
         assert scene.decisions()[0]["prefill_leg"]["outcome"] == "unreachable"
         await eventually(scene.pair.decode.is_free)
+
+
+async def test_another_prefill_engine_takes_the_place_of_one_that_is_dead(tmp_path: Path) -> None:
+    (nobody,) = free_ports(1)
+    async with scene_of(tmp_path, dead=f"127.0.0.1:{nobody}") as scene:
+        asked = 0
+        # equal engines are drawn
+        while not await scene.legs("unreachable"):
+            asked += 1
+            await scene.openai.completions.create(model=MODEL, prompt=f"{asked}{PROMPT}", max_tokens=2)
+        assert await scene.legs("prefilled") == asked
+        assert await scene.pair.decode.computed() == 0
+        assert scene.decisions()[-1]["prefill_leg"]["tries"] == 2
+        await scene.pair.are_free()
 
 
 async def test_or_the_client_gets_503_if_the_server_wants_that(tmp_path: Path) -> None:

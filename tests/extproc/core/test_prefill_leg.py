@@ -37,16 +37,21 @@ if TYPE_CHECKING:
 
     from extproc.core.peers import PeerEvent
 
-P, D, E = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+P, D, E, Q = (f"10.0.0.{number}:8000" for number in range(1, 5))
 SERVER: Final = "default/llama"
 HEADERS: Final = {"x-request-id": "r-1", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-00"}
 PARAMETERS: Final = b'{"do_remote_prefill": true, "remote_block_ids": [[11, 12]], "remote_host": "10.0.0.1"}'
 
 
 def config(
-    group: str = "", *, connector: str = "NixlConnector", engines: Iterable[str] = (D,), others: str = ""
+    group: str = "",
+    *,
+    connector: str = "NixlConnector",
+    engines: Iterable[str] = (D,),
+    prefill: Iterable[str] = (P,),
+    others: str = "",
 ) -> bytes:
-    listed = [{"address": P, "labels": {"role": "prefill"}}]
+    listed = [{"address": one, "labels": {"role": "prefill"}} for one in prefill]
     listed += [{"address": one, "labels": {"role": "decode"}} for one in engines]
     return f"""
 apiVersion: attache.dev/v1alpha1
@@ -269,6 +274,81 @@ def test_a_prefill_engine_that_fails_is_avoided() -> None:
     assert scene.table.failures[row] == 0
 
 
+def test_after_a_failure_another_engine_prefills_within_the_same_time() -> None:
+    scene = Scene(config("onPrefillFailure: Fail", prefill=(P, Q)))
+    _, first, _ = scene.arrive()
+    effects = scene.answer(first.ticket, 20.0, status=503)
+    assert not ends(effects)
+    (second,) = [one for one in effects if isinstance(one, Prefill)]
+    assert {first.address, second.address} == {P, Q}
+    assert (second.ticket, second.body, second.headers, second.timeout_s) == (first.ticket, first.body, HEADERS, 40.0)
+    assert (leg(effects).leg.outcome, leg(effects).goes_on) == ("error", True)
+    assert scene.load(first.address) == (0, 0.0)
+    assert scene.load(second.address)[0] == scene.load(D)[0] == 1
+    assert scene.load(second.address)[1] > 0
+    found = decision(scene.answer(second.ticket, 25.0))
+    assert found.leg is not None
+    assert (found.leg.address, found.leg.outcome, found.leg.took_s, found.leg.tries) == (
+        second.address,
+        "prefilled",
+        5.0,
+        2,
+    )
+    assert found.waits == {State.PREFILLING: 25.0}
+    scene.core.on_stream_closed(found.ticket, 30.0)
+    assert scene.is_free
+
+
+def test_a_request_meets_three_prefill_engines_at_most() -> None:
+    scene = Scene(config(prefill=(P, Q, "10.0.0.5:8000", "10.0.0.6:8000")))
+    _, asked, _ = scene.arrive()
+    addresses = [asked.address]
+    for number in (1, 2):
+        effects = scene.answer(asked.ticket, number * 0.1, failure="unreachable")
+        addresses += [one.address for one in effects if isinstance(one, Prefill)]
+    found = decision(scene.answer(asked.ticket, 0.3, failure="unreachable"))
+    assert len(set(addresses)) == len(addresses) == 3
+    assert found.leg is not None
+    assert (found.leg.outcome, found.leg.tries) == ("unreachable", 3)
+    assert scene.load(D)[1] > 0
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert scene.is_free
+
+
+@pytest.mark.parametrize(
+    ("prefill", "now", "answer"),
+    [
+        ((P, Q), 60.0, {"failure": "timeout"}),  # no time is left
+        ((P, Q), 0.5, {"status": 400, "body": b"no"}),
+        ((P,), 0.5, {"status": 500}),
+    ],
+)
+def test_there_is_no_second_try(prefill: tuple[str, ...], now: float, answer: dict[str, object]) -> None:
+    scene = Scene(config(prefill=prefill))
+    _, asked, _ = scene.arrive()
+    effects = scene.answer(asked.ticket, now, **answer)
+    assert not [one for one in effects if isinstance(one, Prefill)]
+    assert len(ends(effects)) == 1
+
+
+def test_engines_of_other_groups_are_never_asked() -> None:
+    labels = json.dumps({"role": "prefill", "group": "b"})
+    other = f'{{"address": "{Q}", "labels": {labels}}}, '
+    scene = Scene(config("groupKey: group").replace(b"endpoints: [", f"endpoints: [{other}".encode()))
+    _, asked, _ = scene.arrive()
+    assert asked.address == P
+    decision(scene.answer(asked.ticket, 0.5, status=500))
+
+
+def test_a_client_that_leaves_during_the_second_try_ends_it() -> None:
+    scene = Scene(config(prefill=(P, Q)))
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.1, status=500)
+    assert CancelPrefill(asked.ticket) in scene.core.on_disconnect(asked.ticket, 0.2)
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
 def test_our_own_bounds_are_no_fault_of_the_engine() -> None:
     scene = Scene(config())
     for number in range(20):
@@ -418,8 +498,9 @@ def test_a_sidecar_makes_its_own_leg() -> None:
 class Pair:
     """Two processes; what one tells comes to the other."""
 
-    def __init__(self) -> None:
-        self.one, self.other = Scene(config(), name="a", machine="m"), Scene(config(), name="b", machine="m")
+    def __init__(self, configuration: bytes = config()) -> None:
+        self.one = Scene(configuration, name="a", machine="m")
+        self.other = Scene(configuration, name="b", machine="m")
 
     def tell(self, effects: Iterable[Effect], now: float) -> None:
         self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
@@ -442,6 +523,22 @@ def test_the_other_processes_count_both_engines_as_this_one_does(failure: str) -
     pair.tell(pair.one.core.on_outcome(Outcome(asked.ticket, 200, D, 2.0, 0.75, 410, 6, 400), 2.0), 2.0)
     pair.tell(pair.one.core.on_stream_closed(asked.ticket, 2.0), 2.0)
     for column in ("ttft_s", "tpot_s", "prefill_rate", "failures", "retry_at_s"):
+        assert getattr(pair.one.table, column).tolist() == getattr(pair.other.table, column).tolist(), column
+    assert pair.one.is_free
+    assert pair.other.is_free
+
+
+def test_the_other_processes_count_a_second_try_at_its_engine() -> None:
+    pair = Pair(config(prefill=(P, Q)))
+    _, asked, effects = pair.one.arrive(stream=True)
+    pair.tell(effects, 0.0)
+    effects = pair.one.answer(asked.ticket, 0.5, status=500)
+    pair.tell(effects, 0.5)
+    for address in (P, Q, D):
+        assert pair.one.load(address) == pair.other.load(address)
+    pair.tell(pair.one.answer(asked.ticket, 1.0), 1.0)
+    pair.tell(pair.one.core.on_stream_closed(asked.ticket, 2.0), 2.0)
+    for column in ("ttft_s", "prefill_rate", "failures", "retry_at_s"):
         assert getattr(pair.one.table, column).tolist() == getattr(pair.other.table, column).tolist(), column
     assert pair.one.is_free
     assert pair.other.is_free

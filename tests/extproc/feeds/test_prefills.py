@@ -207,6 +207,23 @@ async def test_bounds_hold_for_each_engine_for_all_and_for_bytes(monkeypatch: py
             assert not scene.prefills._of_engines
 
 
+async def test_a_result_may_begin_the_next_try_which_can_be_cancelled() -> None:
+    async with scene_of(Engine(answer(b"", "500 Internal Server Error"), None)) as scene:
+
+        def deliver(result: PrefillResult) -> None:
+            scene.results.append(result)
+            scene.start(result.ticket)
+
+        scene.prefills._deliver = deliver
+        scene.start()
+        await scene.result()
+        await eventually(lambda: _is(scene.prefills._of_engines == {scene.address: 1}))
+        scene.prefills.cancel("t-1")
+        await eventually(lambda: _is(not scene.prefills._tasks))
+        assert not scene.prefills._of_engines
+        assert len(scene.results) == 1
+
+
 async def test_a_server_that_left_the_configuration_is_not_asked() -> None:
     async with scene_of(Engine(answer())) as scene:
         scene.prefills._core.pools.clear()
