@@ -110,6 +110,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *tiers_without_effect(snapshot),
             *doubtful_objectives(snapshot),
             *unsalted_messages(snapshot),
+            *doubtful_pairs(snapshot),
             *too_many_watched_files(snapshot),
             *stretched_intervals(snapshot),
             *missing_descriptors(snapshot, hard_limit()),
@@ -608,6 +609,28 @@ def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
                 f"ModelServer {server.metadata.key}: cacheIsolation {wanted} does not hold on /v1/messages with vLLM"
                 " older than June 2026, which ignores cache_salt there; see that the engines are newer, or take the"
                 " other paths only, with modelMatch: {uri: {prefix: ...}} in the rules of its ModelRoutes"
+            )
+
+
+def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
+    """Fields of a leg that nobody makes, and groups in which no pair can be formed."""
+    for server in snapshot.servers:
+        spec, name = server.spec, server.metadata.key
+        if (group := spec.pd_group) is None:
+            continue
+        if group.connector is not None and not group.has_own_leg:
+            yield (
+                f"ModelServer {name}: pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway, so that"
+                " extproc requests prefills itself, or leave connector out"
+            )
+        stages = [
+            {one.labels.get(group.group_key, "") for one in spec.endpoints if role.items() <= one.labels.items()}
+            for role in (group.prefill_labels, group.decode_labels)
+        ]
+        if spec.endpoints and not stages[0] & stages[1]:
+            yield (
+                f"ModelServer {name}: pdGroup forms no pair, as no group has engines with prefillLabels and engines"
+                " with decodeLabels; see the endpoints' labels, and groupKey"
             )
 
 

@@ -300,3 +300,25 @@ def test_objectives_that_cannot_be_what_they_seem(check: Check) -> None:
     (empty,) = notes(usual, urgent)
     assert "the class 'chat' of slo has no requests" in empty
     assert notes(usual, urgent, priority=-1) == []
+
+
+def pairs(*groups: str, **more: object) -> dict[str, Any]:
+    """A prefill and a decode engine, each in its group."""
+    endpoints = [
+        {"address": f"127.0.0.1:{number}", "labels": {"role": role, "group": group}}
+        for number, (role, group) in enumerate(zip(("prefill", "decode"), groups, strict=True), 1)
+    ]
+    labels = {"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}, "groupKey": "group"}
+    return {**SERVER, "endpoints": endpoints, "pdGroup": {**labels, **more}}
+
+
+def test_a_connector_of_a_leg_that_extproc_does_not_make(check: Check) -> None:
+    (note,) = check(ModelServer=pairs("a", "a", connector="NixlConnector"))
+    assert "pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway" in note
+    assert check(ModelServer=pairs("a", "a", connector="NixlConnector", leg="Gateway")) == []
+    assert check(ModelServer=pairs("a", "a")) == []
+
+
+def test_groups_in_which_no_pair_can_be_formed(check: Check) -> None:
+    (note,) = check(ModelServer=pairs("a", "b"))
+    assert "pdGroup forms no pair" in note
