@@ -47,7 +47,8 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
     ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
-    ``next``: the address of the engine that is asked now; empty: the decode engine gets the request.
+    ``decode``: the address of that one. ``next``: the address of the prefill engine that is asked now; empty: the
+    decode engine gets the request.
     """
 
     ticket: str
@@ -55,6 +56,7 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     is_done: bool
     is_leased: bool
     waited_s: float
+    decode: str
     next: str = ""
 
 

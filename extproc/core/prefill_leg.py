@@ -66,6 +66,7 @@ class PrefillLegs:
             is_done=is_done,
             is_leased=is_done and asked.protocol.has_lease,
             waited_s=record.held_s + took_s,
+            decode=run.pool.decode_address(run.assignment, now),
             next=_next_of(record, run, asked, judged, now) if is_served else "",
         )
         end_leg(record, run, event, now, out)

@@ -336,6 +336,15 @@ class Pool:
         if assignment.adapter is not None and self.slots is not None:
             self.slots.end(assignment.endpoint, assignment.adapter, now)
 
+    def decode_address(self, assignment: Assignment, now: float) -> str:
+        """Where the request goes after its prefill: the first address of its list that is neither avoided nor draining
+        now, or else the first that is configured; empty: there is none.
+        """
+        table = self.table
+        rows = {one: row for one in assignment.addresses if (row := table.row_of(one)) is not None}
+        well = (one for one, row in rows.items() if table.retry_at_s[row] <= now and table.not_draining()[row])
+        return next(well, next(iter(rows), ""))
+
     def another_prefill(self, assignment: Assignment, failed: Collection[str], now: float) -> str:
         """The address of the prefill endpoint of the same group that would be the first to end; empty: there is none.
 
@@ -384,12 +393,12 @@ class Pool:
         return {row: pin for row, pin in pins.items() if row != endpoint.row}
 
     def end_prefill(
-        self, assignment: Assignment, pins: Mapping[int, Pin], now: float, *, is_done: bool
+        self, assignment: Assignment, pins: Mapping[int, Pin], now: float, *, decode: str, is_done: bool
     ) -> tuple[Assignment, dict[int, Pin]]:
-        """The prefill endpoint has answered: remove its load. Returns the rest of the request, at a decode endpoint.
+        """The prefill endpoint has answered: remove its load. Returns the rest of the request, at the endpoint at
+        ``decode``.
 
-        ``is_done``: the prompt is computed; if not, the decode endpoint computes it. One that has left the
-        configuration is replaced by the first fallback that has not.
+        ``is_done``: the prompt is computed; if not, the decode endpoint computes it.
         """
         prefill, table = assignment.prefill, self.table
         if prefill is None:
@@ -398,9 +407,10 @@ class Pool:
         end_request(table, prefill, now, assignment.tokens)
         work = 0.0 if is_done else assignment.work
         endpoint, ahead = assignment.endpoint, 0.0
-        addresses = tuple([one for one in assignment.addresses if table.row_of(one) is not None])
-        row = table.row_of(addresses[0]) if addresses else None
-        if row is not None and (work or not table.is_current(endpoint)):
+        others = [one for one in assignment.addresses if one != decode and table.row_of(one) is not None]
+        row = table.row_of(decode) if decode else None
+        addresses = tuple(others) if row is None else (decode, *others)
+        if row is not None and (work or decode != endpoint.address or not table.is_current(endpoint)):
             end_request(table, endpoint, now, assignment.tokens)
             endpoint = begin_request(table, row, work=work, tokens=assignment.tokens, now=now)
             ahead = float(table.backlog_tokens[row]) if work else 0.0

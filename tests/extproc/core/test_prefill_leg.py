@@ -27,6 +27,7 @@ from extproc.core.effects import (
 from extproc.core.peers import EventBatch, decode_events, encode_events
 from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.core.states import State
+from extproc.endpoints.outliers import record_failure
 from extproc.errors import PrefillFailed, PrefillRefused, Refusal
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
@@ -418,6 +419,27 @@ def test_a_decode_engine_that_goes_meanwhile_is_replaced() -> None:
     found = decision(scene.answer(asked.ticket, 0.5))
     assert found.assignment.addresses == (other,)
     assert scene.load(other) == (1, 0.0)
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert scene.is_free
+
+
+@pytest.mark.parametrize("failure", ["", "not_asked"])
+def test_a_decode_engine_that_is_avoided_meanwhile_is_replaced(failure: str) -> None:
+    scene, other = (Scene(config(engines=(D, E)), name=name, machine="m") for name in "ab")
+    _, asked, effects = scene.arrive()
+    (first,) = [one.run.assignment.endpoint.address for one in scene.core.requests() if one.run]
+    row, second = scene.table.row_of(first), E if first == D else D
+    assert row is not None
+    record_failure(scene.table, row, 0.4)
+    # the other process has not seen it fail, and follows all the same
+    for now in (0.0, 0.5):
+        effects = scene.answer(asked.ticket, 0.5, failure=failure) if now else effects
+        other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
+    assert decision(effects).assignment.addresses[0] == second
+    assert scene.load(first) == (0, 0.0)
+    assert scene.load(second)[0] == 1
+    for address in (P, D, E):
+        assert scene.load(address) == other.load(address)
     scene.core.on_stream_closed(asked.ticket, 1.0)
     assert scene.is_free
 
