@@ -16,8 +16,8 @@ from bench.workload.sessions import text_of
 from extproc.api.load import load_snapshot
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
-from extproc.core.effects import Decision
-from extproc.core.record import Head, Outcome
+from extproc.core.effects import Decision, Prefill
+from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.llmd.pickers import make_picker
@@ -96,6 +96,39 @@ def test_a_whole_decision(benchmark: BenchmarkFixture, size: int, endpoints: int
         return decide_and_finish(core, next(bodies))
 
     assert benchmark(decide) == "default/llama"
+
+
+def pairs() -> Core:
+    """One pair, of which the one engine prefills every prompt for the other."""
+    roles = ("prefill", "decode")
+    endpoints = [{"address": f"10.0.0.{number}:8000", "labels": {"role": role}} for number, role in enumerate(roles, 1)]
+    group = {f"{role}Labels": {"role": role} for role in roles}
+    leg = {"minUncachedTokens": 0, "decideBy": "UncachedTokens", "leg": "Gateway", "connector": "NixlConnector"}
+    more = {"endpoints": endpoints, "pdGroup": {**group, **leg}}
+    snapshot = load_snapshot({"all.yaml": documents([], gateway={}, more=more).encode()})
+    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+
+
+@pytest.mark.parametrize("size", [2_000, 100_000, 1_000_000])
+def test_a_decision_with_a_prefill_leg(benchmark: BenchmarkFixture, size: int) -> None:
+    core, bodies = pairs(), cycle([body(size, f"key {number}") for number in range(8)])
+    # NIXL's: 9 bytes for a block of 16 tokens
+    blocks = list(range(10_000_000, 10_000_000 + size // 64))
+    params = {"do_remote_prefill": True, "remote_block_ids": [blocks], "remote_host": "10.0.0.1", "remote_port": 5600}
+    answered = msgspec.json.encode({"kv_transfer_params": params, "usage": {"prompt_tokens": size // 4}})
+
+    def decide() -> bytes | None:
+        own, effects = core.arrive(core.builder.by_model(HEAD, next(bodies)), 0.0)
+        assert any(isinstance(one, Prefill) for one in effects)
+        result = PrefillResult(own.ticket, status=200, body=answered)
+        (decision,) = [one for one in core.on_result(result, 0.0) if isinstance(one, Decision)]
+        core.on_stream_closed(own.ticket, 0.0)
+        core.on_outcome(Outcome(own.ticket, 200, "10.0.0.2:8000", 1.0, None, None, None, None), 0.0)
+        return decision.body
+
+    changed = benchmark(decide)
+    assert changed is not None
+    assert len(changed) > size + len(msgspec.json.encode(params))
 
 
 def view_over(endpoints: int) -> View:
