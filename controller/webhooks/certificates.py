@@ -12,6 +12,7 @@ import asyncio
 import base64
 import ipaddress
 import logging
+import re
 import secrets
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # Of chance, in the path.
 _PATH_BYTES: Final = 24
+# The API server takes small letters, digits and few other characters in a webhook's path.
+_ACCEPTED_PATH: Final = re.compile(r"[0-9a-z]+")
 # Clocks of other machines may be behind.
 _EARLIER: Final = timedelta(minutes=10)
 # Of the Secret: one key with all of it, so that no reader meets half of it; the others are for people and tools.
@@ -116,13 +119,13 @@ def renew_if_due(
     if not authorities or authorities[-1].is_old(now):
         authorities = (*authorities, _make_authority(now, lifetimes.authority))
     signer = _signer(authorities, now, lifetimes.settled)
-    known_path = "" if material is None else material.path
+    known_path = material.path if material is not None and _ACCEPTED_PATH.fullmatch(material.path) else ""
     made = CertificateMaterial(
         authorities,
         material.server
         if material is not None and _is_good(material.server, signer, names, now)
         else _issue(signer, names, now, lifetimes.certificate),
-        known_path or secrets.token_urlsafe(_PATH_BYTES),
+        known_path or secrets.token_hex(_PATH_BYTES),
     )
     return material if material == made else made
 

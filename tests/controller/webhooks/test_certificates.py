@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import ssl
 from datetime import UTC, datetime, timedelta
 
@@ -90,9 +91,15 @@ def test_authorities_change_without_a_gap() -> None:
 
 
 def test_the_path_stays_and_a_secret_of_before_gets_one(first: CertificateMaterial) -> None:
-    assert len(first.path) == 32
     assert at(first, 25).path == first.path
-    assert len(at(msgspec.structs.replace(first, path=""), 0).path) == 32
+    assert len(at(msgspec.structs.replace(first, path=""), 0).path) == 48
+
+
+def test_the_path_has_characters_that_an_api_server_takes(first: CertificateMaterial) -> None:
+    # a subdomain by RFC 1123
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", first.path)
+    refused = msgspec.structs.replace(first, path="cpUE-B40WfORN5F0FYmmUaGFt1DJ21gQ")
+    assert re.fullmatch(r"[0-9a-f]{48}", at(refused, 0).path)
 
 
 def test_a_secret_holds_all_of_it(first: CertificateMaterial) -> None:
