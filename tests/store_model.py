@@ -38,7 +38,7 @@ class Store:
         bucket.fill(limit, now)
         paid = self._paid.get((key, process), 0.0)
         debt = max(0.0, stated.owed - max(paid, stated.told))
-        bucket.level -= debt
+        bucket.level -= min(debt, stated.uncovered)
         if debt > 0:
             self._paid[key, process] = stated.owed
         return bucket

@@ -162,21 +162,26 @@ class Statement(msgspec.Struct, frozen=True):
     """This process's state of a bucket, in every message about it.
 
     ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used
-    without the store, ever. ``told``: how many of these are already subtracted from ``most_left``.
+    without the store, ever. ``told``: how many of these are already subtracted from ``most_left``. ``uncovered``: how
+    many of the others inflow has not covered: in a long outage the store's bucket is full, and more inflow is lost.
     """
 
     most_left: float
     owed: float = 0.0
     told: float = 0.0
+    uncovered: float = math.inf
 
 
 class _Debt(msgspec.Struct):
-    """Running totals of one bucket. ``sent``: the largest total that was stated; the store may have taken it."""
+    """Running totals of one bucket. ``sent``: the largest total that was stated; the store may have taken it.
+    ``own``: the bucket as if only this process had used it since the store's last answer, without refunds.
+    """
 
     limit: Limit
     owed: float
     sent: float
     told: float
+    own: Bucket
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -199,6 +204,9 @@ class StoreMemory:
     without the store, and how many of them are subtracted from its copy of the level. The store keeps the total that it
     was charged for, and charges the difference. A store that comes back empty begins with the process's copy of the
     level, and charges the tokens that are not subtracted from it.
+
+    A store that was away for longer than its bucket takes to fill has lost inflow that paid for a part of them. So it
+    charges only what inflow has not covered, had this process been alone.
     """
 
     def __init__(self) -> None:
@@ -223,7 +231,7 @@ class StoreMemory:
             return limit.capacity
         return min(limit.capacity, seen.level + limit.rate * max(0.0, now - seen.at_s))
 
-    def record_overdraft(self, key: str, limit: Limit, amount: float) -> None:
+    def record_overdraft(self, key: str, limit: Limit, amount: float, now: float) -> None:
         """Record tokens used of the bucket while the store was unreachable; negative: fewer than recorded before."""
         if not math.isfinite(amount):
             return
@@ -231,7 +239,10 @@ class StoreMemory:
         if debt is None:
             if amount <= 0:
                 return
-            debt = self._debts[key] = _Debt(limit, self._begin, self._begin, self._begin)
+            own = Bucket(self.most_left(key, limit, now), now)
+            debt = self._debts[key] = _Debt(limit, self._begin, self._begin, self._begin, own)
+        debt.own.fill(limit, now)
+        debt.own.level -= at_least_zero(amount)
         # a refund of what the store may have been charged already is lost: it may be as old as the outage
         debt.limit, debt.owed = limit, max(debt.sent, debt.owed + amount)
         if debt.owed <= debt.told:
@@ -250,7 +261,10 @@ class StoreMemory:
         if debt is None:
             return Statement(most_left)
         debt.sent = debt.owed
-        return Statement(most_left, debt.owed, debt.told)
+        if limit.ends_at_s:
+            return Statement(most_left, debt.owed, debt.told)
+        debt.own.fill(limit, now)
+        return Statement(most_left, debt.owed, debt.told, max(0.0, most_left - debt.own.level))
 
     def lower(self, key: str, limit: Limit, level: float, now: float) -> None:
         """A budget has no more than ``level`` left, from another source than the store."""
@@ -278,6 +292,8 @@ class StoreMemory:
         known[key] = _Seen(level, now, store_at_s, budget)
         if budget is not None:
             return
+        if debt is not None:
+            debt.own = Bucket(level - max(0.0, debt.owed - debt.told), now)
         self._seen.move_to_end(key)
         if len(self._seen) > _MOST_KEYS:
             self._seen.popitem(last=False)

@@ -62,7 +62,7 @@ local function held_in(key)
   end
   return held
 end
-local function fill(key, rate, capacity, most, owed, told, ends_at)
+local function fill(key, rate, capacity, most, owed, told, ends_at, uncovered)
   local held = held_in(key)
   local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, paid = 0, debt = 0}
   b.epoch = math.floor(now * 1000000)
@@ -87,7 +87,7 @@ local function fill(key, rate, capacity, most, owed, told, ends_at)
     end
   end
   b.debt = math.max(0, owed - math.max(b.paid, told))
-  b.level = b.level - b.debt
+  b.level = b.level - math.min(b.debt, uncovered)
   b.paid = math.max(b.paid, owed)
   return b
 end
@@ -105,26 +105,27 @@ local function store(key, b, rate, capacity, ends_at)
 end
 """
 # ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
-# amount. What is owed is taken in any case. Returns 1 if granted, else 0; the time; 1 if a budget's bucket is new, else
-# 0; then level, shrink, epoch for each key.
+# uncovered, amount. What is owed is taken in any case. Returns 1 if granted, else 0; the time; 1 if a budget's bucket
+# is new, else 0; then level, shrink, epoch for each key.
 RESERVE: Final = (
     _FILL
     + """
 local buckets, granted = {}, 1
 for i, key in ipairs(KEYS) do
-  local a = 7 * i - 5
+  local a = 8 * i - 6
   local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
-  local b = fill(key, rate, capacity, most, amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5]))
+  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
+  local b = fill(key, rate, capacity, most, owed, told, ends_at, amount_of(ARGV[a + 6]))
   buckets[i] = b
-  if amount_of(ARGV[a + 6]) > b.level + 1e-6 then granted = 0 end
+  if amount_of(ARGV[a + 7]) > b.level + 1e-6 then granted = 0 end
 end
 local answer = {granted, string.format('%.17g', now), 0}
 for i, key in ipairs(KEYS) do
-  local a, b = 7 * i - 5, buckets[i]
+  local a, b = 8 * i - 6, buckets[i]
   if b.is_new and amount_of(ARGV[a + 5]) > 0 then answer[3] = 1 end
   if granted == 1 then
-    b.level = b.level - amount_of(ARGV[a + 6])
-    b.claims = b.claims + amount_of(ARGV[a + 6])
+    b.level = b.level - amount_of(ARGV[a + 7])
+    b.claims = b.claims + amount_of(ARGV[a + 7])
   end
   if granted == 1 or b.debt > 0 then
     store(key, b, tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 5]))
@@ -137,20 +138,20 @@ return answer
 """
 )
 # ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
-# the claim's amount, shrink and epoch, used. Returns the time; then the level for each key.
+# uncovered, the claim's amount, shrink and epoch, used. Returns the time; then the level for each key.
 SETTLE: Final = (
     _FILL
     + """
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
-  local a = 10 * i - 8
-  local rate, capacity, amount = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 6])
-  local ends_at = amount_of(ARGV[a + 5])
-  local b = fill(key, rate, capacity, tonumber(ARGV[a + 2]), amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), ends_at)
-  local held = 0
-  if tonumber(ARGV[a + 8]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 7]) end
+  local a = 11 * i - 9
+  local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
+  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
+  local b = fill(key, rate, capacity, most, owed, told, ends_at, amount_of(ARGV[a + 6]))
+  local amount, held = amount_of(ARGV[a + 7]), 0
+  if tonumber(ARGV[a + 9]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 8]) end
   b.claims = math.max(0, b.claims - held)
-  b.level = b.level + math.min(amount - amount_of(ARGV[a + 9]), held)
+  b.level = b.level + math.min(amount - amount_of(ARGV[a + 10]), held)
   store(key, b, rate, capacity, ends_at)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
@@ -158,16 +159,17 @@ return answer
 """
 )
 # Budgets have no more left than another source knows. ARGV: the process; then for each key rate, capacity, what is left
-# at most, owed, told, when its window ends, and the level. Returns the time; then the level for each key.
+# at most, owed, told, when its window ends, uncovered, and the level. Returns the time; then the level for each key.
 LOWER: Final = (
     _FILL
     + """
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
-  local a = 7 * i - 5
-  local rate, capacity, ends_at = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 5])
-  local b = fill(key, rate, capacity, tonumber(ARGV[a + 2]), amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), ends_at)
-  b.level = math.min(b.level, tonumber(ARGV[a + 6]))
+  local a = 8 * i - 6
+  local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
+  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
+  local b = fill(key, rate, capacity, most, owed, told, ends_at, amount_of(ARGV[a + 6]))
+  b.level = math.min(b.level, tonumber(ARGV[a + 7]))
   store(key, b, rate, capacity, ends_at)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
@@ -250,7 +252,7 @@ class RedisLimits:
 
     def record_overdraft(self, charge: Charge, amount: float) -> None:
         """Charge Redis for what was used without it, as soon as it is back."""
-        self._memory.record_overdraft(charge.key, charge.limit, amount)
+        self._memory.record_overdraft(charge.key, charge.limit, amount, self._clock())
         if self._memory.has_debts:
             self._has_news.set()
 
@@ -464,7 +466,8 @@ def _numbers_in(answer: object, count: int) -> list[float]:
 
 def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:
     """With which a script's arguments for a bucket begin."""
-    return limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s
+    uncovered = min(stated.uncovered, max(0.0, stated.owed - stated.told))
+    return limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s, uncovered
 
 
 def _settled(grant: Grant, used: Usage | None, stated: Sequence[Statement]) -> list[float]:

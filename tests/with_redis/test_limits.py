@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from typing import TYPE_CHECKING, Any
@@ -329,7 +330,8 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
     for _ in range(400):
         now += 1e-6
         told = rng.choice([0.0, 5.0, 10.0])
-        stated = Statement(rng.uniform(20, 100), told + rng.choice([0.0, 0.0, 5.0]), told)
+        owed, uncovered = told + rng.choice([0.0, 0.0, 5.0]), rng.choice([0.0, 3.0, math.inf])
+        stated = Statement(rng.uniform(20, 100), owed, told, uncovered)
         if rng.random() < 0.05:
             await one._redis.flushall()
             store.forget()

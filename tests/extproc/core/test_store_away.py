@@ -81,7 +81,7 @@ class Process:
         for effect in effects:
             match effect:
                 case Overdraft():
-                    self.memory.record_overdraft(effect.charge.key, effect.charge.limit, effect.amount)
+                    self.memory.record_overdraft(effect.charge.key, effect.charge.limit, effect.amount, now)
                 case SettleGrant() if self.store.is_there:
                     stated = self.memory.state("k", LIMIT, now)
                     level = self.store.settle(self.name, effect.grant, effect.used, stated, now)
@@ -170,6 +170,21 @@ def outage(processes: int, *, is_empty: bool, ask: float) -> float:
 @pytest.mark.parametrize("processes", [1, 2, 5])
 def test_an_outage_gives_nothing_that_is_gone(processes: int, *, is_empty: bool) -> None:
     assert outage(processes, is_empty=is_empty, ask=0.05) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_after_a_long_outage_as_much_is_granted_as_before(processes: int, *, is_empty: bool) -> None:
+    def asked(count: int) -> list[tuple[str, float, float, int]]:
+        return [("ask", 0.1, 0.02, number) for number in range(count)]
+
+    outage_s, back = 100.0, "empty" if is_empty else "back"
+    events = [*asked(100), ("away", 0.0, 0.0, 0), *asked(round(outage_s * 10)), (back, 0.0, 0.0, 0)]
+    began_s = outage_s + 10.0
+    after = [one for one in play([*events, *asked(200)], processes) if one.at_s > began_s + ROUNDING]
+    # 20 s of inflow, and what the bucket had
+    granted = sum(one.used for one in after)
+    assert 20 * LIMIT.rate - 4.0 <= granted <= 20 * LIMIT.rate + LIMIT.capacity
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5])

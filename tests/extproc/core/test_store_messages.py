@@ -144,7 +144,7 @@ class World:
         for one in lost:
             if one.settles is not None and one.settles[1] is not None:
                 self.memory.record_overdraft(
-                    "k", self.limit, max(0.0, one.settles[1].output_tokens - one.charge.amount)
+                    "k", self.limit, max(0.0, one.settles[1].output_tokens - one.charge.amount), self.now
                 )
 
     def _grant_alone(self, charge: Charge) -> None:
@@ -166,7 +166,7 @@ class World:
         for effect in effects:
             match effect:
                 case Overdraft():
-                    self.memory.record_overdraft("k", self.limit, effect.amount)
+                    self.memory.record_overdraft("k", self.limit, effect.amount, self.now)
                 case SettleGrant():
                     self._settle(effect.grant, effect.used)
 
@@ -344,6 +344,6 @@ def test_what_was_reserved_in_a_lost_bucket_does_not_come_back_in_another() -> N
 
 def test_a_refund_of_what_the_store_may_have_taken_does_not_hide_later_debts() -> None:
     world = play(steps("late", "ask", "pay", "arrive"), rate=1e-9, amount=10.0)
-    world.memory.record_overdraft("k", world.limit, -4.0)
-    world.memory.record_overdraft("k", world.limit, 4.0)
+    world.memory.record_overdraft("k", world.limit, -4.0, world.now)
+    world.memory.record_overdraft("k", world.limit, 4.0, world.now)
     assert world.memory.state("k", world.limit, world.now).owed == 14.0
