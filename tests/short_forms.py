@@ -202,7 +202,10 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "make image": "needs docker or podman",
         "make otelcol": "builds for a minute or two; make test-all runs it where there is Go",
-        "python -m bench.cluster.manager_cost": "measures a cluster for minutes",
+        **dict.fromkeys(
+            ("python -m bench.cluster.failover", "python -m bench.cluster.manager_cost"),
+            "measures a cluster for minutes",
+        ),
         "python -m bench.micro.observability": "measures seven gateways for minutes",
         "python -m bench.micro.pickers": "needs another checkout to compare with",
         "python -m tools.console_pictures": "needs chromium; tests/extproc/console run its parts",

@@ -113,6 +113,17 @@ def test_envoy_is_ready_when_the_bundles_writer_says_so() -> None:
     assert f"--metrics=0.0.0.0:{probe['port']}" in bundle["args"]
 
 
+def test_envoy_is_drained_by_the_bundles_writer_before_it_is_stopped() -> None:
+    (deployment,) = yaml.safe_load_all((DEPLOY.parent / "manifests" / "gateway" / "deployment.yaml").read_text())
+    spec = deployment["spec"]["template"]["spec"]
+    (bundle,) = (one for one in spec["initContainers"] if one["name"] == "bundle")
+    (envoy,) = spec["containers"]
+    file = Path(envoy["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert f"--drain={file}" in bundle["args"]
+    for container in (bundle, envoy):
+        assert {"name": "tmp", "mountPath": str(file.parent)} in container["volumeMounts"]
+
+
 def test_the_image_for_llm_ds_flags_starts_that_command() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)

@@ -90,7 +90,7 @@ def problems(
             way()
         except NoNamespace as error:
             yield str(error)
-    if target in {"up", "up-kube"} and "--bare" not in words:
+    if target in {"up", "up-kube"} and not {"--bare", "--own-network"} & {*words}:
         listen = next((after for word, after in pairwise(words) if word == "--listen"), _LISTEN)
         other = ", or write ARGS='--listen 127.0.0.1:PORT'" if target == "up" else ""
         if not _is_free(listen):

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,10 +17,17 @@ import uvloop
 from rich.console import Console
 
 from bench.cluster.assets import ROOT, AssetsMissing, ClusterBinaries, find_assets
-from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
+from bench.cluster.control_plane import (
+    ControlPlane,
+    ControlPlaneOptions,
+    apply_crds,
+    apply_folder,
+    running_control_plane,
+)
 from bench.cluster.netns import NoNamespace, enter, host_address, pod_range
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
+from bench.cluster.service_proxy import serving_services
 from bench.stack.processes import StartFailed
 from bench.stack.stack import EnvoyMissing, envoy_binary
 from controller.kube.client import connect
@@ -60,7 +66,9 @@ def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
     add("--bare", action="store_true", help="a cluster alone, without our gateway, manager and samples")
     add("--crds", type=Path, default=ROOT / "manifests" / "crds", metavar="DIR", help="CRDs to apply, if DIR exists")
     add(
-        "--own-network", action="store_true", help="in a network namespace, where Services have endpoints; needs --bare"
+        "--own-network",
+        action="store_true",
+        help="in a network namespace, where Services can be reached; with two gateways and Redis",
     )
     return made
 
@@ -70,10 +78,6 @@ def main(arguments: list[str] | None = None, prog: str = "bench.cluster") -> int
     made = parser(prog)
     given = sys.argv[1:] if arguments is None else arguments
     options = made.parse_args(given)
-    if options.own_network and not options.bare:
-        made.error(
-            "--own-network: write --bare too; the samples' gateway listens on 127.0.0.1, which nobody would reach"
-        )
     console = Console(highlight=False)
     try:
         if options.own_network and pod_range() is None:
@@ -101,18 +105,23 @@ async def _stay(assets: ClusterBinaries, options: argparse.Namespace, console: C
             running_control_plane(where, assets, ControlPlaneOptions(address=_address(range_))) as plane,
             connect(plane.admin, manager="bench") as client,
             running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
+            serving_services(client) if range_ else contextlib.nullcontext(),
         ):
             await apply_crds(client, [assets.crds, options.crds])
-            has_gateways = assets.has_gateway_api
+            has_gateways, url = assets.has_gateway_api and range_ is None, _URL
             if not options.bare:
-                await _apply(plane, assets, _MANIFESTS / ("local-gateway-api" if has_gateways else "local"))
-                await client.merge_patch(SERVICES, *_GATEWAY, _BALANCED, subresource="status")
-                await _apply(plane, assets, _MANIFESTS / "local-manager")
+                variant = "local-ha" if range_ else "local-gateway-api" if has_gateways else "local"
+                await apply_folder(plane, assets, _MANIFESTS / variant)
+                if range_:
+                    url = f"http://{(await client.get(SERVICES, *_GATEWAY))['spec']['clusterIP']}"
+                else:
+                    await client.merge_patch(SERVICES, *_GATEWAY, _BALANCED, subresource="status")
+                await apply_folder(plane, assets, _MANIFESTS / "local-manager")
             console.print(_welcome(plane, assets, [one.name for one in specs]), markup=False, soft_wrap=True)
             if options.own_network:
                 console.print(_INSIDE.format(pid=os.getpid()), markup=False, soft_wrap=True)
             if not options.bare:
-                console.print(_try(has_gateways=has_gateways), markup=False, soft_wrap=True)
+                console.print(_try(url, has_gateways=has_gateways), markup=False, soft_wrap=True)
             await asyncio.Event().wait()
     console.print("all processes are ended")
 
@@ -120,17 +129,6 @@ async def _stay(assets: ClusterBinaries, options: argparse.Namespace, console: C
 def _address(range_: str | None) -> str:
     """Where the API server listens, so that pods reach it."""
     return "127.0.0.1" if range_ is None else host_address(range_)
-
-
-async def _apply(plane: ControlPlane, assets: ClusterBinaries, folder: Path) -> None:
-    """As a user does; raises StartFailed."""
-    words = ["--kubeconfig", str(plane.kubeconfig), "apply", "-k", str(folder)]
-    process = await asyncio.create_subprocess_exec(
-        str(assets.binary("kubectl")), *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    said, _ = await process.communicate()
-    if process.returncode:
-        raise StartFailed(f"kubectl apply -k {folder} failed: {said.decode()}")
 
 
 def _welcome(plane: ControlPlane, assets: ClusterBinaries, nodes: Sequence[str]) -> str:
@@ -148,11 +146,11 @@ logs of others {plane.directory}
 Ctrl-C ends it all."""
 
 
-def _try(*, has_gateways: bool) -> str:
+def _try(url: str, *, has_gateways: bool) -> str:
     question = '{"model": "llama", "messages": [{"role": "user", "content": "Who are you?"}]}'
     # without a delay of its own curl doubles it: minutes, where the first tries come too early
     retrying = "curl --retry 60 --retry-delay 1 --retry-all-errors"
-    curl = f"{retrying} {_URL}/v1/chat/completions -H 'content-type: application/json'"
+    curl = f"{retrying} {url}/v1/chat/completions -H 'content-type: application/json'"
     tried = f"""\
 
 The gateway and two simulated engines are starting. Try

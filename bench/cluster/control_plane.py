@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,7 @@ import msgspec
 import yaml
 
 from bench.cluster.certificates import Authority, signing_key, write_private
+from bench.cluster.netns import SERVICE_RANGE
 from bench.stack.processes import Processes, StartFailed, free_ports
 from controller.kube.access import ClusterAccess
 from controller.kube.client import Client, connect
@@ -82,6 +84,17 @@ async def apply_crds(client: Client, folders: Iterable[Path]) -> int:
     found = [one for folder in folders for one in await asyncio.to_thread(_crds_in, folder)]
     await asyncio.gather(*(_apply(client, one) for one in found))
     return len(found)
+
+
+async def apply_folder(plane: ControlPlane, assets: ClusterBinaries, folder: Path) -> None:
+    """Apply manifests with kubectl, as a user does; raises StartFailed."""
+    words = ["--kubeconfig", str(plane.kubeconfig), "apply", "-k", str(folder)]
+    process = await asyncio.create_subprocess_exec(
+        str(assets.binary("kubectl")), *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said, _ = await process.communicate()
+    if process.returncode:
+        raise StartFailed(f"kubectl apply -k {folder} failed: {said.decode()}")
 
 
 async def _apply(client: Client, crd: Object) -> None:
@@ -266,7 +279,7 @@ def _api_server(
         "--endpoint-reconciler-type=none",  # EndpointSlices refuse loopback addresses
         f"--tls-cert-file={files.certificate}",
         f"--tls-private-key-file={files.key}",
-        "--service-cluster-ip-range=10.0.0.0/16",
+        f"--service-cluster-ip-range={SERVICE_RANGE}",
         "--authorization-mode=RBAC",
         f"--token-auth-file={files.tokens}",
         "--service-account-issuer=https://kubernetes.default.svc",

@@ -3,7 +3,7 @@
 
 ``python -m bench.cluster.netns WORDS...`` runs a command in it. There pods have addresses that the API server takes in
 EndpointSlices (it refuses 127/8), network namespaces of their own, so that each may listen on every port, and Gateways
-have addresses and port 80. Nothing leaves the machine: the namespace has no way out.
+and Services have addresses and port 80. Nothing leaves the machine: the namespace has no way out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BRIDGE: Final = "attache0"
 RANGE: Final = "10.88.0.0/16"
+SERVICE_RANGE: Final = "10.0.0.0/16"
 _VARIABLE: Final = "ATTACHE_POD_RANGE"
 # a user namespace too: no right is needed where users may make them
 _WAYS: Final = (("unshare", "--user", "--map-root-user", "--net"), ("unshare", "--net"))
@@ -76,6 +77,7 @@ def commands(range_: str) -> list[str]:
         f"link set {BRIDGE} up",
         # so that a proxy can listen on each of them
         f"route add local {gateway_range(range_)} dev lo",
+        f"route add local {SERVICE_RANGE} dev lo",
     ]
 
 

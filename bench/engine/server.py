@@ -55,6 +55,9 @@ from bench.engine.structured import write_answer
 from bench.engine.text import count_tokens
 from extproc.protocol import APIS_BY_PATH, Api
 
+# uvicorn's, and so vLLM's: of connections that are not accepted yet
+_BACKLOG: Final = 2048
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
@@ -300,7 +303,8 @@ class EngineServer:
 
     async def _listen(self) -> None:
         assert self._runner is not None
-        self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, reuse_address=True)
+        where = self._settings.host, self._settings.port
+        self._site = web.TCPSite(self._runner, *where, reuse_address=True, backlog=_BACKLOG)
         await self._site.start()
 
     def _generating(self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]) -> Handler:

@@ -157,6 +157,13 @@ def begin_drain(address: str) -> bool:
     return _ask(address, '/drain_listeners?graceful&"', "POST") is not None
 
 
+def fail_health_check(address: str) -> bool:
+    """Have the Envoy with this admin address close each connection after its answer, and tell load balancers that it
+    drains; False if none answers there. Its listeners stay open.
+    """
+    return _ask(address, '/healthcheck/fail?"', "POST") is not None
+
+
 def reopen_logs(address: str) -> bool:
     """Have the Envoy with this admin address open the files of its logs again; False if none answers there."""
     return _ask(address, '/reopen_logs?"', "POST") is not None

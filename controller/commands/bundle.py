@@ -21,7 +21,10 @@ from extproc.cli.system import print_mistakes, resolved_directory
 from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from controller.bundle.acknowledgements import Acknowledgements
+    from controller.bundle.sync import BundleSync
 
 DESCRIPTION: Final = (
     "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that"
@@ -63,6 +66,12 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="with --watch: IP:PORT of /metrics and /readyz, or 'off' (default: %(default)s)",
     )
+    add(
+        "--drain",
+        type=Path,
+        metavar="FILE",
+        help="with --watch: when FILE appears, drain Envoy, and remove FILE when it has no request",
+    )
     add("--golden", action="store_true", help="in a clone: write envoy/bundles from envoy/sources")
     add_audit_option(made)
     add_log_options(made)
@@ -88,10 +97,28 @@ def _polling(
         made.error("--wait goes neither with --watch nor with --admin off")
     if metrics is not None and not options.watch:
         made.error("--metrics goes with --watch")
+    if options.drain is not None and (not options.watch or options.admin == "off"):
+        made.error("--drain goes with --watch, and not with --admin off")
     if options.admin == "off":
         return None, wait_s, metrics
     acknowledgements = Acknowledgements(read_state, f"{path}/bootstrap.json", address=options.admin)
     return acknowledgements, wait_s, metrics
+
+
+def _watch(sync: BundleSync, drain: Path | None, metrics: tuple[str, int] | None, registry: CollectorRegistry) -> None:
+    """Until SIGTERM or SIGINT. ``drain``: the file that has Envoy drained."""
+    from controller.bundle.drain import drain_on_demand  # noqa: PLC0415
+    from controller.bundle.metrics import serve_metrics  # noqa: PLC0415
+
+    stop = threading.Event()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        # no exception: raised inside a library's own code, it may get lost there
+        signal.signal(one, lambda *_: stop.set())
+    if metrics is not None:
+        serve_metrics(sync, metrics, registry)
+    if drain is not None and (envoy := sync.acknowledgements) is not None:
+        threading.Thread(target=drain_on_demand, args=(drain, lambda: envoy.addresses, stop), daemon=True).start()
+    sync.run(stop, lambda: notify_ready(os.environ))
 
 
 def main(words: list[str], prog: str = "controller bundle") -> int:
@@ -101,7 +128,6 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
     # Envoy's schema takes half a second to import: not for --help
     from prometheus_client import CollectorRegistry  # noqa: PLC0415
 
-    from controller.bundle.metrics import serve_metrics  # noqa: PLC0415
     from controller.bundle.sync import (  # noqa: PLC0415
         BundleSync,
         return_large_texts,
@@ -125,14 +151,12 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
             changed = file_recorder(audit, "attache-bundle")
             if options.watch:
                 return_large_texts()
-                stop = threading.Event()
-                for one in (signal.SIGTERM, signal.SIGINT):
-                    # no exception: raised inside a library's own code, it may get lost there
-                    signal.signal(one, lambda *_: stop.set())
-                sync = BundleSync(directory, options.out, path, acknowledgements, changed)
-                if metrics is not None:
-                    serve_metrics(sync, metrics, registry)
-                sync.run(stop, lambda: notify_ready(os.environ))
+                _watch(
+                    BundleSync(directory, options.out, path, acknowledgements, changed),
+                    options.drain,
+                    metrics,
+                    registry,
+                )
                 return 0
             snapshot = directory.read()
             write_once(snapshot, options.out, path, options.config, changed)

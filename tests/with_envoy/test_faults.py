@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -15,6 +16,8 @@ import pytest_asyncio
 from yarl import URL
 
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from controller.bundle.admin import running_requests
+from controller.bundle.drain import drain_on_demand
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
@@ -60,8 +63,8 @@ async def closed(tmp_path: Path) -> AsyncIterator[Stack]:
         yield running
 
 
-async def ask(stack: Stack, model: str = ALIAS, **headers: str) -> httpx.Response:
-    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+async def ask(stack: Stack, model: str = ALIAS, *, tokens: int = 2, **headers: str) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens}
     async with httpx.AsyncClient(timeout=30) as http:
         return await http.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)
 
@@ -171,6 +174,33 @@ async def test_no_web_page_can_stop_or_change_envoy(mended: Stack) -> None:
     assert mended.processes.is_running("envoy")
     assert await health(mended) == HEALTHY
     assert (await ask(mended)).status_code == 200
+
+
+async def test_an_envoy_that_drains_closes_connections_and_has_drained_when_no_request_runs(
+    mended: Stack, tmp_path: Path
+) -> None:
+    file, stop = tmp_path / "drain", threading.Event()
+    addresses = [mended.admin.removeprefix("http://")]
+    words = (drain_on_demand, file, lambda: addresses, stop)
+    draining = asyncio.create_task(asyncio.to_thread(*words, settle_s=0.1))
+    try:
+        long = asyncio.create_task(ask(mended, tokens=4000))
+        await eventually(lambda: running_requests(addresses[0]) > 0)
+        await asyncio.to_thread(file.touch)
+
+        async def connections_are_closed() -> bool:
+            return (await ask(mended)).headers.get("connection") == "close"
+
+        await eventually(connections_are_closed)
+        assert not long.done()
+        assert await asyncio.to_thread(file.exists)
+        assert (await long).status_code == 200
+        await eventually(lambda: not file.exists())
+    finally:
+        stop.set()
+        await draining
+        async with aiohttp.ClientSession() as http:
+            await http.post(URL(f'{mended.admin}/healthcheck/ok?"', encoded=True))
 
 
 async def test_an_extproc_that_hangs_is_passed_over_after_a_while(mended: Stack) -> None:

@@ -104,7 +104,7 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
     ):
         assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
     # they replace fields of a Deployment that is there, which a dry run refuses; their patches check what they patch
-    for folder in ("local", "local-gateway-api", "local-manager", "manager-with-exports"):
+    for folder in ("local", "local-gateway-api", "local-ha", "local-manager", "manager-with-exports"):
         assert await kubectl(plane, assets, "kustomize", str(MANIFESTS / folder)) == 0
 
 

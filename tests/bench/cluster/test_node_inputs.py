@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def test_a_command_replaces_the_entry_point_and_args_follow_it() -> None:
     assert command({"image": "busybox", "command": ["sh"], "args": ["-c"]}, IMAGES) == ((), ("sh", "-c"))
     with pytest.raises(ImageMissing, match="nobody/nothing"):
         command({"image": "nobody/nothing:v1"}, IMAGES)
+
+
+def test_redis_takes_the_words_of_its_container_and_connections_of_other_pods() -> None:
+    entry, words = command({"image": "redis:8-alpine", "args": ["redis-server", "--save", ""]}, IMAGES)
+    done = subprocess.run([*entry, "echo", *words[1:]], capture_output=True, text=True, check=True)
+    assert done.stdout == "--save  --protected-mode no\n"
 
 
 def test_variables_come_from_values_references_and_fields() -> None:
