@@ -38,7 +38,7 @@ class Admin:
     def _handler(admin) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - the handler has a self of its own
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                if self.path == "/healthcheck/fail":
+                if self.path == '/healthcheck/fail?"':
                     admin.failed.set()
                 self._answer(b"OK")
 
