@@ -19,6 +19,7 @@ from extproc.endpoints.engine_reports import apply_report, record_latency
 from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.ledger import finish_prefill
 from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
+from extproc.engines.answers import is_engine_error
 from extproc.prefix.index import Turn
 from extproc.scheduling.model_check import update_missing_model
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, 500})
-# Refusals that are of the engine's load, not of the request.
-_NO_REFUSAL: Final = frozenset({408, 429})
 # An endpoint is silent if it answers nothing for this long and so many typical answers, its backlog not counted.
 _SILENCE_S: Final = 2.0
 _SILENCE_ANSWERS: Final = 4.0
@@ -60,7 +59,7 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
     """Count the outcome for the endpoint that was chosen, and for the one that answered in its place."""
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
-    if was_passed_over and run.sent.checks_refusal and outcome.status < 500 and outcome.status not in _NO_REFUSAL:
+    if was_passed_over and run.sent.checks_refusal and not is_engine_error(outcome.status):
         _check_refusal(run, outcome, now, out)
         return
     if table.is_current(first):
@@ -100,7 +99,7 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
         went_unheard = _is_slow(outcome) and outcome.duration_s - run.sent.waited_s > _patience_s(run)
         is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
         return EngineFailure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
-    if outcome.status >= 500 or outcome.status in _NO_REFUSAL:
+    if is_engine_error(outcome.status):
         return EngineFailure.ERROR
     if outcome.status >= 400:
         return EngineFailure.REFUSED

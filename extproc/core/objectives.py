@@ -20,19 +20,17 @@ TTFT and TPOT are of streamed answers alone: nobody sees the first token of anot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from extproc.api.objectives import ObjectiveName
+from extproc.engines.answers import is_engine_error
 
 if TYPE_CHECKING:
     from extproc.admission.objectives import ObjectiveClass
     from extproc.core.record import Outcome, Run
     from extproc.errors import Refusal
-
-# Of 4xx, those that an engine answers because it has too much to do.
-_OVERLOADED: Final = frozenset({408, 429})
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -76,7 +74,7 @@ def _has_left(outcome: Outcome) -> bool:
 
 def judge(one: ObjectiveClass, run: Run, outcome: Outcome) -> tuple[Verdict, ...]:
     """Of a request that an engine got."""
-    if run.expected.in_background or (400 <= outcome.status < 500 and outcome.status not in _OVERLOADED):
+    if run.expected.in_background or (outcome.status >= 400 and not is_engine_error(outcome.status)):
         return _all(one, is_streamed=run.sent.is_streamed, is_met=None)
     if outcome.was_cut or outcome.has_timed_out or (outcome.status and not 200 <= outcome.status < 400):
         return _all(one, is_streamed=run.sent.is_streamed, is_met=False)

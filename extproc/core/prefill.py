@@ -21,7 +21,7 @@ from extproc.core.demand import count_prefill_end
 from extproc.core.effects import Prefill
 from extproc.core.feedback import record_endpoint_outcome, update_estimates
 from extproc.core.record import Arrival, Outcome, PrefillOutcome, Run
-from extproc.engines.answers import PrefillAnswer, Unreadable, message_of, prefill_in
+from extproc.engines.answers import PrefillAnswer, Unreadable, is_engine_error, message_of, prefill_in
 from extproc.protocol import REQUEST_ID
 from extproc.request.prefill import Changes, PrefillProtocol, why_whole
 from extproc.request.rewrite import fields_of, with_changes
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # Of both legs.
 _HEADERS: Final = ("authorization", "traceparent", "tracestate")
-# Refusals that are of the engine's load, not of the request.
-_OVERLOADED: Final = frozenset({408, 429})
 # An answer is used within this part of the lease, and the engine must still get it.
 _LEASE_SHARE: Final = 1 / 3
 # As Envoy answers for an engine that does.
@@ -134,7 +132,7 @@ def _judge_failure(result: PrefillResult) -> Judged:
     if result.failure:
         return Judged(result.failure, detail=result.detail)
     message = message_of(result.body)
-    if 400 <= result.status < 500 and result.status not in _OVERLOADED:
+    if result.status >= 400 and not is_engine_error(result.status):
         return Judged("refused", detail=message)
     return Judged("error", detail=f"{result.status} {message}")
 

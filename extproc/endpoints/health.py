@@ -17,6 +17,7 @@ _REMEMBERED_REFUSALS: Final = 64
 _REFUSED_TENANTS: Final = 64
 # After a refusal that another endpoint did not share.
 _CHECKS_REFUSALS_S: Final = 30.0
+# Of an endpoint that backs off without being a suspect: no answer of it was ever judged.
 NO_ANSWER: Final = "it cannot be reached, or answers nothing"
 
 
@@ -44,9 +45,6 @@ ADVICE: Final = {
     EngineFailure.NO_USAGE: "read its log, and see that an engine of this version listens at this address",
     EngineFailure.SILENT: "it may hang: read its log, and restart it",
 }
-
-
-"""Of an endpoint that backs off without being a suspect: no answer of it was ever judged."""
 
 
 class EndpointHealth(msgspec.Struct):

@@ -31,6 +31,8 @@ _MESSAGES: Final = ("error", "message", "error_message", "detail")
 _NO_SUCH_CALL: Final = frozenset({405, 501})
 _NOT_ALLOWED: Final = frozenset({401, 403})
 _BUSY: Final = frozenset({409, 429, 503})
+# Of 4xx, those that an engine answers because it has too much to do.
+_OVERLOADED: Final = frozenset({408, 429})
 _MOST_MODELS: Final = 4_096
 # vLLM lists a model with an object of permissions in it. Objects take tens of times their bytes in memory.
 _MOST_OBJECTS: Final = 4 * _MOST_MODELS
@@ -202,6 +204,11 @@ def prefill_in(body: bytes) -> PrefillAnswer:
         return PrefillAnswer(parameters, tokens, None if details is None else details.cached_tokens)
     cached = usage.cache_read_input_tokens
     return PrefillAnswer(parameters, (usage.input_tokens or 0) + cached, cached)
+
+
+def is_engine_error(status: int) -> bool:
+    """Whether the engine is the reason of an answer, and not the request: 5xx, and the 4xx of load."""
+    return status >= 500 or status in _OVERLOADED
 
 
 def message_of(body: bytes) -> str:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 # full, or Redis has lost it: it begins with the most that the process states is left. Its first epoch is the time, so
 # that no reservation of a lost bucket is worth anything in this one. "paid:PROCESS" is the running total that this
 # bucket was charged for (StoreMemory). A key expires some time after its bucket would be full; that of a budget a day
-# after its window has ended. The bucket of a budget whose maximum changes keeps what was used.
+# after its window has ended. The bucket of a budget whose maximum changes keeps what was used. ``a``: where the
+# bucket's arguments begin, of which each script gives the same seven first: rate to uncovered.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -62,9 +63,12 @@ local function held_in(key)
   end
   return held
 end
-local function fill(key, rate, capacity, most, owed, told, ends_at, uncovered)
+local function fill(key, a)
+  local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
+  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
   local held = held_in(key)
   local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, paid = 0, debt = 0}
+  b.rate, b.capacity, b.ends_at = rate, capacity, ends_at
   b.epoch = math.floor(now * 1000000)
   b.is_new = not held[1]
   if held[1] then
@@ -87,21 +91,21 @@ local function fill(key, rate, capacity, most, owed, told, ends_at, uncovered)
     end
   end
   b.debt = math.max(0, owed - math.max(b.paid, told))
-  b.level = b.level - math.min(b.debt, uncovered)
+  b.level = b.level - math.min(b.debt, amount_of(ARGV[a + 6]))
   b.paid = math.max(b.paid, owed)
   return b
 end
-local function store(key, b, rate, capacity, ends_at)
+local function store(key, b)
   redis.call('HSET', key, 'level', string.format('%.17g', b.level), 'at', string.format('%.17g', b.at),
     'claims', string.format('%.17g', b.claims), 'shrink', string.format('%.17g', b.shrink),
     'epoch', string.format('%.0f', b.epoch))
   if b.debt > 0 then redis.call('HSET', key, paid_field, string.format('%.17g', b.paid)) end
-  if ends_at > 0 then
-    redis.call('HSET', key, 'capacity', string.format('%.17g', capacity))
-    redis.call('EXPIREAT', key, math.ceil(ends_at) + 86400)
+  if b.ends_at > 0 then
+    redis.call('HSET', key, 'capacity', string.format('%.17g', b.capacity))
+    redis.call('EXPIREAT', key, math.ceil(b.ends_at) + 86400)
     return
   end
-  redis.call('EXPIRE', key, math.ceil(math.min(31536000, 3600 + 2 * (capacity - b.level) / rate)))
+  redis.call('EXPIRE', key, math.ceil(math.min(31536000, 3600 + 2 * (b.capacity - b.level) / b.rate)))
 end
 """
 # ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
@@ -113,23 +117,19 @@ RESERVE: Final = (
 local buckets, granted = {}, 1
 for i, key in ipairs(KEYS) do
   local a = 8 * i - 6
-  local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
-  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
-  local b = fill(key, rate, capacity, most, owed, told, ends_at, amount_of(ARGV[a + 6]))
+  local b = fill(key, a)
   buckets[i] = b
   if amount_of(ARGV[a + 7]) > b.level + 1e-6 then granted = 0 end
 end
 local answer = {granted, string.format('%.17g', now), 0}
 for i, key in ipairs(KEYS) do
   local a, b = 8 * i - 6, buckets[i]
-  if b.is_new and amount_of(ARGV[a + 5]) > 0 then answer[3] = 1 end
+  if b.is_new and b.ends_at > 0 then answer[3] = 1 end
   if granted == 1 then
     b.level = b.level - amount_of(ARGV[a + 7])
     b.claims = b.claims + amount_of(ARGV[a + 7])
   end
-  if granted == 1 or b.debt > 0 then
-    store(key, b, tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 5]))
-  end
+  if granted == 1 or b.debt > 0 then store(key, b) end
   answer[#answer + 1] = string.format('%.17g', b.level)
   answer[#answer + 1] = string.format('%.17g', b.shrink)
   answer[#answer + 1] = string.format('%.0f', b.epoch)
@@ -145,14 +145,12 @@ SETTLE: Final = (
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
   local a = 11 * i - 9
-  local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
-  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
-  local b = fill(key, rate, capacity, most, owed, told, ends_at, amount_of(ARGV[a + 6]))
+  local b = fill(key, a)
   local amount, held = amount_of(ARGV[a + 7]), 0
   if tonumber(ARGV[a + 9]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 8]) end
   b.claims = math.max(0, b.claims - held)
   b.level = b.level + math.min(amount - amount_of(ARGV[a + 10]), held)
-  store(key, b, rate, capacity, ends_at)
+  store(key, b)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
 return answer
@@ -166,11 +164,9 @@ LOWER: Final = (
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
   local a = 8 * i - 6
-  local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
-  local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
-  local b = fill(key, rate, capacity, most, owed, told, ends_at, amount_of(ARGV[a + 6]))
+  local b = fill(key, a)
   b.level = math.min(b.level, tonumber(ARGV[a + 7]))
-  store(key, b, rate, capacity, ends_at)
+  store(key, b)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
 return answer
