@@ -23,9 +23,10 @@ from extproc.api.addresses import worker_addresses
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
 from extproc.api.quantities import Duration
-from extproc.cli.supervisor import Child, Program, notify_ready
+from extproc.cli.supervisor import Child, Program
 from extproc.cli.system import print_mistakes
 from extproc.logs import add_log_options, log_words, start_logging
+from extproc.notify import READY, notify
 from extproc.ports import ListenFailed, try_to_bind
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ async def _report_all(children: Sequence[Child], planned: ServePlan) -> None:
     for child in children:
         await child.ready.wait()
     log.info("ready: clients connect to %s; Envoy's admin interface is %s", ", ".join(planned.listens), planned.admin)
-    notify_ready(os.environ)
+    notify(READY, os.environ)
 
 
 async def _drain(admin: str, drain_s: float, hurry: asyncio.Event) -> None:

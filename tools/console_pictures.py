@@ -28,6 +28,7 @@ from extproc.core.record import BUNDLE, Head, Outcome
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.registry import Metrics
+from extproc.ports import listen
 from extproc.protocol import TENANT
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.pages import ExplainPage, serve_pages
@@ -137,7 +138,7 @@ class Gateway:
             place=place,
         )
         runner = await serve_pages(
-            ("127.0.0.1", port),
+            listen(f"127.0.0.1:{port}"),
             self.metrics.registry,
             is_ready=lambda: True,
             report=lambda: self.report,

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from bench.micro.wire import WireLoad, questions
-from bench.stack.processes import Processes, cpu_seconds, free_ports
+from bench.stack.processes import Processes, cpu_seconds, free_ports, workers_of
 from bench.stack.stack import documents
 
 _TOKEN: Final = "sk-of-the-benchmark"  # noqa: S105 - opens nothing else
@@ -113,6 +113,8 @@ def _roles_of(pid: int) -> dict[str, int]:
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
         role = next((one for one in _ROLES if one in words), "envoy")
         found[role] = int(child)
+    # what serves, and not its supervisor
+    (found["extproc"],) = workers_of(found["extproc"])
     return found
 
 

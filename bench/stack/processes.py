@@ -76,6 +76,15 @@ def is_running(pid: int) -> bool:
     return state not in {"Z", "X"}
 
 
+def workers_of(supervisor: int) -> list[int]:
+    """The processes of extproc that serve for it, by their number; of those with one number the newest last."""
+    found = []
+    for pid in map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append((Path(f"/proc/{pid}/comm").read_text(), pid))
+    return [pid for name, pid in sorted(found) if name.startswith("worker-")]
+
+
 def peak_rss_bytes(pid: int) -> int:
     """The most memory that a process has held at once."""
     return _memory_bytes(pid, "VmHWM")

@@ -16,9 +16,9 @@ from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.errors import ConfigInvalid
 from extproc.api.host_names import ResolutionTiming
 from extproc.api.quantities import Duration
-from extproc.cli.supervisor import notify_ready
 from extproc.cli.system import print_mistakes, resolved_directory
 from extproc.logs import add_log_options, start_logging
+from extproc.notify import READY, notify
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -118,7 +118,7 @@ def _watch(sync: BundleSync, drain: Path | None, metrics: tuple[str, int] | None
         serve_metrics(sync, metrics, registry)
     if drain is not None and (envoy := sync.acknowledgements) is not None:
         threading.Thread(target=drain_on_demand, args=(drain, lambda: envoy.addresses, stop), daemon=True).start()
-    sync.run(stop, lambda: notify_ready(os.environ))
+    sync.run(stop, lambda: notify(READY, os.environ))
 
 
 def main(words: list[str], prog: str = "controller bundle") -> int:

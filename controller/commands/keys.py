@@ -23,8 +23,8 @@ from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyDirectory
 from extproc.api.addresses import parse_address
 from extproc.api.key_store import KEYS_FILE
 from extproc.browsers import protect
-from extproc.cli.supervisor import notify_ready
 from extproc.logs import add_log_options, start_logging
+from extproc.notify import READY, notify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -285,7 +285,7 @@ async def _serve_until_signal(address: tuple[str, int], api: KeysApi) -> None:
     try:
         await web.TCPSite(runner, *address).start()
         log.info("keys are administered at http://%s:%d/v1/keys", *address)
-        notify_ready(os.environ)
+        notify(READY, os.environ)
         await stop.wait()
     finally:
         await runner.cleanup()

@@ -33,8 +33,8 @@ from controller.usage.store import SqlStore, StoreAway, StoreError, first_line, 
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.quantities import ByteSize, Duration
 from extproc.browsers import protect
-from extproc.cli.supervisor import notify_ready
 from extproc.logs import add_log_options, start_logging
+from extproc.notify import READY, notify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -302,7 +302,7 @@ def _running(ingest: Ingest, stop: threading.Event) -> Iterator[list[Exception]]
 
 async def _serve_until(stop: threading.Event, apps: list[tuple[tuple[str, int], web.Application]]) -> None:
     runners = [await _listen(address, app) for address, app in apps]
-    notify_ready(os.environ)
+    notify(READY, os.environ)
     await asyncio.to_thread(stop.wait)
     for runner in runners:
         await runner.cleanup()

@@ -1,115 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the command's options to running processes: one, or several behind one Envoy (``--workers N``).
+"""From the command's options to a process that serves.
 
-Loading this module loads gRPC and Envoy's schema; the other modules of the command line do without. Each worker has an
-address of its own; Envoy balances over them, and one that ends is started again.
+Loading this module loads gRPC and Envoy's schema; the other modules of the command line do without.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import uvloop
 
 from extproc.api.addresses import worker_addresses
 from extproc.api.quantities import Duration
 from extproc.api.spec import full_key
 from extproc.api.tracing import parse_otlp
-from extproc.cli.supervisor import Child, Program, notify_ready, restart_one_by_one
-from extproc.cli.system import metrics_address, raise_limit
+from extproc.cli.system import metrics_address, name_process, raise_limit
 from extproc.ports import ListenFailed
 from extproc.replication.buses import RedisUnusable
 from extproc.runtime import app
-from extproc.runtime.app import Settings, Tls, Worker
+from extproc.runtime.app import Settings, Tls
+from extproc.runtime.worker import Worker
 from extproc.streams.context import GatewayOptions
 from extproc.streams.tls import CertificateInvalid, TlsFiles, TlsLimits
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
     from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
 
 # Envoy checks every second who is healthy.
-NOTICE_S: Final = 3.0
-
-
-async def _supervise(words: Sequence[str], workers: int) -> int:
-    """Run ``python -m extproc`` with ``words`` N times until a signal; their exit status if all gave up. SIGUSR1
-    restarts them one by one.
-    """
-    loop = asyncio.get_running_loop()
-    with tempfile.TemporaryDirectory(prefix="attache-") as directory:
-        children = [Child(_worker(words, number, workers, directory), Path(directory)) for number in range(workers)]
-
-        def stop(number: signal.Signals) -> None:
-            for child in children:
-                child.stop(number)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop, number)
-        runs = [asyncio.create_task(child.run()) for child in children]
-        restarts = asyncio.Event()
-        loop.add_signal_handler(signal.SIGUSR1, restarts.set)
-        rolling = asyncio.create_task(_roll(children, restarts))
-        results = await asyncio.gather(*runs)
-        rolling.cancel()
-    return max(results)
-
-
-async def _roll(children: Sequence[Child], wanted: asyncio.Event) -> None:
-    """Report once that all are ready, and restart them whenever ``wanted`` is set, until cancelled."""
-    for child in children:
-        await child.ready.wait()
-    notify_ready(os.environ)
-    while True:
-        await wanted.wait()
-        wanted.clear()
-        await restart_one_by_one(children, NOTICE_S)
-
-
-def _worker(words: Sequence[str], number: int, workers: int, directory: str) -> Program:
-    place = f"{number}/{workers}:{directory}"
-    return Program(f"worker-{number}", (sys.executable, "-m", "extproc", *words, "--worker", place))
-
-
-def supervise(words: Sequence[str], count: int) -> int:
-    """Run ``count`` workers with these words until a signal."""
-    return asyncio.run(_supervise(words, count))
+_NOTICE_S: Final = 3.0
 
 
 def serve(options: argparse.Namespace, directory: Directory, snapshot: Snapshot) -> int:
     """Run one process until a signal; exit status 2 if it cannot start."""
+    worker = None if options.worker is None else msgspec.json.decode(options.worker, type=Worker)
+    if worker is not None:
+        name_process(f"worker-{worker.number}")
+        for descriptor in worker.others:
+            os.close(descriptor)
     try:
-        uvloop.run(app.serve(_settings(options, directory), snapshot, lambda: notify_ready(os.environ)))
+        uvloop.run(app.serve(_settings(options, directory, worker), snapshot))
     except (CertificateInvalid, ListenFailed, RedisUnusable, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _settings(options: argparse.Namespace, config: Directory) -> Settings:
+def _settings(options: argparse.Namespace, config: Directory, worker: Worker | None) -> Settings:
     """Of options that were checked."""
-    worker, listen, decisions = None, options.listen, options.decision_log
+    listen, decisions = options.listen, options.decision_log
     listens = [listen]
     metrics = metrics_address(options.metrics)
     health = options.health
-    if options.worker is not None:
-        place, _, directory = options.worker.partition(":")
-        number, count = map(int, place.split("/"))
-        worker = Worker(number, count, Path(directory))
+    if worker is not None:
+        number, count = worker.number, worker.workers
         listens = worker_addresses(listen, count)
         listen = listens[number]
         metrics = (metrics[0], metrics[1] + number) if isinstance(metrics, tuple) else metrics
         health = None if health is None else worker_addresses(health, count)[number]
-        decisions = None if decisions is None else decisions.with_name(f"{decisions.name}.{number}")
+        if decisions is not None and count > 1:
+            decisions = decisions.with_name(f"{decisions.name}.{number}")
     return Settings(
         config=config,
         listen=listen,
@@ -151,7 +106,7 @@ def _grace_s(options: argparse.Namespace) -> float:
     """By default none where no other process takes over: Envoy would use none of them for so long."""
     if options.grace is not None:
         return Duration(options.grace)
-    return NOTICE_S if options.workers > 1 or options.pool is not None else 0.0
+    return _NOTICE_S if (options.workers or 1) > 1 or options.pool is not None else 0.0
 
 
 def _tls(options: argparse.Namespace) -> Tls | None:

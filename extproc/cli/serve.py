@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,7 +21,8 @@ from extproc.api.quantities import Duration
 from extproc.api.snapshot import Snapshot
 from extproc.api.spec import full_key
 from extproc.api.tracing import parse_otlp
-from extproc.cli.system import metrics_address, print_mistakes, resolved_directory
+from extproc.cli.system import metrics_address, name_process, print_mistakes, resolved_directory
+from extproc.cli.workers import AWAITED, supervise
 from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
@@ -39,6 +42,10 @@ def main(words: list[str], prog: str = "extproc") -> int:
     """Exit status: 0 after a signal, 2 for a mistake in configuration or arguments."""
     made = parser(prog)
     options = made.parse_args(words)
+    if options.worker == AWAITED:
+        options.worker = _await_worker()
+        if not options.worker:
+            return 0
     from extproc.llmd.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
 
     directory = resolved_directory(options.config, _PATIENCE)
@@ -61,11 +68,25 @@ def main(words: list[str], prog: str = "extproc") -> int:
         for note in notes:
             log.info("%s", note)
 
+    if options.workers is not None and options.worker is None:
+        return supervise(options, words)
     from extproc.cli import launch  # noqa: PLC0415 - loads gRPC: not before all options are known to be right
 
-    if options.workers > 1 and options.worker is None:
-        return launch.supervise(words, options.workers)
     return launch.serve(options, directory, snapshot)
+
+
+def _await_worker() -> str:
+    """Load all that serves, then wait for the supervisor to tell who this process is; empty if it has ended."""
+    name_process("spare")
+    import extproc.cli.launch  # noqa: PLC0415
+    import extproc.console.pages  # noqa: PLC0415
+    import extproc.feeds.adapters  # noqa: PLC0415
+    import extproc.runtime.pages  # noqa: F401, PLC0415
+
+    # what is loaded stays: the collector need not look through it when the process begins to serve
+    gc.collect()
+    gc.freeze()
+    return sys.stdin.readline().strip()
 
 
 def _has_pool(snapshot: Snapshot, pool: str) -> bool:
@@ -77,9 +98,10 @@ def _check(options: argparse.Namespace) -> None:
     if not options.listen.startswith("unix:"):
         parse_address(options.listen)
     metrics = metrics_address(options.metrics)
-    if isinstance(metrics, Path) and options.workers > 1:
+    workers = 1 if options.workers is None else options.workers
+    if isinstance(metrics, Path) and workers > 1:
         raise ValueError("--metrics unix:PATH goes with one process; with --workers write IP:PORT")
-    if min(options.duplex_choices, options.buffered_choices, options.workers) < 1:
+    if min(options.duplex_choices, options.buffered_choices, workers) < 1:
         raise ValueError("--workers, --duplex-choices and --buffered-choices take 1 or more")
     if not 0 <= options.decision_sample <= 1:
         raise ValueError("--decision-sample is a share from 0 to 1")
@@ -91,7 +113,7 @@ def _check(options: argparse.Namespace) -> None:
     for duration in (options.grace, options.drain, options.settle):
         if duration is not None:
             Duration(duration)
-    _check_ports(options.listen, metrics, options.workers)
+    _check_ports(options.listen, metrics, workers)
 
 
 def _check_others(options: argparse.Namespace) -> None:
@@ -231,14 +253,14 @@ def _add_processes(made: argparse.ArgumentParser) -> None:
     add(
         "--workers",
         type=int,
-        default=1,
         metavar="N",
         help=(
             "number of processes; they take consecutive ports, starting at those of --listen and --metrics "
-            "(or unix:PATH.0, unix:PATH.1, ...) (default: %(default)s)"
+            "(or unix:PATH.0, unix:PATH.1, ...). A spare process takes the place of one that ends or hangs, also of "
+            "a single one (default: one process alone)"
         ),
     )
-    add("--worker", help=argparse.SUPPRESS)  # the supervisor passes a worker its number
+    add("--worker", help=argparse.SUPPRESS)  # what the supervisor tells a worker
     add(
         "--redis",
         metavar="URL",

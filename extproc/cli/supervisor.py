@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes of one command: started again when they end, reported when all are ready, restarted one by one.
+"""Child processes of one command: started again when they end, reported when all are ready, replaced one by one.
 
-A child reports that it is ready as systemd's services do, by ``READY=1`` to the socket of ``NOTIFY_SOCKET``. The kernel
-ends children whose supervisor dies.
+A child reports to the socket of ``NOTIFY_SOCKET``, as systemd's services do. ``READY=1``: it serves. ``STOPPING=1``: a
+successor is to take over. ``WATCHDOG=1``: it is alive; a child that has sent this and goes silent hangs, and is killed.
+A successor starts beside its predecessor. Once it is ready, SIGUSR1 tells the predecessor to finish what it has begun.
+The kernel ends children whose supervisor dies.
 """
 
 from __future__ import annotations
@@ -10,27 +12,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import signal
 import socket
+import subprocess
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
-NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
-_READY: Final = b"READY=1"
 # Mistakes of configuration or arguments, and ports that are in use: at the first start, starting again does not help.
 _USAGE: Final = 2
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 10.0
+# Loads of large configurations stall a child for half a second. Envoy closes the connections of a process that answers
+# no ping for 3 s, and counts it as unhealthy after 5 s.
+_SILENCE_S: Final = 3.0
+_CHECK_S: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
+_serials: Final = itertools.count()
 
 
 def next_pause(pause_s: float, *, lived_s: float) -> float:
@@ -40,136 +50,323 @@ def next_pause(pause_s: float, *, lived_s: float) -> float:
     return FIRST_PAUSE_S if lived_s > LONGEST_PAUSE_S else min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * pause_s))
 
 
-def notify_ready(environment: Mapping[str, str]) -> None:
-    """Report readiness to whoever started this process, if it asks for that: a supervisor, or systemd."""
-    address = environment.get(NOTIFY_VARIABLE, "")
-    if not address:
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
-        # @ stands for the zero of an abstract address
-        one.sendto(_READY, "\0" + address[1:] if address.startswith("@") else address)
-
-
 class Program(msgspec.Struct, frozen=True):
-    """``name``: in the log."""
+    """``name``: in the log. ``descriptors``: of listening sockets, which its processes inherit. ``order``: the line
+    that makes a spare process one of this program. ``orphaned``: the signal to a process whose supervisor has died.
+    """
 
     name: str
     command: tuple[str, ...]
+    descriptors: tuple[int, ...] = ()
+    order: str = ""
+    orphaned: signal.Signals = signal.SIGTERM
+
+
+class Process:
+    """One process: its reports, and its end."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, reports: socket.socket) -> None:
+        self.name = name
+        self.is_ready = self.is_stopping = False
+        # called when it is ready, stopping, or has ended
+        self.changed: Callable[[], None] = _ignore
+        # it is ready, or has ended
+        self.settled = asyncio.Event()
+        self._process = process
+        self._reports = reports
+        self._began_s = asyncio.get_running_loop().time()
+        # checks since it has reported that it is alive, and how long it had waited for a processor by then; None: it
+        # need not report
+        self._missed: int | None = None
+        self._waited_s = 0.0
+
+    @classmethod
+    async def start(cls, program: Program, folder: Path, stdin: int | None = None) -> Process:
+        """Start one. ``folder``: of the sockets for reports."""
+        address = str(folder / f"{next(_serials)}.notify")
+        with contextlib.ExitStack() as opened:
+            reports = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK))
+            reports.bind(address)
+            process = await asyncio.create_subprocess_exec(
+                # Ctrl-C reaches the supervisor alone, which says in which order they end
+                *program.command,
+                env={**os.environ, NOTIFY_VARIABLE: address, WATCHDOG_VARIABLE: f"{_SILENCE_S * 1e6:.0f}"},
+                stdin=stdin,
+                pass_fds=program.descriptors,
+                start_new_session=True,
+                preexec_fn=partial(_end_with_parent, program.orphaned),
+            )
+            opened.pop_all()
+        return cls(program.name, process, reports)
+
+    @property
+    def status(self) -> int | None:
+        """Of its exit; None while it runs."""
+        return self._process.returncode
+
+    @property
+    def lived_s(self) -> float:
+        """Since its start."""
+        return asyncio.get_running_loop().time() - self._began_s
+
+    async def follow(self) -> None:
+        """Receive its reports until it ends."""
+        loop, ended = asyncio.get_running_loop(), asyncio.create_task(self._process.wait())
+        loop.add_reader(self._reports, self._receive)
+        try:
+            while not (await asyncio.wait({ended}, timeout=_CHECK_S))[0]:
+                self._check()
+        finally:
+            ended.cancel()
+            loop.remove_reader(self._reports)
+            self._reports.close()
+        self._change()
+
+    def report(self, *reports: bytes) -> None:
+        """It reports by its socket, or somebody has asked it."""
+        if ALIVE in reports and not self.is_stopping:
+            self._missed = 0
+        if STOPPING in reports:
+            self.is_stopping, self._missed = True, None
+        if READY in reports:
+            self.is_ready = True
+        if STOPPING in reports or READY in reports:
+            self._change()
+
+    def send(self, number: signal.Signals) -> None:
+        """Pass a signal on, if it runs."""
+        if self.status is None:
+            self._process.send_signal(number)
+
+    def order(self, line: str) -> None:
+        """Tell a spare process what it is to be."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.close()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.report(*self._reports.recv(4096).splitlines())
+
+    def _check(self) -> None:
+        """Count checks, not seconds: while the machine sleeps, or is too busy for the supervisor, there are none. Nor
+        does it count that the process waits for a processor.
+        """
+        if self._missed is None:
+            return
+        waited_s = _waited_s(self._process.pid)
+        if not self._missed:
+            self._waited_s = waited_s
+        self._missed += 1
+        if self._missed * _CHECK_S - (waited_s - self._waited_s) >= _SILENCE_S:
+            log.warning("%s has not reported for %g s, and is killed", self.name, _SILENCE_S)
+            self._missed = None
+            self.send(signal.SIGKILL)
+
+    def _change(self) -> None:
+        if self.is_ready or self.status is not None:
+            self.settled.set()
+        self.changed()
+
+
+class Spare:
+    """A process that has loaded everything, and waits for its order: a line on its standard input. One for all
+    children; another is started once the one that was taken is ready.
+    """
+
+    def __init__(self, program: Program, folder: Path) -> None:
+        """``program``: becomes any of those with an ``order``."""
+        self._program = program
+        self._folder = folder
+        self._waiting: Process | None = None
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep one ready until ``stop``, and follow those that were taken until they end."""
+        pause_s = 0.0
+        async with asyncio.TaskGroup() as group:
+            while not self._stopped.is_set():
+                try:
+                    process = await Process.start(self._program, self._folder, subprocess.PIPE)
+                except OSError as error:
+                    # nobody needs it as long as nothing ends
+                    log.warning("there is no spare process: %s", error)
+                    await _is_set_within(self._stopped, LONGEST_PAUSE_S)
+                    continue
+                self._waiting = process
+                group.create_task(process.follow())
+                if self._stopped.is_set():
+                    self.stop()
+                await process.settled.wait()
+                if process is self._waiting:
+                    # nobody has taken it
+                    pause_s = next_pause(pause_s, lived_s=process.lived_s)
+                    await _is_set_within(self._stopped, pause_s)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is one to take."""
+        return self._waiting is not None and self._waiting.status is None
+
+    def take(self, program: Program) -> Process | None:
+        """The process that waits, which is to be one of ``program``; None if there is none."""
+        process, self._waiting = self._waiting, None
+        if process is None or process.status is not None:
+            return None
+        process.name = program.name
+        process.order(program.order)
+        return process
+
+    def renew(self) -> None:
+        """Start another in place of the one that waits: the code may have changed since it was loaded."""
+        process, self._waiting = self._waiting, None
+        if process is not None:
+            process.send(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the one that waits, and start no other."""
+        self._stopped.set()
+        self.renew()
 
 
 class Child:
-    """A program's process and its successors. ``ready``: set while the one that runs has reported readiness."""
+    """A program's process and its successors. ``ready``: set while one of them serves."""
 
-    def __init__(self, program: Program, folder: Path, *, is_needed: bool = True) -> None:
-        """``folder``: of the socket for reports. ``is_needed``: a mistake of usage at the first start is the end."""
+    def __init__(self, program: Program, folder: Path, *, spare: Spare | None = None, is_needed: bool = True) -> None:
+        """``folder``: of the sockets for reports. ``is_needed``: a mistake of usage at the first start is the end."""
         self.ready = asyncio.Event()
         self.program = program
+        self._folder = folder
+        self._spare = spare
         self._is_needed = is_needed
-        self._address = folder / f"{program.name}.notify"
-        self._process: asyncio.subprocess.Process | None = None
-        self._ended = asyncio.Event()
+        # those that run: the last is the newest
+        self._processes: list[Process] = []
+        self._changed = asyncio.Event()
         self._starts = 0
-        self._is_stopping = self._is_restarting = False
+        self._stopped = asyncio.Event()
+        self._is_restarting = False
 
     async def run(self) -> int:
         """Run until ``stop``, and start again what ends before; returns the last exit status, also of a first process
         that ends with a mistake of usage.
         """
-        clock = asyncio.get_running_loop().time
-        pause_s, was_ready = 0.0, False
-        with self._reports():
-            while True:
-                began_s = clock()
-                status = await self._run_once()
-                was_ready = was_ready or self.ready.is_set()
-                self.ready.clear()
-                if self._is_stopping or (status == _USAGE and self._is_needed and not was_ready):
-                    return max(status, 0)
-                if self._is_restarting:
-                    self._is_restarting, pause_s = False, 0.0
-                    continue
-                pause_s = next_pause(pause_s, lived_s=clock() - began_s)
-                log.warning(
-                    "%s ended %s; it is started again in %g s", self.program.name, _how_it_ended(status), pause_s
-                )
-                if await self._stopped_within(pause_s):
-                    return 0
+        async with asyncio.TaskGroup() as group:
+            return await self._run(group)
 
-    async def _run_once(self) -> int:
-        environment = {**os.environ, NOTIFY_VARIABLE: str(self._address)}
+    async def _run(self, group: asyncio.TaskGroup) -> int:
+        pause_s = 0.0
+        serving: Process | None = None
+        while True:
+            process = await self._start(group)
+            await process.settled.wait()
+            self._is_restarting = False
+            self._changed.set()
+            if process.is_ready:
+                self._on_ready(serving)
+                serving = process
+            elif serving is not None and not self._needs_successor(serving):
+                log.warning("%s goes on, its successor ended %s", self.program.name, _how_it_ended(process))
+                process = serving
+            await self._until(partial(self._needs_successor, process))
+            if process.status is None:
+                continue
+            self.ready.clear()
+            if self._stopped.is_set() or (process.status == _USAGE and self._is_needed and serving is None):
+                return max(process.status, 0)
+            pause_s = next_pause(pause_s, lived_s=process.lived_s)
+            if await _is_set_within(self._stopped, self._pause_after(process, pause_s)):
+                return 0
+
+    async def _start(self, group: asyncio.TaskGroup) -> Process:
+        process = None if self._spare is None else self._spare.take(self.program)
+        if process is None:
+            process = await Process.start(self.program, self._folder)
+            group.create_task(process.follow())
+        process.changed = self._changed.set
         self._starts += 1
-        self._process = await asyncio.create_subprocess_exec(
-            # Ctrl-C reaches the supervisor alone, which says in which order they end
-            *self.program.command,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
-        if self._is_stopping:
-            self.send(signal.SIGTERM)
-        return await self._process.wait()
+        self._processes = [*(one for one in self._processes if one.status is None), process]
+        if self._stopped.is_set():
+            process.send(signal.SIGTERM)
+        return process
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Pass a signal on; the process is not started again."""
-        self._is_stopping = True
-        self._ended.set()
-        self.send(number)
-
-    def send(self, number: signal.Signals) -> None:
-        """Pass a signal on, if the process runs."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
-
-    def report_ready(self) -> None:
-        """The process is ready; it calls this by its socket, or whoever has asked it."""
+    def _on_ready(self, predecessor: Process | None) -> None:
+        """The newest process is ready, and its predecessor may run."""
+        if predecessor is not None:
+            predecessor.send(signal.SIGUSR1)
         if self._starts > 1:
             log.info("%s is ready again", self.program.name)
         self.ready.set()
 
+    def _needs_successor(self, process: Process) -> bool:
+        is_leaving = process.is_stopping or self._is_restarting
+        return process.status is not None or (is_leaving and not self._stopped.is_set())
+
+    def _pause_after(self, process: Process, pause_s: float) -> float:
+        """Before another start: none where a spare process takes over, unless the program keeps ending."""
+        how = _how_it_ended(process)
+        if pause_s == FIRST_PAUSE_S and self._spare is not None and self._spare.is_waiting:
+            log.warning("%s ended %s; the spare process takes over", self.program.name, how)
+            return 0.0
+        log.warning("%s ended %s; it is started again in %g s", self.program.name, how, pause_s)
+        return pause_s
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Pass a signal on; nothing is started again."""
+        self._stopped.set()
+        self._changed.set()
+        self.send(number)
+
+    def send(self, number: signal.Signals) -> None:
+        """Pass a signal on to what runs."""
+        for process in self._processes:
+            process.send(number)
+
+    def report_ready(self) -> None:
+        """For a process that reports nothing by itself: whoever has asked it."""
+        for process in self._processes[-1:]:
+            process.report(READY)
+
     async def restart(self) -> None:
-        """End the process with SIGTERM, if it runs, start it again and wait until it is ready."""
-        if self._process is not None and self._process.returncode is None:
-            self._is_restarting = True
-            self.ready.clear()
-            self.send(signal.SIGTERM)
-        await self.ready.wait()
+        """Have a successor take over; returns once it has, or has ended at its start."""
+        self._is_restarting = True
+        self._changed.set()
+        await self._until(lambda: not self._is_restarting)
 
-    async def _stopped_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    @contextlib.contextmanager
-    def _reports(self) -> Iterator[None]:
-        """Receive the reports of readiness."""
-        loop = asyncio.get_running_loop()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as one:
-            one.bind(str(self._address))
-            loop.add_reader(one, self._receive, one)
-            try:
-                yield
-            finally:
-                loop.remove_reader(one)
-
-    def _receive(self, one: socket.socket) -> None:
-        if _READY in one.recv(4096).splitlines():
-            self.report_ready()
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
 
 
-def _how_it_ended(status: int) -> str:
+def _waited_s(pid: int) -> float:
+    """How long the main thread of a process has waited for a processor; 0 where the kernel does not count it."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _ignore() -> None:
+    """Nobody waits for a change yet."""
+
+
+def _how_it_ended(process: Process) -> str:
+    status = process.status or 0
     return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
-def _end_with_parent() -> None:
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
+
+
+def _end_with_parent(number: signal.Signals) -> None:
     """In the new process: a supervisor that is killed leaves none behind that holds its ports."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
-async def restart_one_by_one(children: Sequence[Child], settle_s: float) -> None:
-    """Restart each when the one before is ready and has been for ``settle_s``: its callers must have noticed."""
+async def restart_one_by_one(children: Sequence[Child]) -> None:
+    """Replace each when the one before is ready."""
     for child in children:
         await child.restart()
-        await asyncio.sleep(settle_s)

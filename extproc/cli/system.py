@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import math
 import resource
@@ -118,6 +119,12 @@ def raise_limit() -> float:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard_limit()
+
+
+def name_process(name: str) -> None:
+    """For ``ps -o comm``: 15 characters."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def metrics_address(text: str) -> tuple[str, int] | Path | None:

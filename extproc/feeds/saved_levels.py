@@ -48,7 +48,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
 class SavedLevels:
     """The levels of ``limits`` in ``directory``, and the prices of ``pools``. ``number``: of this worker.
-    ``wall_clock``: seconds since 1970.
+    ``wall_clock``: seconds since 1970. ``owns``: whether this process writes the worker's file.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class SavedLevels:
         number: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        owns: Callable[[], bool] = lambda: True,
     ) -> None:
         self._limits = limits
         self._pools = pools
@@ -67,6 +68,7 @@ class SavedLevels:
         self._file = directory / f"limits-{number}.json"
         self._clock = clock
         self._wall_clock = wall_clock
+        self._owns = owns
         self._saved_changes = limits.changes
         self._has_failed = False
 
@@ -104,9 +106,13 @@ class SavedLevels:
             self.save()
             await asyncio.sleep(max(_PAUSE_S, _MOST_SHARE * (self._clock() - began_s)))
 
+    def hand_over(self) -> None:
+        """Save for the successor, which knows what is spent from then on."""
+        self.save()
+
     def save(self) -> None:
         """If anything has changed. A failure is logged once, until it works again."""
-        if self._limits.changes == self._saved_changes:
+        if self._limits.changes == self._saved_changes or not self._owns():
             return
         changes = self._limits.changes
         prices = {name: last for name, pool in self._pools().items() if (last := pool.prices.last) is not None}

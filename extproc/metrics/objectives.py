@@ -197,6 +197,10 @@ class ObjectiveSeries(PiecewiseCollector):
                 if hours is not None:
                     hours.fill(one for one in found.hours if 0 <= one[0] <= newest)
 
+    def clear(self) -> None:
+        """Count from zero: a successor goes on with what was counted."""
+        self._counters.clear()
+
     def pieces(self) -> Iterator[str]:
         """All objectives of the configuration, from 0 on."""
         configured = [((one.route, one.name, name), one, name) for one, name in self._configured()]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
@@ -15,11 +17,12 @@ import zmq.asyncio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 _HIGH_WATER: Final = 10_000
+# Between two looks for processes that have come or gone.
+_FOLLOW_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 10.0
 _TIMEOUT_S: Final = 1.0
 # Between two checks whether this has been cancelled.
@@ -33,12 +36,31 @@ _ELEMENT_BYTES: Final = 64
 
 
 class LocalBus:
-    """``directory``: of the socket files; ``number`` of ``workers``, from 0."""
+    """Between the processes of one supervisor, each with a socket file in ``directory``. Beside those that serve there
+    may be predecessors, which end with their requests.
+    """
 
-    def __init__(self, directory: Path, number: int, workers: int) -> None:
-        self._directory, self._number, self._workers = directory, number, workers
+    def __init__(self, directory: Path, name: str) -> None:
+        """``name``: of this process among the others."""
+        self._directory = directory
+        self._file = directory / f"{os.getpid()}-{name}.events"
+        # of the others that it is connected to
+        self._known: set[Path] = set()
         # while it runs
         self._own: zmq.asyncio.Socket | None = None
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether there are others to send to."""
+        return bool(self._known)
+
+    def others(self) -> set[Path]:
+        """The files of the other processes. A process that was killed has left its file, which is removed."""
+        found = {file for file in self._directory.glob("*.events") if file != self._file}
+        gone = {file for file in found if not Path("/proc", file.name.partition("-")[0]).exists()}
+        for file in gone:
+            file.unlink(missing_ok=True)
+        return found - gone
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
         """Exchange batches until cancelled."""
@@ -46,27 +68,36 @@ class LocalBus:
         try:
             self._own = context.socket(zmq.PUB)
             self._own.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-            self._own.bind(self._address(self._number))
+            self._own.bind(f"ipc://{self._file}")
             others = context.socket(zmq.SUB)
             others.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             others.setsockopt(zmq.SUBSCRIBE, b"")
             others.setsockopt(zmq.RECONNECT_IVL, 100)
-            for other in range(self._workers):
-                if other != self._number:
-                    others.connect(self._address(other))
-            while True:
-                receive(await others.recv())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(others))
+                while True:
+                    receive(await others.recv())
         finally:
             context.destroy(linger=0)
             self._own = None
+            self._file.unlink(missing_ok=True)
+
+    async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
+        """Connect to those that come, and disconnect from those that have gone, until cancelled."""
+        self._known = set()
+        while True:
+            found = self.others()
+            for file in found - self._known:
+                subscriber.connect(f"ipc://{file}")
+            for file in self._known - found:
+                subscriber.disconnect(f"ipc://{file}")
+            self._known = found
+            await asyncio.sleep(_FOLLOW_S)
 
     async def send(self, payload: bytes) -> None:
         """Never waits: a worker that does not read loses messages."""
         if self._own is not None:
             await self._own.send(payload, zmq.NOBLOCK)
-
-    def _address(self, number: int) -> str:
-        return f"ipc://{self._directory}/worker-{number}"
 
 
 class RedisUnusable(Exception):

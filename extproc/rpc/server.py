@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import errno
 import logging
-import socket
 from collections import deque
 from struct import Struct
 from typing import TYPE_CHECKING, Final, cast
@@ -20,9 +18,8 @@ from urllib.parse import quote
 from google.protobuf.message import DecodeError
 from hpack.hpack import encode_integer
 
-from extproc.api.addresses import parse_address
 from extproc.failures import FailureLog
-from extproc.ports import ListenFailed
+from extproc.ports import BACKLOG
 from extproc.rpc.http2 import (
     WINDOW,
     ConnectionBroken,
@@ -35,6 +32,7 @@ from extproc.rpc.http2 import (
 )
 
 if TYPE_CHECKING:
+    import socket
     import ssl
     from collections.abc import Awaitable, Callable, Mapping
 
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Whether the message is compressed, and its length.
 _PREFIX: Final = Struct(">BL")
-_BACKLOG: Final = 1024
 # From accepting a connection to the preface of HTTP/2, and likewise the handshake of TLS before it.
 _GREETING_S: Final = 10.0
 # Printable ASCII but for the percent sign.
@@ -364,23 +361,16 @@ class RpcServer:
         self.is_closed = False
         self._listening: asyncio.Server | None = None
 
-    async def start(self, address: str, tls: ssl.SSLContext | None = None) -> None:
-        """Listen on ``ip:port`` or ``unix:path``; raises ListenFailed."""
+    async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Take the connections of a socket, which is closed with the server."""
         loop = asyncio.get_running_loop()
-        handshake_s = None if tls is None else _GREETING_S
-        try:
-            if address.startswith("unix:"):
-                path = address.removeprefix("unix:")
-                self._listening = await loop.create_unix_server(
-                    self._connected, path, ssl=tls, ssl_handshake_timeout=handshake_s, backlog=_BACKLOG
-                )
-            else:
-                bound = _bound(*parse_address(address))
-                self._listening = await loop.create_server(
-                    self._connected, sock=bound, ssl=tls, ssl_handshake_timeout=handshake_s, backlog=_BACKLOG
-                )
-        except OSError as error:
-            raise ListenFailed(address, _reason(error)) from None
+        self._listening = await loop.create_server(
+            self._connected,
+            sock=listening,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else _GREETING_S,
+            backlog=BACKLOG,
+        )
 
     def _connected(self) -> _Connection:
         return _Connection(self)
@@ -403,35 +393,3 @@ class RpcServer:
             await asyncio.wait(running)
         for connection in connections:
             connection.close()
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket at this address; at ``0.0.0.0`` of IPv6, too, where the machine has it."""
-    if host in {"0.0.0.0", "::"} and socket.has_dualstack_ipv6():  # noqa: S104 - as it was asked for
-        try:
-            return _listening_at("::", port, is_dual=True)
-        except OSError as error:
-            if host == "::" or error.errno == errno.EADDRINUSE:
-                raise
-    return _listening_at(host, port, is_dual=False)
-
-
-def _listening_at(host: str, port: int, *, is_dual: bool) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        # a port whose last connections linger is free
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # accepted ones inherit it: a gateway whose machine is gone leaves no calls behind
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if made.family is socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not is_dual))
-        made.bind((host, port))
-        made.listen(_BACKLOG)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

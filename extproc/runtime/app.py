@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from prometheus_client import disable_created_metrics
 
+from extproc.api.addresses import join_host_port
 from extproc.api.gateway_config import unreachable_listener
 from extproc.api.load import Directory
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
@@ -38,15 +39,19 @@ from extproc.feeds.payloads import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.saved_objectives import SavedObjectives
+from extproc.feeds.state_owner import StateOwner
 from extproc.feeds.tokens import Tokenizers
 from extproc.feeds.traces import TraceExporter
 from extproc.feeds.usage_rollups import UsageRollups
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.notify import ALIVE, READY, STOPPING, notify, watchdog_s
+from extproc.ports import listen
 from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.performer import Performer, Services
+from extproc.runtime.worker import Worker
 from extproc.scheduling.model_check import model_problems
 from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.duplex import Duplex
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import ConfigReport
     from extproc.core.effects import Work
+    from extproc.core.peers import PeerEvent
     from extproc.feeds.adapters import AdapterLoader
     from extproc.feeds.prefills import Prefills
 
@@ -73,16 +79,10 @@ _LONGEST_ASK_S: Final = 0.6
 _ASK_PAUSE_S: Final = 0.01
 PATIENCE_S: Final = 30.0
 _POLL_S: Final = 1.0
+# Of reports to a supervisor that the process is alive, unless it asks for more.
+_REPORT_S: Final = 0.5
 _TRIM_EACH_S: Final = 60.0
 _SHADOW_REPORT_S: Final = 60.0
-
-
-class Worker(msgspec.Struct, frozen=True):
-    """One of several processes on this machine; ``directory`` holds the sockets between them."""
-
-    number: int
-    workers: int
-    directory: Path
 
 
 class Tls(msgspec.Struct, frozen=True):
@@ -133,45 +133,40 @@ class Settings(msgspec.Struct, frozen=True):
     descriptors: float = math.inf
 
 
-async def serve(settings: Settings, snapshot: Snapshot, on_ready: Callable[[], None]) -> None:
-    """Run one process, beginning with ``snapshot``, until a termination signal. ``on_ready``: requests may come."""
-    await App(settings, snapshot, on_ready).run()
+async def serve(settings: Settings, snapshot: Snapshot) -> None:
+    """Run one process, beginning with ``snapshot``, until a termination signal."""
+    await App(settings, snapshot).run()
 
 
 class App:
     """One extproc process, made inside the event loop. Clocks and random numbers are chosen here, nowhere else."""
 
-    def __init__(self, settings: Settings, snapshot: Snapshot, on_ready: Callable[[], None]) -> None:
-        self._settings, self._on_ready = settings, on_ready
+    def __init__(self, settings: Settings, snapshot: Snapshot) -> None:
+        self._settings = settings
         clock = self._clock = time.monotonic  # noqa: TID251 - the edge
         wall_clock = self._wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = self._is_draining = False
         self._has_pool = asyncio.Event()
-        origin, buses = secrets.token_hex(6), _buses(settings)
+        origin = secrets.token_hex(6)
+        self._neighbours = None if settings.worker is None else LocalBus(Path(settings.worker.directory), origin)
+        buses = self._buses()
         # workers of one start have their sockets in one directory
-        machine = origin if settings.worker is None else str(settings.worker.directory)
+        machine = origin if settings.worker is None else settings.worker.directory
         core = self._core = Core(
             snapshot, rng=random.Random(), ticket_prefix=origin, machine=machine if buses else None
         )
         core.on_wall_clock(wall_clock(), clock())
         self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
-        decisions = None
-        if self._log_file is not None:
-            decisions = DecisionLog(
-                self._log_file,
-                share=settings.decision_share,
-                rng=random.Random(),
-                wall_clock=wall_clock,
-                explains_all=settings.gateway.emits_scores,
-            )
-        metrics = self._metrics = self._make_metrics(decisions)
-        access = EngineAccess(os.environ, clock, settings.files or settings.config.path)
+        metrics = self._metrics = self._make_metrics()
+        access = self._access = EngineAccess(os.environ, clock, settings.files or settings.config.path)
         self._tokenizers, source = Tokenizers(metrics, access), f"urn:attache:{socket.gethostname()}"
         self._guards = Guards(access, clock=clock, source=source)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock, process=origin)
-        self._saved = self._load_saved()
+        number = 0 if settings.worker is None else settings.worker.number
+        self._owner = None if settings.state is None else StateOwner(settings.state, number)
+        self._saved = self._load_saved(number)
         self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         demand = self._demand = DemandWatch(core, clock)
         self._supervisor = Supervisor(metrics.feed_failed)
@@ -181,13 +176,12 @@ class App:
             metrics,
             clock=clock,
             services=Services(self._tokenizers, self._guards, self._limits),
-            publish=self._peers.publish,
+            publish=self._publish,
             begin=self._begin,
             done=demand.notify_followers,
         )
         self._loader: AdapterLoader | None = None
         self._prefills: Prefills | None = None
-        self._access = access
         self._feed = DirectoryFeed(
             settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
         )
@@ -245,8 +239,23 @@ class App:
         )
         self._health_port = HealthPort(self._server.health)
 
-    def _make_metrics(self, decisions: DecisionLog | None) -> Metrics:
-        core = self._core
+    def _buses(self) -> list[Bus]:
+        settings = self._settings
+        buses: list[Bus] = [] if self._neighbours is None else [self._neighbours]
+        if settings.redis is not None:
+            buses.append(RedisBus(settings.redis, settings.redis_channel))
+        return buses
+
+    def _make_metrics(self) -> Metrics:
+        core, settings, decisions = self._core, self._settings, None
+        if self._log_file is not None:
+            decisions = DecisionLog(
+                self._log_file,
+                share=settings.decision_share,
+                rng=random.Random(),
+                wall_clock=self._wall_clock,
+                explains_all=settings.gateway.emits_scores,
+            )
         made = Metrics(
             lambda: list(core.pools.values()),
             self._wall_clock,
@@ -255,19 +264,18 @@ class App:
             lambda: core.admission.gates,
             core.at_zero,
             budget_levels=self._budget_levels,
-            has_llm_d_names=self._settings.has_llm_d_names,
+            has_llm_d_names=settings.has_llm_d_names,
         )
         made.objectives.follow(core.objective_classes)
         return made
 
-    def _load_saved(self) -> dict[str, SavedLevels | SavedObjectives]:
+    def _load_saved(self, number: int) -> dict[str, SavedLevels | SavedObjectives]:
         """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no
         directory.
         """
-        directory, worker = self._settings.state, self._settings.worker
-        if directory is None:
+        directory, owner, limits = self._settings.state, self._owner, self._core.admission.limits
+        if directory is None or owner is None:
             return {}
-        number, limits = 0 if worker is None else worker.number, self._core.admission.limits
         saved: dict[str, SavedLevels | SavedObjectives] = {
             "saved_levels": SavedLevels(
                 limits,
@@ -276,8 +284,9 @@ class App:
                 number=number,
                 clock=self._clock,
                 wall_clock=self._wall_clock,
+                owns=owner.owns,
             ),
-            "saved_objectives": SavedObjectives(self._metrics.objectives, directory, number=number),
+            "saved_objectives": SavedObjectives(self._metrics.objectives, directory, number=number, owns=owner.owns),
         }
         for one in saved.values():
             one.load()
@@ -344,8 +353,10 @@ class App:
         self._missed = missed
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
-        stop = _on_signals()
+        """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain. SIGUSR1: a successor takes new
+        requests from now on.
+        """
+        signals = _Signals()
         sharing = asyncio.create_task(self._supervisor.run("peers", self._share))
         try:
             await self._ask_others()
@@ -363,10 +374,11 @@ class App:
         try:
             async with asyncio.TaskGroup() as tasks:
                 supervised = [self._supervisor.run(name, feed) for name, feed in self._feeds().items()]
-                feeds = [tasks.create_task(one) for one in [*supervised, _until_done(sharing)]]
-                await stop.wait()
+                beside = [_until_done(sharing), self._keep_reporting(), self._hand_over(signals.succeeded, pages)]
+                feeds = [tasks.create_task(one) for one in [*supervised, *beside]]
+                await _first_of(signals.stop, signals.succeeded)
                 self._is_ready, self._is_draining = False, True
-                await self._drain(stop)
+                await self._drain(signals)
                 for feed in feeds:
                     feed.cancel()
         finally:
@@ -387,9 +399,10 @@ class App:
 
     async def _listen(self) -> None:
         tls = None if self._certificate is None else self._certificate.context
-        await self._server.start(self._settings.listen, tls)
-        if self._settings.health is not None:
-            await self._health_port.start(self._settings.health)
+        settings, worker = self._settings, self._settings.worker
+        await self._server.start(_listening(settings.listen, None if worker is None else worker.listen), tls)
+        if settings.health is not None:
+            await self._health_port.start(_listening(settings.health, None if worker is None else worker.health))
         if self._has_pool.is_set():
             await self._be_ready()
 
@@ -401,7 +414,7 @@ class App:
         if not self._is_draining and not self._is_ready:
             self._is_ready = True
             self._server.health.set_ready(is_ready=True)
-            self._on_ready()
+            notify(READY, os.environ)
 
     def _feeds(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Tasks that run next to the server, by name. Of several workers the first scrapes engines, for all."""
@@ -455,22 +468,51 @@ class App:
         if line := self._metrics.shadow.report():
             log.info("%s", line)
 
+    async def _keep_reporting(self) -> None:
+        """Report that the event loop runs, if that is asked for, until cancelled."""
+        due_s = watchdog_s(os.environ)
+        while due_s is not None:
+            notify(ALIVE, os.environ)
+            await asyncio.sleep(min(_REPORT_S, due_s / 2))
+
+    async def _hand_over(self, succeeded: asyncio.Event, pages: web.AppRunner | None) -> None:
+        """Leave the successor what one process alone can have: files, the pages and the health port."""
+        await succeeded.wait()
+        for saved in self._saved.values():
+            saved.hand_over()
+        if self._owner is not None:
+            self._owner.release()
+        await self._health_port.stop()
+        if pages is not None:
+            await pages.cleanup()
+
+    def _publish(self, event: PeerEvent) -> None:
+        """Send it to the other processes, if there are any."""
+        if self._settings.redis is not None or (self._neighbours is not None and self._neighbours.has_readers):
+            self._peers.publish(event)
+
     async def _share(self) -> None:
         await self._peers.run(on_batch=self._performer.on_batch, heartbeat=self._performer.heartbeat)
 
     async def _ask_others(self) -> None:
-        """A worker among several does not serve before a peer has sent the levels of limits, if one can."""
-        worker, waited_s = self._settings.worker, 0.0
-        while worker is not None and worker.workers > 1 and not self._core.levels.is_told and waited_s < _LONGEST_ASK_S:
+        """A process with others beside it does not serve before one has sent the levels of limits, if one can."""
+        others, waited_s = self._neighbours, 0.0
+        while others is not None and others.others() and not self._core.levels.is_told and waited_s < _LONGEST_ASK_S:
             await asyncio.sleep(_ASK_PAUSE_S)
             waited_s += _ASK_PAUSE_S
 
-    async def _drain(self, stop: asyncio.Event) -> None:
-        grace_s, drain_s = self._settings.grace_s, self._settings.drain_s
+    async def _drain(self, signals: _Signals) -> None:
+        drain_s, succeeded = self._settings.drain_s, signals.succeeded
+        grace_s = 0.0 if succeeded.is_set() else self._settings.grace_s
         taken = f"requests are taken for {grace_s:g} s more, then " if grace_s else ""
         log.info("draining: %srunning streams may take up to %g s", taken, drain_s)
-        stop.clear()
-        await self._server.stop(grace_s=grace_s, drain_s=drain_s, hurry=stop)
+        signals.stop.clear()
+        notify(STOPPING, os.environ)
+        if not succeeded.is_set():
+            # gateways notice, and send new streams elsewhere
+            self._server.health.set_ready(is_ready=False)
+            await _first_of(signals.stop, succeeded, within_s=grace_s)
+        await self._server.stop(drain_s=drain_s, hurry=signals.stop)
         log.info("drained")
 
     def _report(self) -> ConfigReport:
@@ -503,8 +545,9 @@ class App:
                 manager=settings.manager,
             ),
         )
+        where = f"unix:{address}" if isinstance(address, Path) else join_host_port(*address)
         return await serve_pages(
-            address,
+            _listening(where, None if worker is None else worker.metrics),
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=self._report,
@@ -520,13 +563,8 @@ async def _until_done(task: asyncio.Task[None]) -> None:
     await task
 
 
-def _buses(settings: Settings) -> list[Bus]:
-    buses: list[Bus] = []
-    if settings.worker is not None:
-        buses.append(LocalBus(settings.worker.directory, settings.worker.number, settings.worker.workers))
-    if settings.redis is not None:
-        buses.append(RedisBus(settings.redis, settings.redis_channel))
-    return buses
+def _listening(address: str, inherited: int | None) -> socket.socket:
+    return listen(address) if inherited is None else socket.socket(fileno=inherited)
 
 
 def _spare_the_collector() -> None:
@@ -557,12 +595,23 @@ def trim_heap() -> None:
         trim(0)
 
 
-def _on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
+class _Signals:
+    """``stop``: the process is to end. ``succeeded``: a successor takes new requests."""
+
+    def __init__(self) -> None:
+        self.stop, self.succeeded = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, self.succeeded.set)
+
+
+async def _first_of(*events: asyncio.Event, within_s: float | None = None) -> None:
+    """Until one of the events is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
 
 
 class EnvoyContact:

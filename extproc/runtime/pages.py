@@ -18,8 +18,8 @@ from extproc.core.running import add_part
 from extproc.errors import Refusal, to_openai_body
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from extproc.api.status_pages import ConfigReport, EndpointLoad, ObjectiveCounts
     from extproc.core.core import Core
@@ -100,7 +100,7 @@ class ExplainPage:
 
 
 async def serve_pages(
-    address: tuple[str, int] | Path,
+    listening: socket.socket,
     registry: Registry,
     *,
     is_ready: Callable[[], bool],
@@ -110,9 +110,7 @@ async def serve_pages(
     explain: ExplainPage | None,
     others: Iterable[web.RouteDef] = (),
 ) -> web.AppRunner:
-    """Listen on ``address`` (host and port, or a socket's path) until the result's ``cleanup``; raises OSError if it is
-    taken. ``others``: further pages.
-    """
+    """Take the connections of a socket until the result's ``cleanup``. ``others``: further pages."""
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         return await _in_pieces(request, registry.pieces(), CONTENT_TYPE_LATEST)
@@ -155,16 +153,17 @@ async def serve_pages(
     if explain is not None:
         app.add_routes([web.post("/debug/explain/{path:.*}", explain.show)])
     app.add_routes(others)
-    return await _listen(app, address)
+    return await _take(listening, app)
 
 
-async def _listen(app: web.Application, address: tuple[str, int] | Path) -> web.AppRunner:
-    if isinstance(address, tuple):
-        protect(app, address[0])
+async def _take(listening: socket.socket, app: web.Application) -> web.AppRunner:
+    name = listening.getsockname()
+    # a socket's path is no address
+    if isinstance(name, tuple):
+        protect(app, name[0])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, *address) if isinstance(address, tuple) else web.UnixSite(runner, address)
-    await site.start()
+    await web.SockSite(runner, listening).start()
     return runner
 
 

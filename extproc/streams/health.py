@@ -11,6 +11,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.rpc.server import RpcFailed, RpcServer, Status
 
 if TYPE_CHECKING:
+    import socket
+
     from extproc.metrics.registry import Metrics
     from extproc.rpc.server import Call
 
@@ -78,9 +80,9 @@ class HealthPort:
     def __init__(self, health: Health) -> None:
         self._server = RpcServer(health.handlers)
 
-    async def start(self, address: str) -> None:
-        """Listen on ``ip:port``; raises ListenFailed."""
-        await self._server.start(address)
+    async def start(self, listening: socket.socket) -> None:
+        """Take the connections of a socket."""
+        await self._server.start(listening)
 
     async def stop(self) -> None:
         """Close the server at once."""

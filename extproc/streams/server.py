@@ -7,7 +7,6 @@ For probes of a kubelet, health is served on a port of its own, too.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
@@ -23,6 +22,7 @@ from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 from extproc.streams.order import ANSWER_KINDS, IllegalMessage
 
 if TYPE_CHECKING:
+    import socket
     import ssl
     from collections.abc import Awaitable, Callable, Coroutine
 
@@ -116,23 +116,16 @@ class GrpcServer:
         """Our bundle sends a body in one message, with its attributes."""
         return max(MOST_MESSAGE_BYTES, self._streams.core.snapshot.gateway.max_body_size + _MORE_THAN_A_BODY)
 
-    async def start(self, address: str, tls: ssl.SSLContext | None = None) -> None:
-        """Listen on ``ip:port`` or ``unix:path``, alive and not yet ready; raises ListenFailed.
-
-        ``tls``: None: plain text.
-        """
-        await self._server.start(address, tls)
+    async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Take the connections of a socket, alive and not yet ready. ``tls``: None: plain text."""
+        await self._server.start(listening, tls)
         self.health.set_live()
 
-    async def stop(self, *, grace_s: float, drain_s: float, hurry: asyncio.Event) -> None:
-        """Report not ready, and take new streams for ``grace_s`` more, until gateways have noticed. Then take none, and
-        wait up to ``drain_s`` for running requests. ``hurry`` ends both.
+    async def stop(self, *, drain_s: float, hurry: asyncio.Event) -> None:
+        """Take no new streams, and wait up to ``drain_s`` for running requests, or until ``hurry``.
 
         Access log streams are not waited for: Envoy keeps them open for ever.
         """
-        self.health.set_ready(is_ready=False)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(hurry.wait(), grace_s)
         self._server.stop_listening()
         ends = [asyncio.create_task(event.wait()) for event in (self._is_idle, hurry)]
         await asyncio.wait(ends, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from bench.stack.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports, workers_of
 from bench.stack.stack import ALIAS, documents
 from tests.examples import IS_SLOW
 from tests.redis_server import running_redis
@@ -219,19 +219,21 @@ class ServeLog:
 
 
 async def kill(name: str, serve: int, log: ServeLog, *, waits: bool) -> None:
-    """SIGKILL to a child. ``waits``: until its successor is ready; else that may be killed while it starts."""
-    pids: list[int | None] = []
+    """SIGKILL to a child, or to extproc's worker. ``waits``: until its successor is ready; else that may be killed
+    while it starts.
+    """
+    pids: list[int] = []
 
     def runs() -> bool:
-        pids.append(child(serve, name))
-        return pids[-1] is not None
+        found = child(serve, name)
+        if found is not None:
+            pids.extend(workers_of(found) if name == "extproc" else [found])
+        return bool(pids)
 
     await eventually(runs)
-    again = f"{name} is ready again"
+    again = f"{'worker-0' if name == 'extproc' else name} is ready again"
     before = log.count(again)
-    pid = pids[-1]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pids[-1], signal.SIGKILL)
     if waits:
         await log.has_more(again, before)
 

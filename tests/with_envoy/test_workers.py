@@ -8,7 +8,6 @@ import os
 import signal
 import statistics
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,6 +17,7 @@ import pytest_asyncio
 
 from bench.live.client import LoadClient
 from bench.reporting.results import cached_token_ratio
+from bench.stack.processes import workers_of
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generators import Conversations, conversations
 from tests.decision_log import read_outcomes
@@ -27,6 +27,7 @@ from tests.with_envoy.load import Load
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     from bench.reporting.results import RequestResult
     from bench.stack.stack import Stack
@@ -78,14 +79,14 @@ async def test_two_workers_find_as_much_in_caches_as_one(tmp_path: Path) -> None
     assert two.imbalance < one.imbalance + 0.35
 
 
-class Pair:
-    """A stack with two workers, and a client."""
+class Workers:
+    """A stack with ``count`` workers, and a client."""
 
-    def __init__(self, stack: Stack, http: httpx.AsyncClient) -> None:
+    def __init__(self, stack: Stack, http: httpx.AsyncClient, count: int = 2) -> None:
         self.stack = stack
         self.http = http
         host, _, first = stack.metrics.removeprefix("http://").partition(":")
-        self._pages = [f"http://{host}:{int(first) + number}/metrics" for number in range(2)]
+        self._pages = [f"http://{host}:{int(first) + number}/metrics" for number in range(count)]
 
     @property
     def supervisor(self) -> int:
@@ -103,8 +104,8 @@ class Pair:
         found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)]
         return sum(found) if found else -1
 
-    async def both_pick(self) -> None:
-        """Until Envoy sends requests to both, as it does once it has checked their health."""
+    async def all_pick(self) -> None:
+        """Until Envoy sends requests to all, as it does once it has checked their health."""
         before = await self.values(PICKED)
 
         async def do() -> bool:
@@ -114,12 +115,12 @@ class Pair:
 
 
 # Answers are long enough to run while a worker dies, and clients so few that no worker is too busy to answer
-def load_on(pair: Pair) -> Load:
+def load_on(pair: Workers) -> Load:
     return Load(pair.stack.url, clients=6, output_tokens=60, pause_s=0.05)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
-async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
     """In both failure modes. Each test leaves both workers picking."""
     flags = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
     async with (
@@ -132,16 +133,16 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         ) as stack,
         httpx.AsyncClient(timeout=60) as http,
     ):
-        yield Pair(stack, http)
+        yield Workers(stack, http)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(pair: Pair) -> None:
+async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(pair: Workers) -> None:
     async with load_on(pair) as load:
-        await pair.both_pick()
+        await pair.all_pick()
         os.kill(workers_of(pair.supervisor)[1], signal.SIGKILL)
         await load.more(60)
-        await pair.both_pick()
+        await pair.all_pick()
     assert load.tally.lost == []
     assert load.tally.cut == 0
 
@@ -152,7 +153,7 @@ async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(pair
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_console_of_one_worker_shows_the_requests_of_each(pair: Pair) -> None:
+async def test_the_console_of_one_worker_shows_the_requests_of_each(pair: Workers) -> None:
     async def answer(page: str, worker: int) -> dict[str, Any]:
         found = await pair.http.get(f"{pair.stack.metrics}/console/{page}?worker={worker}&limit=200")
         assert found.status_code == 200
@@ -161,7 +162,7 @@ async def test_the_console_of_one_worker_shows_the_requests_of_each(pair: Pair) 
     for worker in range(2):
         await answer("requests", worker)
     async with load_on(pair):
-        await pair.both_pick()
+        await pair.all_pick()
     for worker, picked in enumerate(await pair.values(PICKED)):
         state = await answer("state", worker)
         assert (state["process"]["worker"], state["process"]["workers"]) == (worker, 2)
@@ -176,37 +177,78 @@ async def test_the_console_of_one_worker_shows_the_requests_of_each(pair: Pair) 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_a_worker_that_hangs_does_not_answer_is_asked_of_the_other(pair: Pair) -> None:
+async def test_what_a_worker_that_hangs_does_not_answer_is_asked_of_the_other(pair: Workers) -> None:
     async with load_on(pair) as load:
-        await pair.both_pick()
+        await pair.all_pick()
         hung = workers_of(pair.supervisor)[1]
         os.kill(hung, signal.SIGSTOP)
-        try:
-            # every client has met it by then
-            await load.more(60)
-        finally:
-            os.kill(hung, signal.SIGCONT)
-        await pair.both_pick()
+        # its supervisor kills it
+        await eventually(lambda: hung not in workers_of(pair.supervisor))
+        await pair.all_pick()
     assert load.tally.lost == []
     assert load.tally.cut == 0
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_workers_that_are_restarted_one_by_one_cost_nobody_anything(pair: Pair) -> None:
+async def test_workers_that_are_restarted_one_by_one_cost_nobody_anything(pair: Workers) -> None:
     async with load_on(pair) as load:
-        await pair.both_pick()
+        await pair.all_pick()
         before = set(workers_of(pair.supervisor))
         os.kill(pair.supervisor, signal.SIGUSR1)
         await eventually(lambda: len(set(workers_of(pair.supervisor)) - before) == 2)
-        await pair.both_pick()
+        await pair.all_pick()
     assert load.tally.lost == []
     assert load.tally.cut == 0
 
 
-def workers_of(supervisor: int) -> list[int]:
-    """The processes that it started, in their order."""
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
-    return sorted(map(int, children.split()))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
+    """One worker that must decide. Each test leaves it picking."""
+    flags = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
+    async with (
+        running_stack(
+            tmp_path_factory.mktemp("alone") / "stack",
+            flags,
+            gateway={"failureMode": "Close", "messageTimeout": "30s"},
+            extproc_flags=("--workers", "1"),
+        ) as stack,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        yield Workers(stack, http, 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda one: one.name)
+async def test_the_only_worker_that_ends_or_hangs_costs_nobody_anything(alone: Workers, number: signal.Signals) -> None:
+    async with load_on(alone) as load:
+        await alone.all_pick()
+        (worker,) = workers_of(alone.supervisor)
+        os.kill(worker, number)
+        await eventually(lambda: len(workers_of(alone.supervisor)) == 1 and worker not in workers_of(alone.supervisor))
+        await alone.all_pick()
+    assert load.tally.lost == []
+    assert load.tally.cut == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_only_worker_is_replaced_while_a_request_runs_and_costs_nobody_anything(alone: Workers) -> None:
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100_000, "stream": True}
+    (predecessor,) = workers_of(alone.supervisor)
+    async with (
+        load_on(alone) as load,
+        alone.http.stream("POST", f"{alone.stack.url}/v1/chat/completions", json=body) as answer,
+    ):
+        pieces = answer.aiter_text()
+        await anext(pieces)
+        os.kill(alone.supervisor, signal.SIGUSR1)
+        await eventually(lambda: len(workers_of(alone.supervisor)) == 2)
+        # the pages are those of the successor, which counts anew
+        await alone.all_pick()
+        assert predecessor in workers_of(alone.supervisor)
+        assert (await anext(pieces)).startswith("data: ")
+    assert load.tally.lost == []
+    assert load.tally.cut == 0
+    await eventually(lambda: predecessor not in workers_of(alone.supervisor))
 
 
 async def test_the_other_worker_is_asked_about_requests_that_a_killed_one_held(tmp_path: Path) -> None:
@@ -222,7 +264,7 @@ async def test_the_other_worker_is_asked_about_requests_that_a_killed_one_held(t
         ) as stack,
         httpx.AsyncClient(timeout=60) as http,
     ):
-        pair = Pair(stack, http)
+        pair = Workers(stack, http)
 
         async def ask(tokens: int) -> httpx.Response:
             return await http.post(f"{stack.url}/v1/chat/completions", json={**body, "max_tokens": tokens})

@@ -189,7 +189,8 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
             dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
             load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
             connect_timeout=seconds(1),
-            circuit_breakers=unlimited_circuit_breakers(),
+            # All requests of a process that dies are sent again at once.
+            circuit_breakers=unlimited_circuit_breakers(limits_retries=False),
             # Never send to an unready extproc: the failure mode decides what happens then.
             common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
             health_checks=[
@@ -276,19 +277,19 @@ def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     )
 
 
-def unlimited_circuit_breakers() -> CircuitBreakers:
+def unlimited_circuit_breakers(*, limits_retries: bool = True) -> CircuitBreakers:
     """Envoy's circuit breakers hold back retries in a storm, and nothing else."""
+    # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go, and hold
+    # only a storm back in which half of everything is a retry.
+    budget = CircuitBreakersThresholdsRetryBudget(budget_percent=Percent(value=50.0), min_retry_concurrency=100)
     return CircuitBreakers(
         thresholds=[
             CircuitBreakersThresholds(
                 max_connections=_UNLIMITED,
                 max_pending_requests=_UNLIMITED,
                 max_requests=_UNLIMITED,
-                # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go,
-                # and hold only a storm back in which half of everything is a retry.
-                retry_budget=CircuitBreakersThresholdsRetryBudget(
-                    budget_percent=Percent(value=50.0), min_retry_concurrency=100
-                ),
+                max_retries=None if limits_retries else _UNLIMITED,
+                retry_budget=budget if limits_retries else None,
             )
         ]
     )

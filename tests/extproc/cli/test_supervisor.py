@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes: started again when they end, given up when they were started wrongly, restarted when asked."""
+"""Child processes: started again when they end or hang, given up when started wrongly, replaced on request."""
 
 from __future__ import annotations
 
@@ -10,35 +10,44 @@ import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from extproc.cli.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    NOTIFY_VARIABLE,
     Child,
     Program,
+    Spare,
     next_pause,
-    notify_ready,
     restart_one_by_one,
 )
+from extproc.notify import NOTIFY_VARIABLE, READY, WATCHDOG_VARIABLE, notify, watchdog_s
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-# appends its process id to a file, is ready, and waits for a signal
-WAITS = """
+# appends its process id to a file
+RECORDS = """
 import os, signal, sys
-from extproc.cli.supervisor import notify_ready
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+from extproc.notify import ALIVE, READY, STOPPING, notify
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: sys.exit(0))
 with open(sys.argv[1], "a") as file:
     print(os.getpid(), file=file)
-notify_ready(os.environ)
+"""
+# is ready then, and waits for a signal
+WAITS = f"""{RECORDS}
+notify(READY, os.environ)
 while True:
     signal.pause()
 """
+# the same, and reports that it is alive
+REPORTS = WAITS.replace("    signal.pause()", "    notify(ALIVE, os.environ)\n    signal.sigtimedwait([], 0.1)")
+# the same once it has read a line
+WAITS_FOR_LINE = f"import sys\nsys.stdin.readline() or sys.exit(0)\n{WAITS}"
 
 
 def program(tmp_path: Path, script: str = WAITS, name: str = "one") -> Program:
@@ -59,6 +68,26 @@ async def running(child: Child) -> AsyncIterator[None]:
     finally:
         child.stop()
         assert await run == 0
+
+
+@asynccontextmanager
+async def standing_by(tmp_path: Path) -> AsyncIterator[Spare]:
+    spare = Spare(program(tmp_path, WAITS_FOR_LINE), tmp_path)
+    run = asyncio.create_task(spare.run())
+    await eventually(lambda: spare.is_waiting)
+    try:
+        yield spare
+    finally:
+        spare.stop()
+        await run
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -105,15 +134,91 @@ async def test_a_program_that_was_ready_once_is_tried_again_though_it_cannot_sta
     await run
 
 
-async def test_programs_are_restarted_one_after_the_other(tmp_path: Path) -> None:
-    first, second = (Child(program(tmp_path, name=name), tmp_path) for name in ("one", "two"))
-    async with running(first), running(second):
-        await restart_one_by_one([first, second], settle_s=0.0)
-        assert [len(pids(tmp_path, name)) for name in ("one", "two")] == [2, 2]
-        assert first.ready.is_set()
-        assert second.ready.is_set()
+async def test_a_successor_is_ready_before_its_predecessor_is_told_to_leave(tmp_path: Path) -> None:
+    # it leaves only when told
+    stays = WAITS.replace("(signal.SIGTERM, signal.SIGUSR1)", "[signal.SIGUSR1]")
+    first, second = (Child(program(tmp_path, stays, name), tmp_path) for name in ("one", "two"))
+    runs = [asyncio.create_task(child.run()) for child in (first, second)]
+    for child in (first, second):
+        await child.ready.wait()
+    await restart_one_by_one([first, second])
+    for child, name in ((first, "one"), (second, "two")):
+        assert child.ready.is_set()
+        predecessor, successor = pids(tmp_path, name)
+        await eventually(lambda pid=predecessor: not is_running(pid))
+        assert is_running(successor)
+        child.stop(signal.SIGKILL)
+    await asyncio.gather(*runs)
+
+
+async def test_a_successor_that_cannot_start_leaves_the_predecessor_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    once = WAITS.replace("notify(READY", "if len(open(sys.argv[1]).readlines()) > 1:\n    sys.exit(2)\nnotify(READY")
+    child = Child(program(tmp_path, once), tmp_path)
+    async with running(child):
+        await child.restart()
+        assert child.ready.is_set()
+        assert is_running(pids(tmp_path)[0])
+    assert "one goes on, its successor ended with status 2" in caplog.text
+
+
+async def test_a_process_that_reports_that_it_stops_has_a_successor_while_it_runs(tmp_path: Path) -> None:
+    drains = WAITS.replace(
+        "for number", "signal.signal(signal.SIGHUP, lambda *_: notify(STOPPING, os.environ))\nfor number"
+    )
+    child = Child(program(tmp_path, drains), tmp_path)
+    async with running(child):
+        os.kill(pids(tmp_path)[0], signal.SIGHUP)
+        await eventually(lambda: len(pids(tmp_path)) == 2)
+        await eventually(lambda: not is_running(pids(tmp_path)[0]))
+        assert child.ready.is_set()
+
+
+async def test_a_process_that_hangs_is_killed_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child(program(tmp_path, REPORTS), tmp_path)
+    async with running(child):
+        os.kill(pids(tmp_path)[0], signal.SIGSTOP)
+        await eventually(lambda: len(pids(tmp_path)) == 2)
+        await child.ready.wait()
+    assert "one has not reported for 3 s, and is killed" in caplog.text
+
+
+async def test_a_spare_process_takes_the_place_of_one_that_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with standing_by(tmp_path) as spare:
+        child = Child(
+            msgspec.structs.replace(program(tmp_path, "raise SystemExit(2)"), order="one"), tmp_path, spare=spare
+        )
+        async with running(child):
+            (first,) = pids(tmp_path)
+            await eventually(lambda: spare.is_waiting)
+            os.kill(first, signal.SIGKILL)
+            await eventually(lambda: len(pids(tmp_path)) == 2)
+            await child.ready.wait()
+    assert "one ended by SIGKILL; the spare process takes over" in caplog.text
+
+
+async def test_a_spare_process_that_ends_is_replaced(tmp_path: Path) -> None:
+    spare = Spare(program(tmp_path, f"{RECORDS}\nsys.stdin.readline()"), tmp_path)
+    run = asyncio.create_task(spare.run())
+    for count in (1, 2):
+        await eventually(lambda count=count: len(pids(tmp_path)) == count)
+        os.kill(pids(tmp_path)[-1], signal.SIGKILL)
+    spare.stop()
+    await run
 
 
 def test_without_a_socket_nothing_is_reported(tmp_path: Path) -> None:
-    notify_ready({})
-    notify_ready({NOTIFY_VARIABLE: str(tmp_path / "nobody")})
+    notify(READY, {})
+    notify(READY, {NOTIFY_VARIABLE: str(tmp_path / "nobody")})
+
+
+@pytest.mark.parametrize(
+    ("environment", "due_s"), [({}, None), ({WATCHDOG_VARIABLE: "4500000"}, 4.5), ({WATCHDOG_VARIABLE: "x"}, None)]
+)
+def test_reports_are_due_as_the_environment_says(environment: dict[str, str], due_s: float | None) -> None:
+    assert watchdog_s(environment) == due_s

@@ -13,10 +13,12 @@ from extproc.admission.objectives import ObjectiveClass
 from extproc.core.effects import RequestJudged
 from extproc.core.objectives import Verdict
 from extproc.feeds.saved_objectives import SavedObjectives
+from extproc.feeds.state_owner import StateOwner
 from extproc.metrics.exposition import Registry
 from extproc.metrics.objectives import ObjectiveSeries
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CHAT = ObjectiveClass("default/chat", "chat", 0, {"e2e": 1.0}, 0.99, 86400.0)
@@ -25,10 +27,12 @@ CHAT = ObjectiveClass("default/chat", "chat", 0, {"e2e": 1.0}, 0.99, 86400.0)
 class Process:
     """One life of a worker, in the hour 1000 or a later one."""
 
-    def __init__(self, directory: Path, hour: int = 1000, number: int = 0) -> None:
+    def __init__(
+        self, directory: Path, hour: int = 1000, number: int = 0, owns: Callable[[], bool] = lambda: True
+    ) -> None:
         self.series = ObjectiveSeries(Registry(), lambda: hour * 3600.0)
         self.series.follow(lambda: [CHAT])
-        self.saved = SavedObjectives(self.series, directory, number=number)
+        self.saved = SavedObjectives(self.series, directory, number=number, owns=owns)
         self.saved.load()
 
     def count(self, *met: bool) -> None:
@@ -56,6 +60,27 @@ def test_a_worker_goes_on_where_its_last_life_ended(tmp_path: Path) -> None:
 def test_nothing_is_written_while_nothing_is_counted(tmp_path: Path) -> None:
     Process(tmp_path).saved.save()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_successor_goes_on_with_what_its_predecessor_hands_over_and_leaves(tmp_path: Path) -> None:
+    owners = [StateOwner(tmp_path, 0) for _ in range(2)]
+    first, second = (Process(tmp_path, owns=owner.owns) for owner in owners)
+    first.count(True)
+    second.count(True)
+    second.saved.update()
+    assert second.hours() == [(1000, 1, 0)]
+    first.saved.hand_over()
+    owners[0].release()
+    second.saved.update()
+    assert second.hours() == [(1000, 2, 0)]
+    # a request that ends late
+    first.count(False)
+    first.saved.save()
+    second.saved.update()
+    assert second.hours() == [(1000, 2, 1)]
+    owners[1].release()
+    assert Process(tmp_path).hours() == [(1000, 2, 1)]
+    assert not list(tmp_path.glob("*.rest"))
 
 
 HOSTILE = [

@@ -185,8 +185,31 @@ def test_what_is_no_url_of_a_redis_is_told_without_its_password(url: str) -> Non
     assert refused.value.__cause__ is None
 
 
+def test_the_socket_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
+    # no process has this number
+    (tmp_path / "99999999-killed.events").touch()
+    assert not LocalBus(tmp_path, "one").others()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_bus_has_those_that_come_and_forgets_those_that_have_gone(tmp_path: Path) -> None:
+    first, late = LocalBus(tmp_path, "first"), LocalBus(tmp_path, "late")
+    heard: dict[str, list[bytes]] = {"first": [], "late": []}
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(first.run(heard["first"].append))
+        await eventually(lambda: bool(late.others()))
+        joining = tasks.create_task(late.run(heard["late"].append))
+        while not all(heard.values()):
+            for bus in (first, late):
+                await bus.send(b"hello")
+            await asyncio.sleep(0.02)
+        joining.cancel()
+        await eventually(lambda: not first.others())
+        running.cancel()
+
+
 async def test_a_bus_between_workers_can_be_run_again(tmp_path: Path) -> None:
-    one, other = (LocalBus(tmp_path, number, 2) for number in range(2))
+    one, other = (LocalBus(tmp_path, name) for name in "ab")
     heard: list[bytes] = []
     for _ in range(2):
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:

@@ -16,9 +16,10 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from prometheus_client import CollectorRegistry
 
 from extproc.metrics.registry import TlsMetrics
+from extproc.ports import ListenFailed, listen
 from extproc.rpc import server as rpc_server
 from extproc.rpc.http2 import PREFACE, WINDOW, Frame, frame
-from extproc.rpc.server import MOST_MESSAGE_BYTES, Call, ListenFailed, RpcFailed, RpcServer, Status
+from extproc.rpc.server import MOST_MESSAGE_BYTES, Call, RpcFailed, RpcServer, Status
 from extproc.streams.tls import FollowedCertificate
 from tests.extproc.runtime.test_app import free_port
 from tests.waiting import eventually
@@ -48,7 +49,7 @@ async def served(
 ) -> AsyncIterator[Served]:
     server, port = RpcServer({ECHO: handler}), free_port()
     address = f"127.0.0.1:{port}"
-    await server.start(address)
+    await server.start(listen(address))
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     try:
         async with grpc.aio.insecure_channel(address, options=options) as channel:
@@ -246,7 +247,7 @@ async def test_a_connection_that_does_not_begin_in_time_is_closed(
     monkeypatch.setattr(rpc_server, "_GREETING_S", 0.3)
     server, port = RpcServer({ECHO: echo}), free_port()
     tls = FollowedCertificate(None, TlsMetrics(CollectorRegistry()), lambda: NOW).context if has_tls else None
-    await server.start(f"127.0.0.1:{port}", tls)
+    await server.start(listen(f"127.0.0.1:{port}"), tls)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     with suppress(ConnectionError):
@@ -280,13 +281,13 @@ async def test_an_address_that_is_taken_or_not_ours_is_named(tmp_path: Path) -> 
             f"unix:{tmp_path}/none/a",
         ):
             with pytest.raises(ListenFailed, match=f"cannot listen on {address}: .*; stop what listens there"):
-                await RpcServer({}).start(address)
+                listen(address)
 
 
 async def test_every_address_of_the_machine_is_one_of_ipv6_too() -> None:
     server, port = RpcServer({ECHO: echo}), free_port()
     targets = [f"ipv4:127.0.0.1:{port}", *([f"ipv6:[::1]:{port}"] if socket.has_dualstack_ipv6() else [])]
-    await server.start(f"0.0.0.0:{port}")
+    await server.start(listen(f"0.0.0.0:{port}"))
     try:
         for target in targets:
             async with grpc.aio.insecure_channel(target) as channel:
@@ -298,7 +299,7 @@ async def test_every_address_of_the_machine_is_one_of_ipv6_too() -> None:
 @pytest.mark.parametrize("steps", range(6))
 async def test_a_connection_that_is_accepted_as_the_server_closes_is_closed(steps: int) -> None:
     server, port = RpcServer({}), free_port()
-    await server.start(f"127.0.0.1:{port}")
+    await server.start(listen(f"127.0.0.1:{port}"))
     # in the queue before the loop looks: each step of it is one of accepting
     with socket.create_connection(("127.0.0.1", port)) as client:
         for _ in range(steps):

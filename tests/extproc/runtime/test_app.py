@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.stack.processes import free_ports
+from bench.stack.processes import free_ports, workers_of
 from extproc.__main__ import main
 from extproc.api.status_pages import ConfigReport
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
@@ -273,11 +273,40 @@ async def test_a_unix_socket_will_do(tmp_path: Path, guard: Guard) -> None:
     await again.channel.close()
 
 
-async def test_an_address_in_use_is_said_and_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_a_successor_has_the_port_and_the_pages_while_its_predecessor_ends_what_it_has_begun(
+    tmp_path: Path, guard: Guard, kind: str
+) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    listen = f"unix:{tmp_path}/extproc.sock" if kind == "unix" else f"127.0.0.1:{free_port()}"
+    one = await start(tmp_path, listen, guard, more=("--workers", "1", "--state", str(tmp_path / "state")))
+    supervisor = one.process.pid
+    begun = one.open_stream()
+    assert (await decide(begun, CHAT)).WhichOneof("response") == "request_body"
+    (predecessor,) = workers_of(supervisor)
+    one.process.send_signal(signal.SIGUSR1)
+
+    async def is_page_of_successor() -> bool:
+        return "attache_open_streams 0.0" in (await one.page("/metrics")).text
+
+    await eventually(is_page_of_successor)
+    assert (await decide(one.open_stream(), CHAT)).WhichOneof("response") == "request_body"
+    assert len(workers_of(supervisor)) == 2
+    await begun.done_writing()
+    assert await begun.read() == grpc.aio.EOF
+    await eventually(lambda: predecessor not in workers_of(supervisor))
+    await one.channel.close()
+    one.process.send_signal(signal.SIGTERM)
+    assert await one.process.wait() == 0
+    guard.remove(supervisor)
+
+
+@pytest.mark.parametrize("more", [(), ("--workers", "1")])
+async def test_an_address_in_use_is_said_and_ends_it(tmp_path: Path, more: Sequence[str]) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     taken = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
-    arguments = ["--config", str(tmp_path), "--listen", f"127.0.0.1:{port}", "--metrics", "off"]
+    arguments = ["--config", str(tmp_path), "--listen", f"127.0.0.1:{port}", "--metrics", "off", *more]
     second = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "extproc", *arguments, stderr=asyncio.subprocess.PIPE
     )

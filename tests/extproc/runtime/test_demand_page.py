@@ -15,6 +15,7 @@ import pytest
 from bench.stack.processes import free_ports
 from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, complete_status
 from extproc.metrics.exposition import Registry
+from extproc.ports import listen
 from extproc.runtime import demand_watch
 from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
 from extproc.runtime.pages import serve_pages
@@ -52,7 +53,7 @@ async def page(endpoints: str = "") -> AsyncIterator[Page]:
     watch = DemandWatch(core, time.monotonic)  # noqa: TID251 - a real clock for a real page
     port = free_ports(1)[0]
     runner = await serve_pages(
-        ("127.0.0.1", port),
+        listen(f"127.0.0.1:{port}"),
         Registry(),
         is_ready=lambda: True,
         report=ConfigReport,

@@ -19,6 +19,7 @@ from extproc.api.load import load_snapshot
 from extproc.api.status_pages import ConfigReport, EndpointLoad
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
+from extproc.ports import listen
 from extproc.runtime import pages
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.pages import serve_pages
@@ -49,7 +50,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
     monkeypatch.setattr(metrics.registry, "pieces", pieces)
     port = free_ports(1)[0]
     runner = await serve_pages(
-        ("127.0.0.1", port),
+        listen(f"127.0.0.1:{port}"),
         metrics.registry,
         is_ready=lambda: True,
         report=ConfigReport,

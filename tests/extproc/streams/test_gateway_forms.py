@@ -22,6 +22,7 @@ from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics
+from extproc.ports import listen
 from extproc.rpc.server import Call
 from extproc.scheduling.sessions import session_token
 from extproc.streams.duplex import Duplex
@@ -104,12 +105,12 @@ async def served(answer_to: Any = never, *, pool: bytes = POOL, **options: objec
         answer_to=answer_to,
     )
     address = f"127.0.0.1:{free_port()}"
-    await server.start(address)
+    await server.start(listen(address))
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             yield Server(core, metrics, channel)
     finally:
-        await server.stop(grace_s=0.0, drain_s=1.0, hurry=asyncio.Event())
+        await server.stop(drain_s=1.0, hurry=asyncio.Event())
 
 
 def headers(given: Mapping[str, str], *, body_mode: int | None = None, raw: bool = True) -> ProcessingRequest:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.cluster.certificates import Authority
 from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.ports import listen
 from extproc.rpc.server import RpcServer
 from extproc.streams.health import Health
 from extproc.streams.tls import CertificateInvalid, FollowedCertificate, TlsFiles, TlsLimits, self_signed
@@ -71,7 +72,7 @@ async def test_new_connections_get_the_new_certificate_and_open_ones_go_on(
     issue(files, first)
     one = followed(files, registry)
     port, server = free_port(), RpcServer(Health(Metrics(list, lambda: 0.0, lambda: 0.0)).handlers)
-    await server.start(f"127.0.0.1:{port}", one.context)
+    await server.start(listen(f"127.0.0.1:{port}"), one.context)
     try:
         trust = grpc.ssl_channel_credentials(first.certificate.encode())
         async with grpc.aio.secure_channel(f"localhost:{port}", trust) as open_one:
