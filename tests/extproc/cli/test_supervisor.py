@@ -44,8 +44,10 @@ notify(READY, os.environ)
 while True:
     signal.pause()
 """
-# the same, and reports that it is alive
-REPORTS = WAITS.replace("    signal.pause()", "    notify(ALIVE, os.environ)\n    signal.sigtimedwait([], 0.1)")
+# the same, and reports that it is alive, before it is ready and then all the time
+REPORTS = WAITS.replace("notify(READY", "notify(ALIVE, os.environ)\nnotify(READY").replace(
+    "    signal.pause()", "    notify(ALIVE, os.environ)\n    signal.sigtimedwait([], 0.1)"
+)
 # the same once it has read a line
 WAITS_FOR_LINE = f"import sys\nsys.stdin.readline() or sys.exit(0)\n{WAITS}"
 
