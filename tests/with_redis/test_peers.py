@@ -170,7 +170,7 @@ async def test_a_redis_that_is_not_there_harms_nobody() -> None:
 
 
 async def test_workers_share_over_sockets(tmp_path: Path) -> None:
-    async with processes(*(LocalBus(tmp_path, number, 3) for number in range(3))) as made:
+    async with processes(*(LocalBus(tmp_path, name) for name in "abc")) as made:
         await connected(made)
         decisions = [process.send("hello") for process in made]
         await eventually(lambda: all(process.in_flight == 3 for process in made))
@@ -180,7 +180,7 @@ async def test_workers_share_over_sockets(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_dies_leaves_no_requests_behind(tmp_path: Path) -> None:
-    async with processes(*(LocalBus(tmp_path, number, 2) for number in range(2))) as made:
+    async with processes(*(LocalBus(tmp_path, name) for name in "ab")) as made:
         await connected(made)
         made[0].send("hello")
         await eventually(lambda: made[1].in_flight == 1)
