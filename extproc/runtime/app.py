@@ -414,7 +414,8 @@ class App:
         if not self._is_draining and not self._is_ready:
             self._is_ready = True
             self._server.health.set_ready(is_ready=True)
-            notify(READY, os.environ)
+            # the first two reports come as one: what is ready is watched
+            notify(b"\n".join((ALIVE, READY)), os.environ)
 
     def _feeds(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Tasks that run next to the server, by name. Of several workers the first scrapes engines, for all."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from typing import IO, TYPE_CHECKING
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.stack.processes import free_ports, workers_of
 from extproc.__main__ import main
 from extproc.api.status_pages import ConfigReport
+from extproc.notify import ALIVE, NOTIFY_VARIABLE, READY
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
@@ -299,6 +301,22 @@ async def test_a_successor_has_the_port_and_the_pages_while_its_predecessor_ends
     one.process.send_signal(signal.SIGTERM)
     assert await one.process.wait() == 0
     guard.remove(supervisor)
+
+
+async def test_it_reports_with_its_first_report_that_it_is_alive(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor watches what has said so: there is no time in which it is ready and not watched."""
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
+        reports.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv(NOTIFY_VARIABLE, str(tmp_path / "notify"))
+        one = await start(tmp_path, f"127.0.0.1:{free_port()}", guard)
+        assert reports.recv(100).splitlines() == [ALIVE, READY]
+    await one.channel.close()
+    one.process.send_signal(signal.SIGTERM)
+    assert await one.process.wait() == 0
+    guard.remove(one.process.pid)
 
 
 @pytest.mark.parametrize("more", [(), ("--workers", "1")])
