@@ -81,6 +81,8 @@ PATIENCE_S: Final = 30.0
 _POLL_S: Final = 1.0
 # Of reports to a supervisor that the process is alive, unless it asks for more.
 _REPORT_S: Final = 0.5
+# After a successor has taken over the pages.
+_LAST_PAGE_S: Final = 0.5
 _TRIM_EACH_S: Final = 60.0
 _SHADOW_REPORT_S: Final = 60.0
 
@@ -485,6 +487,10 @@ class App:
             self._owner.release()
         await self._health_port.stop()
         if pages is not None:
+            for site in pages.sites:
+                await site.stop()
+            # who has connected already has not sent the request yet
+            await asyncio.sleep(_LAST_PAGE_S)
             await pages.cleanup()
 
     def _publish(self, event: PeerEvent) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # The label with the Service of an EndpointSlice.
 _SERVICE: Final = "kubernetes.io/service-name"
+# An API server takes any number of 32 bits in an EndpointSlice.
+_PORTS: Final = range(1, 65536)
 # Protocols of Service ports (``appProtocol``), and their names in the documents.
 _PROTOCOLS: Final[Mapping[str, str]] = {
     "": "HTTP",
@@ -101,7 +103,7 @@ def slice_of(thing: Mapping[str, Any]) -> Slice | None:
             ready += addresses
         elif conditions.get("serving") and conditions.get("terminating"):
             leaving += addresses
-    ports = {one.get("name") or "": one["port"] for one in thing.get("ports") or () if one.get("port")}
+    ports = {one.get("name") or "": one["port"] for one in thing.get("ports") or () if one.get("port") in _PORTS}
     return Slice(object_key(metadata.get("namespace", "default"), service), ports, tuple(ready), tuple(leaving))
 
 

@@ -29,3 +29,11 @@ def test_slices_of_nobody_and_of_host_names_are_left_out() -> None:
     assert slice_of({**endpoint_slice("app", "a.example.org"), "addressType": "FQDN"}) is None
     found = slice_of(endpoint_slice("app", "10.1.0.1; rm", "10.1.0.2"))
     assert found == Slice("default/app", {"http": 3000}, ("10.1.0.2",), ())
+
+
+@pytest.mark.parametrize("port", [None, 0, -1, 65536, 2**31 - 1])
+def test_what_is_no_port_is_left_out(port: int | None) -> None:
+    """One slice of one namespace must not make the whole directory invalid."""
+    odd = endpoint_slice("app", "10.1.0.1")
+    odd["ports"] = [{"name": "odd", "port": port}, {"name": "http", "port": 3000}]
+    assert slice_of(odd) == Slice("default/app", {"http": 3000}, ("10.1.0.1",), ())
