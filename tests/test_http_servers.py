@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All HTTP servers of the product: none is open to web pages in somebody's browser."""
+"""All HTTP servers of the product: their clients are bounded, and none is open to web pages in somebody's browser."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 _FOR_API_SERVERS: Final = {"controller/autoscaler/export/external_metrics.py", "controller/webhooks/role.py"}
 
 
-def unprotected() -> Iterator[str]:
-    """The modules that listen more often than they protect."""
+def calls() -> Iterator[tuple[str, list[str]]]:
+    """Each module, and the names that it calls."""
     for package in ("attache", "controller", "extproc"):
         for file in sorted((ROOT / package).rglob("*.py")):
             called = [one.func for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Call)]
             names = [one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in called]
-            if names.count("AppRunner") > names.count("protect"):
-                yield str(file.relative_to(ROOT))
+            yield str(file.relative_to(ROOT)), names
 
 
 def test_every_server_refuses_what_web_pages_send() -> None:
-    assert set(unprotected()) == _FOR_API_SERVERS
+    # those that listen more often than they protect
+    unprotected = {module for module, names in calls() if names.count("PageServer") > names.count("protect")}
+    assert unprotected == _FOR_API_SERVERS
+
+
+def test_every_server_bounds_connections_and_the_time_of_silent_clients() -> None:
+    unbounded = {"AppRunner", "ServerRunner", "TCPSite", "UnixSite", "SockSite", "run_app"}
+    assert [module for module, names in calls() if unbounded & {*names}] == []

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from aiohttp import web
 
 from controller.keys.changes import KeyRefused, find, key_request, key_update, shown
 from controller.keys.server import KeysApi, duration, read_token
@@ -25,6 +24,7 @@ from extproc.api.key_store import KEYS_FILE
 from extproc.browsers import protect
 from extproc.logs import add_log_options, start_logging
 from extproc.notify import READY, notify
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -280,10 +280,10 @@ async def _serve_until_signal(address: tuple[str, int], api: KeysApi) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     app = api.app()
     protect(app, address[0])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+    runner = PageServer(app, end_s=2.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, *address).start()
+        await runner.listen(address)
         log.info("keys are administered at http://%s:%d/v1/keys", *address)
         notify(READY, os.environ)
         await stop.wait()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
-from aiohttp import web
 from sqlalchemy.exc import SQLAlchemyError
 
 from controller.bundle.admin import reopen_logs
@@ -35,9 +34,12 @@ from extproc.api.quantities import ByteSize, Duration
 from extproc.browsers import protect
 from extproc.logs import add_log_options, start_logging
 from extproc.notify import READY, notify
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from aiohttp import web
 
     from controller.usage.store import Sink
 
@@ -337,7 +339,7 @@ def _shown(store: str | None) -> str:
 
 
 async def _listen(address: tuple[str, int], app: web.Application) -> web.AppRunner:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+    runner = PageServer(app, end_s=2.0)
     await runner.setup()
-    await web.TCPSite(runner, *address).start()
+    await runner.listen(address)
     return runner

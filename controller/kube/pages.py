@@ -26,6 +26,7 @@ from controller.kube.gateway_reports import DemandRelay, read_loads
 from extproc.api.addresses import parse_address
 from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH
 from extproc.browsers import protect
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     import ssl
@@ -192,10 +193,10 @@ async def pages(
         app.add_routes([web.get(LOADS_PATH, loads), web.get(DEMAND_PATH, _DemandPage(app, extprocs).show)])
     host, port = parse_address(address)
     protect(app, host)
-    runner = web.AppRunner(app, access_log=None)
+    runner = PageServer(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        await runner.listen((host, port), tls)
         yield
     finally:
         await runner.cleanup()
@@ -227,14 +228,14 @@ async def relayed_pages(address: str, socket: Path, guard: Middleware) -> AsyncI
     app.add_routes([web.get("/{path:.*}", relay)])
     host, port = parse_address(address)
     protect(app, host)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_STREAMS_S)
+    runner = PageServer(app, end_s=_END_STREAMS_S)
     connector = aiohttp.UnixConnector(str(socket))
     async with aiohttp.ClientSession(
         "http://extproc", connector=connector, timeout=_RELAY_TIMEOUT, auto_decompress=False
     ) as http:
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            await runner.listen((host, port))
             yield
         finally:
             await runner.cleanup()

@@ -29,6 +29,7 @@ from controller.kube.resources import (
 from controller.webhooks.admission.checks import Verdict, admission_response, counted_as, read_review, review_object
 from controller.webhooks.certificates import PATH, Rotation, RotationSettings, utc_now
 from extproc.api.addresses import parse_address
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -101,10 +102,10 @@ async def serving(
 
     app = web.Application(client_max_size=_MAX_BYTES)
     app.add_routes([web.post(f"{PATH}/{{end}}", validate)])
-    runner = web.AppRunner(app, access_log=None)
+    runner = PageServer(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, *parse_address(address), ssl_context=tls.context).start()
+        await runner.listen(parse_address(address), tls.context)
         yield
     finally:
         await runner.cleanup()

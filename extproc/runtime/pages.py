@@ -16,6 +16,7 @@ from extproc.browsers import protect
 from extproc.core.record import BUNDLE, Attachment, Head
 from extproc.core.running import add_part
 from extproc.errors import Refusal, to_openai_body
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     import socket
@@ -161,9 +162,9 @@ async def _take(listening: socket.socket, app: web.Application) -> web.AppRunner
     # a socket's path is no address
     if isinstance(name, tuple):
         protect(app, name[0])
-    runner = web.AppRunner(app, access_log=None)
+    runner = PageServer(app)
     await runner.setup()
-    await web.SockSite(runner, listening).start()
+    await runner.listen(listening)
     return runner
 
 

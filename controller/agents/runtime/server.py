@@ -13,6 +13,7 @@ from aiohttp import web
 from controller.agents.runtime.adapter_loader import LoadRefused
 from controller.agents.runtime.metrics import CONTENT_TYPE
 from extproc.browsers import is_of_other_site, protect
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -216,10 +217,10 @@ async def serving(server: AgentServer, host: str, port: int) -> AsyncIterator[No
     """Listens inside the context, and ends with the answers under way; raises OSError if the port is taken."""
     app = server.application()
     protect(app, host)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
+    runner = PageServer(app, end_s=_END_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await runner.listen((host, port))
         yield
     finally:
         await runner.cleanup()

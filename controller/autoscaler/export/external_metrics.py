@@ -23,6 +23,7 @@ from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import CONFIG_MAPS, selector
 from controller.webhooks.role import ServerTls
 from extproc.api.addresses import parse_address
+from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -186,9 +187,9 @@ class MetricsServer:
                 web.get(ROOT + "/namespaces/{namespace}/{metric}", self._values),
             ]
         )
-        runner = web.AppRunner(app, access_log=None)
+        runner = PageServer(app)
         await runner.setup()
-        site: web.TCPSite | None = None
+        site: web.BaseSite | None = None
         try:
             while True:
                 proxy = await self._read()
@@ -196,8 +197,7 @@ class MetricsServer:
                     if site is not None:
                         await site.stop()
                     self._proxy, self._tls = proxy, self._made(proxy)
-                    site = web.TCPSite(runner, *parse_address(self._address), ssl_context=self._tls.context)
-                    await site.start()
+                    site = await runner.listen(parse_address(self._address), self._tls.context)
                     self.ready.set()
                 await asyncio.sleep(self._poll_s if site is not None else 1.0)
         finally:
