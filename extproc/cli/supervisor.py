@@ -2,9 +2,9 @@
 """Child processes of one command: started again when they end, reported when all are ready, replaced one by one.
 
 A child reports to the socket of ``NOTIFY_SOCKET``, as systemd's services do. ``READY=1``: it serves. ``STOPPING=1``: a
-successor is to take over. ``WATCHDOG=1``: it is alive; a child that has sent this and goes silent hangs, and is killed.
-A successor starts beside its predecessor. Once it is ready, SIGUSR1 tells the predecessor to finish what it has begun.
-The kernel ends children whose supervisor dies.
+successor is to take over. ``WATCHDOG=1``: it is alive; a child that has sent this and goes silent before its end hangs,
+and is killed. A successor starts beside its predecessor. Once it is ready, SIGUSR1 tells the predecessor to finish what
+it has begun. The kernel ends children whose supervisor dies.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class Process:
 
     def report(self, *reports: bytes) -> None:
         """It reports by its socket, or somebody has asked it."""
-        if ALIVE in reports and not self.is_stopping:
+        if ALIVE in reports:
             self._missed = 0
         if STOPPING in reports:
-            self.is_stopping, self._missed = True, None
+            self.is_stopping = True
         if READY in reports:
             self.is_ready = True
         if STOPPING in reports or READY in reports:

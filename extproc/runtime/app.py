@@ -359,6 +359,13 @@ class App:
         requests from now on.
         """
         signals = _Signals()
+        reporting = asyncio.create_task(self._keep_reporting())
+        try:
+            await self._run(signals)
+        finally:
+            reporting.cancel()
+
+    async def _run(self, signals: _Signals) -> None:
         sharing = asyncio.create_task(self._supervisor.run("peers", self._share))
         try:
             await self._ask_others()
@@ -376,7 +383,7 @@ class App:
         try:
             async with asyncio.TaskGroup() as tasks:
                 supervised = [self._supervisor.run(name, feed) for name, feed in self._feeds().items()]
-                beside = [_until_done(sharing), self._keep_reporting(), self._hand_over(signals.succeeded, pages)]
+                beside = [_until_done(sharing), self._hand_over(signals.succeeded, pages)]
                 feeds = [tasks.create_task(one) for one in [*supervised, *beside]]
                 await _first_of(signals.stop, signals.succeeded)
                 self._is_ready, self._is_draining = False, True
@@ -385,6 +392,8 @@ class App:
                     feed.cancel()
         finally:
             for saved in self._saved.values():
+                # the loop stands still while files are written: each has all the time that a supervisor gives
+                notify(ALIVE, os.environ)
                 saved.save()
             await self._traces.close()
             await self._payloads.close()
@@ -416,7 +425,7 @@ class App:
         if not self._is_draining and not self._is_ready:
             self._is_ready = True
             self._server.health.set_ready(is_ready=True)
-            # the first two reports come as one: what is ready is watched
+            # what is ready is watched, though the loop may not have had a turn to report in
             notify(b"\n".join((ALIVE, READY)), os.environ)
 
     def _feeds(self) -> dict[str, Callable[[], Awaitable[None]]]:

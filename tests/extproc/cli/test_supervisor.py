@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from extproc.cli import supervisor
 from extproc.cli.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -48,7 +49,11 @@ while True:
 REPORTS = WAITS.replace("notify(READY", "notify(ALIVE, os.environ)\nnotify(READY").replace(
     "    signal.pause()", "    notify(ALIVE, os.environ)\n    signal.sigtimedwait([], 0.1)"
 )
-# the same once it has read a line
+# the same, and says that it stops when it is told to
+DRAINS = REPORTS.replace("(signal.SIGTERM, signal.SIGUSR1)", "[signal.SIGTERM]").replace(
+    "notify(ALIVE", "signal.signal(signal.SIGUSR1, lambda *_: notify(STOPPING, os.environ))\nnotify(ALIVE", 1
+)
+# the same as WAITS once it has read a line
 WAITS_FOR_LINE = f"import sys\nsys.stdin.readline() or sys.exit(0)\n{WAITS}"
 
 
@@ -186,6 +191,24 @@ async def test_a_process_that_hangs_is_killed_and_started_again(
         await eventually(lambda: len(pids(tmp_path)) == 2)
         await child.ready.wait()
     assert "one has not reported for 3 s, and is killed" in caplog.text
+
+
+async def test_a_process_may_take_its_time_to_stop_and_is_killed_if_it_hangs_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_SILENCE_S", 2.0)
+    child = Child(program(tmp_path, DRAINS), tmp_path)
+    async with running(child):
+        (stopping,) = pids(tmp_path)
+        os.kill(stopping, signal.SIGUSR1)
+        await eventually(lambda: len(pids(tmp_path)) == 2)
+        await child.ready.wait()
+        await asyncio.sleep(3.0)
+        assert is_running(stopping)
+        os.kill(stopping, signal.SIGSTOP)
+        await eventually(lambda: not is_running(stopping))
+        assert is_running(pids(tmp_path)[1])
+    assert caplog.text.count("one has not reported for 2 s, and is killed") == 1
 
 
 async def test_a_spare_process_takes_the_place_of_one_that_is_killed(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 import grpc
@@ -20,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.stack.processes import free_ports, workers_of
 from extproc.__main__ import main
 from extproc.api.status_pages import ConfigReport
-from extproc.notify import ALIVE, NOTIFY_VARIABLE, READY
+from extproc.notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+# extproc that reports when it saves
+SAVES_AND_TELLS = """
+import os, runpy
+from extproc.feeds.saved_levels import SavedLevels
+from extproc.feeds.saved_objectives import SavedObjectives
+from extproc.notify import notify
+SavedLevels.save = SavedObjectives.save = lambda _: notify(b"SAVES=1", os.environ)
+runpy.run_module("extproc", None, "__main__")
+"""
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 100}]}).encode()
 
 
@@ -320,6 +330,37 @@ async def test_it_reports_with_its_first_report_that_it_is_alive(
     await one.channel.close()
     one.process.send_signal(signal.SIGTERM)
     assert await one.process.wait() == 0
+    guard.remove(one.process.pid)
+
+
+async def test_it_reports_to_its_end_that_it_is_alive_and_before_each_file_that_it_saves(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as reports:
+        reports.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv(NOTIFY_VARIABLE, str(tmp_path / "notify"))
+        monkeypatch.setenv(WATCHDOG_VARIABLE, "100000")
+        more = ("--state", str(tmp_path / "state"))
+        one = await start(tmp_path, f"127.0.0.1:{free_port()}", guard, program=("-c", SAVES_AND_TELLS), more=more)
+        stream = one.open_stream()
+        assert (await decide(stream, CHAT)).WhichOneof("response") == "request_body"
+        one.process.send_signal(signal.SIGTERM)
+        received = list[bytes]()
+
+        def drains() -> bool:
+            with suppress(BlockingIOError):
+                while True:
+                    received.extend(reports.recv(100).splitlines())
+            return STOPPING in received and received[received.index(STOPPING) :].count(ALIVE) > 3
+
+        await eventually(drains)
+        await stream.done_writing()
+        await eventually(lambda: drains() and one.process.returncode == 0)
+    saves = [at for at, report in enumerate(received) if report == b"SAVES=1" and at > received.index(STOPPING)]
+    # the levels of limits and the hours of objectives, at the end
+    assert [received[at - 1] for at in saves[-2:]] == [ALIVE] * 2
+    await one.channel.close()
     guard.remove(one.process.pid)
 
 
