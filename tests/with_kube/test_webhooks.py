@@ -107,11 +107,14 @@ async def managing(
 
 
 @contextlib.asynccontextmanager
-async def configured(client: Client, port: int, namespace: str) -> AsyncIterator[None]:
-    """The manifest's webhooks, asked at an address instead of a Service, and for this test's namespace alone."""
+async def configured(client: Client, port: int | None, namespace: str) -> AsyncIterator[None]:
+    """The manifest's webhooks, for this test's namespace alone. They are asked at an address instead of the manifest's
+    Service, unless ``port`` is None.
+    """
     made = yaml.safe_load((MANIFESTS / "webhooks.yaml").read_text())
     for webhook in made["webhooks"]:
-        webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}"}
+        if port is not None:
+            webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}"}
         webhook["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
     await client.create(WEBHOOK_CONFIGURATIONS, made)
     try:
@@ -193,6 +196,19 @@ async def test_nobody_but_api_servers_is_told_anything(client: Client, account: 
         found = await client.get(WEBHOOK_CONFIGURATIONS, "attache")
         async with http.post(found["webhooks"][0]["clientConfig"]["url"], json=review, ssl=False) as answer:
             assert answer.status == 200
+
+
+async def test_an_api_server_takes_the_path_of_a_service(client: Client, account: Client, namespace: str) -> None:
+    """Of a Service's path it takes fewer characters than of a URL's."""
+    (port,) = free_ports(1)
+    async with configured(client, None, namespace), managing(account, port) as role:
+        material = role._rotation.material
+        assert material is not None
+        found = await client.get(WEBHOOK_CONFIGURATIONS, "attache")
+    service = {"name": "attache-manager", "namespace": SYSTEM, "path": f"/validate/{material.path}", "port": 443}
+    bundle = base64.b64encode(material.ca_bundle.encode()).decode()
+    expected = {"caBundle": bundle, "service": service}
+    assert [one["clientConfig"] for one in found["webhooks"]] == [expected] * 2
 
 
 async def test_without_the_server_objects_are_taken(client: Client, account: Client, namespace: str) -> None:
