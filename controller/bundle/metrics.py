@@ -3,24 +3,26 @@
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Final, get_args
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import msgspec
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from controller.bundle.acknowledgements import Status
 from controller.bundle.admin import why_not_ready
+from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import REPORT_PATH
+from extproc.browsers import protect
+from extproc.page_server import PageServer
+from extproc.ports import listen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+    from collections.abc import Iterator
 
     from prometheus_client.metrics_core import Metric
 
@@ -30,25 +32,31 @@ READY_PATH: Final = "/readyz"
 
 
 def serve_metrics(sync: BundleSync, address: tuple[str, int], registry: CollectorRegistry) -> None:
-    """Serve /metrics, /config and /readyz from a thread, until the process ends; raises OSError."""
+    """Serve /metrics, /config and /readyz from a thread, until the process ends; raises ListenFailed."""
     registry.register(BundleSeries(sync))
-    show_metrics: WSGIApplication = make_wsgi_app(registry)
 
-    def show(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ["PATH_INFO"] == READY_PATH:
-            why_not = _why_not_ready(sync)
-            start_response("503 Service Unavailable" if why_not else "200 OK", [("content-type", "text/plain")])
-            return [(why_not or "Envoy takes requests").encode()]
-        if environ["PATH_INFO"] != REPORT_PATH:
-            return show_metrics(environ, start_response)
-        start_response("200 OK", [("content-type", "application/json")])
-        return [msgspec.json.encode(sync.report)]
+    async def show_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    class Server(ThreadingWSGIServer):
-        address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    async def show_readiness(_: web.Request) -> web.Response:
+        why_not = await asyncio.to_thread(_why_not_ready, sync)
+        return web.Response(text=why_not or "Envoy takes requests", status=503 if why_not else 200)
 
-    server = make_server(*address, show, Server, handler_class=_Silent)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    async def show_report(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(sync.report), content_type="application/json")
+
+    app, listening = web.Application(), listen(join_host_port(*address))
+    shown = {"/metrics": show_metrics, READY_PATH: show_readiness, REPORT_PATH: show_report}
+    app.add_routes([web.get(path, handler) for path, handler in shown.items()])
+    protect(app, address[0])
+
+    async def serve() -> None:
+        server = PageServer(app)
+        await server.setup()
+        await server.listen(listening)
+        await asyncio.Event().wait()
+
+    threading.Thread(target=lambda: asyncio.run(serve()), name="pages", daemon=True).start()
 
 
 def _why_not_ready(sync: BundleSync) -> str:
@@ -59,13 +67,6 @@ def _why_not_ready(sync: BundleSync) -> str:
         return "nobody asks Envoy, because of --admin off"
     whys = [why_not_ready(one) for one in sync.acknowledgements.addresses]
     return "" if "" in whys else next(iter(whys), "no bundle is written yet")
-
-
-class _Silent(WSGIRequestHandler):
-    """Requests for these pages are nothing to log."""
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
 
 
 class BundleSeries(Collector):

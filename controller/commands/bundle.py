@@ -19,6 +19,7 @@ from extproc.api.quantities import Duration
 from extproc.cli.system import print_mistakes, resolved_directory
 from extproc.logs import add_log_options, start_logging
 from extproc.notify import READY, notify
+from extproc.ports import ListenFailed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -164,8 +165,8 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
             return 0 if wait_until_acknowledged(snapshot, options.out, acknowledgements, wait_s) else 1
     except ConfigInvalid as error:
         return print_mistakes(error)
-    except OSError as error:
-        print(f"cannot write the bundle: {error}", file=sys.stderr)
+    except (ListenFailed, OSError) as error:
+        print(error if isinstance(error, ListenFailed) else f"cannot write the bundle: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass

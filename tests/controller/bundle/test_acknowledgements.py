@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import http.server
 import logging
@@ -32,6 +33,7 @@ from controller.commands.bundle import main
 from controller.gateway.statuses import read_report
 from extproc.api.load import ConfigDirectory, load_snapshot
 from extproc.api.status_pages import ConfigReport
+from extproc.ports import ListenFailed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -369,6 +371,8 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
     assert report.files == snapshot.digests
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         assert b"attache_bundle_config_valid 0.0" in page.read()
+    with pytest.raises(ListenFailed):
+        serve_metrics(follower, ("127.0.0.1", port), CollectorRegistry())
 
 
 def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
@@ -411,10 +415,10 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
     serve_metrics(follower, ("127.0.0.1", port), CollectorRegistry())
 
     def probe() -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("GET", "/readyz")
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("GET", "/readyz")
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
 
     assert probe() == (503, "no bundle is written yet")
     follower.start(lambda: 0.0)
