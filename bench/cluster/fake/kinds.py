@@ -161,10 +161,7 @@ def _keys(value: object, schema: Schema) -> list[str]:
     if not keys or not isinstance(value, list):
         return []
     seen = [tuple(item.get(key) for key in keys) for item in value if isinstance(item, dict)]
-    return [
-        f"Duplicate value: {dict(zip(keys, one, strict=True))}"
-        for one in sorted({one for one in seen if seen.count(one) > 1}, key=str)
-    ]
+    return [f"Duplicate value: {dict(zip(keys, one, strict=True))}" for at, one in enumerate(seen) if one in seen[:at]]
 
 
 _CHECKS: Final[tuple[Callable[[object, Schema], list[str]], ...]] = (_enum, _range, _length, _keys)

@@ -196,6 +196,7 @@ def test_unknown_fields_are_found_and_pruned() -> None:
         ({"size": 1, "items": [{"key": "a"}, {"key": "b"}, {"key": "c"}]}, "spec.items: Too many"),
         ({"size": 1, "items": [{"key": "a"}, {"key": "a"}]}, "spec.items: Duplicate"),
         ({"size": 1, "items": [{"key": 1}]}, "spec.items[0].key: Invalid"),
+        ({"size": 1, "items": [{"key": []}, {"key": "a"}]}, "spec.items[0].key: Invalid"),
     ],
 )
 def test_what_breaks_the_schema_is_named(spec: dict[str, Any], place: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from extproc.rpc.server import RpcServer
 from extproc.streams.health import Health
 from extproc.streams.tls import CertificateInvalid, FollowedCertificate, TlsFiles, TlsLimits, self_signed
 from tests.extproc.runtime.test_app import free_port
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,6 +87,9 @@ async def test_new_connections_get_the_new_certificate_and_open_ones_go_on(
             await stub.Check(REQUEST, timeout=120)
     finally:
         await server.close()
+    # threads of the client close the connection that it has refused
+    open_ones = asyncio.get_running_loop()._transports  # type: ignore[attr-defined]
+    await eventually(lambda: all(one.is_closing() for one in list(open_ones.values())))
     assert loads(registry, "used") == 2
 
 

@@ -312,9 +312,9 @@ def gateway_class_of(thing: Mapping[str, Any]) -> GatewayClass | None:
 
 
 def gateway_of(thing: Mapping[str, Any]) -> Gateway | None:
-    """A Gateway; None if it has another shape."""
+    """A Gateway; None if it has another shape, such as two listeners of one name."""
     spec = _convert(thing.get("spec"), GatewaySpec)
-    if spec is None:
+    if spec is None or len({one.name for one in spec.listeners}) < len(spec.listeners):
         return None
     status = _convert(thing.get("status"), _AddressStatus) or _AddressStatus()
     return Gateway(identity_of(thing), spec, tuple(one.value for one in status.addresses))

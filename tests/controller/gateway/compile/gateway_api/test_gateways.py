@@ -407,7 +407,8 @@ def test_of_gateways_with_different_parameters_the_oldest_decides() -> None:
 
 def test_a_gateway_of_another_shape_is_left_out() -> None:
     strange = make("gateway.networking.k8s.io/v1", "Gateway", "strange", spec={"listeners": "many"})
-    assert list(addresses(compiled(strange, gateway()))) == ["default/web/http"]
+    twice = gateway("twice", listener("http", 8000), listener("http", 8001))
+    assert list(addresses(compiled(strange, twice, gateway()))) == ["default/web/http"]
 
 
 def test_listeners_beyond_what_one_envoy_gets_are_not_programmed() -> None:
