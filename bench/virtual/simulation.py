@@ -476,7 +476,8 @@ class Simulation:
         prefill, flight = decision.assignment.prefill, self._flights[request.key]
         flight.leg = self._asked_legs.pop(decision.ticket, None)
         if flight.leg is not None:
-            # from here on as of a leg that a sidecar has made
+            # from here on as of a leg that a sidecar has made; the decode engine may be another one than was picked
+            self.transfers.retarget(request, self.engines[address])
             self._add(address, request, now + LEG_S)
             return
         if prefill is not None:

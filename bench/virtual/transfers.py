@@ -95,6 +95,10 @@ class Transfers:
         handover = _Handover(prefilled, decoded, source, target)
         self._handovers[decoded.key] = self._by_prefill[prefilled.key] = handover
 
+    def retarget(self, decoded: Request, target: VirtualEngine) -> None:
+        """``target`` will need it instead; nothing has been sent yet."""
+        self._handovers[decoded.key].target = target
+
     def on_step(self, engine: VirtualEngine, now: float) -> None:
         """A step of ``engine`` has ended or begun: see what it has computed, exported, and reserved blocks for."""
         scheduler = engine.scheduler

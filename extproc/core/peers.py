@@ -19,7 +19,7 @@ from extproc.api.errors import one_line
 from extproc.core.record import Outcome, SentRequest
 from extproc.endpoints.adapter_slots import Change
 from extproc.engines.metrics import CacheConfig, EngineReport
-from extproc.scheduling.pool import Assignment
+from extproc.scheduling.pool import Assignment, DecodePlace
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -47,8 +47,8 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
     ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
-    ``decode``: the address of that one. ``next``: the address of the prefill engine that is asked now; empty: the
-    decode engine gets the request.
+    ``decode``: that one. ``next``: the address of the prefill engine that is asked now; empty: the decode engine gets
+    the request.
     """
 
     ticket: str
@@ -56,7 +56,7 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     is_done: bool
     is_leased: bool
     waited_s: float
-    decode: str
+    decode: DecodePlace
     next: str = ""
 
 

@@ -171,7 +171,9 @@ def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: 
         run.sent_at_s = now
         count_prefill_end(record, run, before)
         return
-    assignment, run.pins = pool.end_prefill(before, run.pins, now, decode=event.decode, is_done=event.is_done)
+    assignment, run.pins = pool.end_prefill(
+        before, run.pins, run.sent.chain, now, decode=event.decode, is_done=event.is_done
+    )
     if event.is_leased:
         # what one engine has fetched is gone: another one would read what is not its own
         assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from extproc.core.dispatch import no_longer_served
+from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import Broadcast, CancelPrefill, Effect, PrefillEnded, with_fault
 from extproc.core.peers import RequestPrefilled
 from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of_leg, prefill_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from extproc.core.dispatch import Dispatcher, PendingDecision
     from extproc.core.record import PrefillResult, Record, Run
     from extproc.core.running import RunningRequests
-    from extproc.scheduling.pool import Pool
+    from extproc.scheduling.pool import DecodePlace, Pool
 
 # A prompt at which engines crash must not meet all of them.
 _MOST_TRIES: Final = 3
@@ -66,7 +66,7 @@ class PrefillLegs:
             is_done=is_done,
             is_leased=is_done and asked.protocol.has_lease,
             waited_s=record.held_s + took_s,
-            decode=run.pool.decode_address(run.assignment, now),
+            decode=_decode_of(record, run, now, out, is_prefilled=is_done),
             next=_next_of(record, run, asked, judged, now) if is_served else "",
         )
         end_leg(record, run, event, now, out)
@@ -99,6 +99,22 @@ class PrefillLegs:
         leg = PrefillLeg(asked.address, "left", now - record.since_s)
         out += [CancelPrefill(record.ticket), PrefillEnded(record.ticket, run.pool.name, leg, goes_on=False)]
         self._running.undo(record, run, now, out)
+
+
+def _decode_of(record: Record, run: Run, now: float, out: list[Effect], *, is_prefilled: bool) -> DecodePlace:
+    """Where the answer comes from: no decode engine has had the request yet."""
+    arrival, pool = record.arrived, run.pool
+    place = partial(
+        pool.decode_place,
+        run.assignment,
+        prompt_of(arrival, record.tokens),
+        constraints_of(arrival, record.attachment),
+        run.sent.chain,
+        now,
+        is_prefilled=is_prefilled,
+    )
+    found = with_fault(out, "a decode engine could not be chosen again after a prefill", place)
+    return found or pool.listed_decode(run.assignment)
 
 
 def _next_of(record: Record, run: Run, asked: Leg, judged: Judged, now: float) -> str:

@@ -8,6 +8,7 @@ one. Metrics of engines that a configuration names are columns, too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -234,6 +235,16 @@ class EndpointTable:
     def has_reported(self, row: int) -> bool:
         """Whether the engine of ``row`` has ever reported."""
         return bool(self.reported_at_s[row] > _NEVER)
+
+    def without(self, endpoint: EndpointRef, tokens: float) -> EndpointTable:
+        """The table as if a request of ``tokens`` tokens were not in flight at ``endpoint``; to be read only."""
+        if not self.is_current(endpoint):
+            return self
+        found = copy.copy(self)
+        found.in_flight, found.in_flight_tokens = self.in_flight.copy(), self.in_flight_tokens.copy()
+        found.in_flight[endpoint.row] -= 1
+        found.in_flight_tokens[endpoint.row] -= tokens
+        return found
 
     def cached_column(self, key: Hashable, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """A column that depends only on labels and adapters, computed once until one of them changes.

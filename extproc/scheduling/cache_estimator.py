@@ -257,10 +257,15 @@ class CacheEstimator:
             for row in self._caches:
                 self._set_capacity(row)
 
-    def expect(self, prompt: Prompt, table: EndpointTable, now: float) -> Expectation:
-        """What each endpoint probably has cached of ``prompt``, and what it would have to compute."""
+    def expect(
+        self, prompt: Prompt, table: EndpointTable, now: float, *, chain: list[int] | None = None
+    ) -> Expectation:
+        """What each endpoint probably has cached of ``prompt``, and what it would have to compute. ``chain``: its block
+        hashes, if they are known.
+        """
         seed = f"{prompt.model}\0{prompt.scope}\0{prompt.salt}" if prompt.scope or prompt.salt else prompt.model
-        chain = hash_blocks(prompt.text, seed, self.index.first_block_bytes)
+        if chain is None:
+            chain = hash_blocks(prompt.text, seed, self.index.first_block_bytes)
         input_tokens = max(len(prompt.text) / self.bytes_per_token, 1.0)
         if prompt.tokens is not None:
             input_tokens = float(max(len(prompt.tokens), 1))

@@ -21,6 +21,9 @@ it would be decoded. So short and cached prompts stay, a long prompt leaves an e
 decode engines help when the queues of prefill engines grow: a fleet with too few prefill engines is then no worse than
 one of whole engines.
 
+When the prefill has ended, the decode endpoint is chosen once more by what is known then: no decode endpoint has had
+the request yet. The one that was picked stays unless another one is clearly better (``choose_decode``).
+
 The transfer is learned, because neither the bytes of a token nor the bandwidth of a pair are known here. All pairs
 share a line over the tokens; each pair has a factor, so that a slow link is avoided.
 """
@@ -48,6 +51,9 @@ _FACTOR_BOUNDS: Final = (0.1, 100.0)
 _TOKENS_BOUNDS: Final = (1.0, 1e8)
 _SECONDS_BOUNDS: Final = (1e-5, 1e4)
 _MOST_PAIRS: Final = 4096
+# After a prefill, another decode endpoint must cost less by that: two requests in flight, and a tenth.
+_DECODE_MARGIN_S: Final = 0.01
+_DECODE_MARGIN_SHARE: Final = 0.1
 
 
 class TransferTimes:
@@ -129,6 +135,15 @@ class PrefillChoices(msgspec.Struct, frozen=True):
     waiting: Floats
     transfer_s: Floats
     load_s: Floats
+
+
+def choose_decode(cost_s: Floats, kept: int | None) -> int:
+    """The row of the decode endpoint: ``kept``, unless another one is clearly better. ``cost_s``: by row."""
+    best = int(cost_s.argmin())
+    if kept is None:
+        return best
+    saved_s = cost_s[kept] - cost_s[best]
+    return best if saved_s > _DECODE_MARGIN_S + _DECODE_MARGIN_SHARE * cost_s[kept] else kept
 
 
 class PrefillDecision(msgspec.Struct, frozen=True):

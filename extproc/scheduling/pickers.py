@@ -52,7 +52,7 @@ from extproc.endpoints.engine_reports import estimated_foreign
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.errors import NoEndpoint
 from extproc.request.prefill import WHOLE
-from extproc.scheduling.disaggregation import PrefillChoices, TransferTimes
+from extproc.scheduling.disaggregation import PrefillChoices, TransferTimes, choose_decode
 from extproc.scheduling.labels import has_labels, label_groups
 from extproc.scheduling.picker import Pick, Reasons, ScorerValues, rows_of
 
@@ -271,6 +271,18 @@ class PrefillDecodePairs:
         if view.wants_reasons:
             reasons = (*reasons, explain_costs("prefill", prefill_cost, view))
         return Pick(rows, float(cost[first]), prefill_row=prefill, stage=SENT_ON, reasons=reasons)
+
+    def choose_decode(self, view: View, kept: int | None, *, is_prefilled: bool) -> int:
+        """The row that decodes after a prefill by ``view.peer_row``, among the candidates, of which ``kept`` was picked
+        before. ``is_prefilled``: the prompt is computed; if not, the decode endpoint computes it.
+        """
+        table, candidates = view.table, view.candidates()
+        best = np.full(len(table.addresses), view.peer_row or 0)
+        # no other endpoint prefills from here on
+        nobody = np.full(len(table.addresses), np.inf)
+        choices = self._choices(view, candidates, self._costs.costs(table, view.demand, view.now_s), nobody, best)
+        cost_s = choices.transfer_s + choices.load_s if is_prefilled else self.decide(choices).cost_s
+        return choose_decode(np.where(candidates, cost_s, np.inf), kept)
 
     def _choices(
         self, view: View, decode: Bools, local_cost: Floats, prefill_cost: Floats, best: NDArray[np.intp]

@@ -22,7 +22,7 @@ from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prom
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import Readiness, readiness_of, serves_adapter, stages_of
 from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
-from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
+from extproc.scheduling.picker import Demand, Pick, Picker, RequestFacts, View
 from extproc.scheduling.pickers import PrefillDecodePairs
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
@@ -106,6 +106,15 @@ class PickConstraints(msgspec.Struct, frozen=True):
     tenant: str = ""
     priority: int = 0
     whole: str = ""
+
+
+class DecodePlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request goes after its prefill. ``address``: empty: nowhere. ``moved_tokens``: of its prompt, that the
+    endpoint lacks.
+    """
+
+    address: str
+    moved_tokens: float = 0.0
 
 
 class Consideration(msgspec.Struct, frozen=True):
@@ -226,10 +235,7 @@ class Pool:
         """
         if expectation is None:
             expectation = self.expect(prompt, now)
-        headers, trusted, priority = constraints.headers, constraints.is_trusted, constraints.priority
-        facts = RequestFacts(
-            prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority, constraints.whole
-        )
+        facts = _facts_of(prompt, constraints, expectation)
         eligible, eligible_rows = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
         choices, wants = constraints.choices, constraints.wants_reasons
         sessions = TenantSessions(self.sessions, constraints.tenant) if self.keeps_sessions else None
@@ -336,14 +342,76 @@ class Pool:
         if assignment.adapter is not None and self.slots is not None:
             self.slots.end(assignment.endpoint, assignment.adapter, now)
 
-    def decode_address(self, assignment: Assignment, now: float) -> str:
-        """Where the request goes after its prefill: the first address of its list that is neither avoided nor draining
-        now, or else the first that is configured; empty: there is none.
+    def decode_place(
+        self,
+        assignment: Assignment,
+        prompt: Prompt,
+        constraints: PickConstraints,
+        chain: list[int],
+        now: float,
+        *,
+        is_prefilled: bool,
+    ) -> DecodePlace:
+        """Where the request goes after its prefill: the endpoint that was picked, unless it is avoided or draining now,
+        has gone, or another one of its group is clearly better. Nothing changes.
+
+        ``chain``: the blocks of the prompt. ``is_prefilled``: the prompt is computed; if not, the endpoint computes it.
         """
-        table = self.table
-        rows = {one: row for one in assignment.addresses if (row := table.row_of(one)) is not None}
-        well = (one for one, row in rows.items() if table.retry_at_s[row] <= now and table.not_draining()[row])
-        return next(well, next(iter(rows), ""))
+        listed = self.listed_decode(assignment)
+        rows = self._decode_rows(assignment, prompt, constraints, now)
+        if not isinstance(self.picker, PrefillDecodePairs) or not rows.any():
+            return listed
+        picked = self.table.row_of(assignment.endpoint.address)
+        kept = picked if picked is not None and rows[picked] else None
+        if kept is not None and np.count_nonzero(rows) == 1:
+            return listed
+        # it counts at the endpoint that was picked, and that must not speak against it
+        table = self.table.without(assignment.endpoint, assignment.tokens)
+        expectation = self.caches.expect(prompt, table, now, chain=chain)
+        demand = self._lacking(expectation, picked, assignment.moved_tokens)
+        view = View(
+            table,
+            demand,
+            _facts_of(prompt, constraints, expectation),
+            now,
+            rows,
+            peer_row=None if assignment.prefill is None else table.row_of(assignment.prefill.address),
+        )
+        row = self.picker.choose_decode(view, kept, is_prefilled=is_prefilled)
+        if row == kept:
+            return listed
+        lacks = expectation.input_tokens - float(demand.cached_tokens[row])
+        return DecodePlace(table.addresses[row], max(0.0, lacks))
+
+    def listed_decode(self, assignment: Assignment) -> DecodePlace:
+        """The first address of its list that is configured."""
+        address = next((one for one in assignment.addresses if self.table.row_of(one) is not None), "")
+        return DecodePlace(address, assignment.moved_tokens)
+
+    def _decode_rows(self, assignment: Assignment, prompt: Prompt, constraints: PickConstraints, now: float) -> Bools:
+        """The rows that may decode what was assigned; those that are avoided only if there is no other."""
+        table, stages = self.table, self.stages()
+        engines = (*assignment.addresses, assignment.prefilled_by.address)
+        member = next((row for one in engines if (row := table.row_of(one)) is not None), None)
+        if stages is None or member is None:
+            return np.zeros(len(table.addresses), np.bool_)
+        _, decode, groups = stages
+        rows: Bools = table.is_active & decode & (groups == groups[member])
+        eligible = self.eligible(prompt.adapter, constraints.subset)
+        if eligible is not None:
+            rows &= eligible
+        well = rows & (table.retry_at_s <= now)
+        return well if well.any() else rows
+
+    def _lacking(self, expectation: Expectation, picked: int | None, tokens: float) -> Demand:
+        """The index has the prompt at the endpoint that was picked, but ``tokens`` of it were to come there."""
+        demand = expectation.demand
+        if picked is None:
+            return demand
+        cached, work = demand.cached_tokens.copy(), demand.work.copy()
+        cached[picked] = max(0.0, expectation.input_tokens - tokens)
+        work[picked] = self.caches.prompt_cost.work(expectation.input_tokens - cached[picked], cached[picked])
+        return msgspec.structs.replace(demand, cached_tokens=cached, work=work)
 
     def another_prefill(self, assignment: Assignment, failed: Collection[str], now: float) -> str:
         """The address of the prefill endpoint of the same group that would be the first to end; empty: there is none.
@@ -393,12 +461,18 @@ class Pool:
         return {row: pin for row, pin in pins.items() if row != endpoint.row}
 
     def end_prefill(
-        self, assignment: Assignment, pins: Mapping[int, Pin], now: float, *, decode: str, is_done: bool
+        self,
+        assignment: Assignment,
+        pins: Mapping[int, Pin],
+        chain: list[int],
+        now: float,
+        *,
+        decode: DecodePlace,
+        is_done: bool,
     ) -> tuple[Assignment, dict[int, Pin]]:
-        """The prefill endpoint has answered: remove its load. Returns the rest of the request, at the endpoint at
-        ``decode``.
+        """The prefill endpoint has answered: remove its load. Returns the rest of the request, at ``decode``.
 
-        ``is_done``: the prompt is computed; if not, the decode endpoint computes it.
+        ``chain``: the blocks of the prompt. ``is_done``: it is computed; if not, the decode endpoint computes it.
         """
         prefill, table = assignment.prefill, self.table
         if prefill is None:
@@ -406,11 +480,14 @@ class Pool:
         rest = self._unpin(pins, prefill, now)
         end_request(table, prefill, now, assignment.tokens)
         work = 0.0 if is_done else assignment.work
-        endpoint, ahead = assignment.endpoint, 0.0
-        others = [one for one in assignment.addresses if one != decode and table.row_of(one) is not None]
-        row = table.row_of(decode) if decode else None
-        addresses = tuple(others) if row is None else (decode, *others)
-        if row is not None and (work or decode != endpoint.address or not table.is_current(endpoint)):
+        endpoint, ahead, address = assignment.endpoint, 0.0, decode.address
+        others = [one for one in assignment.addresses if one != address and table.row_of(one) is not None]
+        row = table.row_of(address) if address else None
+        addresses = tuple(others) if row is None else (address, *others[: max(0, len(assignment.addresses) - 1)])
+        if row is not None and (address != endpoint.address or not table.is_current(endpoint)):
+            rest = self._unpin(rest, endpoint, now)
+            rest[row] = self.caches.pin(row, chain, now)
+        if row is not None and (work or address != endpoint.address or not table.is_current(endpoint)):
             end_request(table, endpoint, now, assignment.tokens)
             endpoint = begin_request(table, row, work=work, tokens=assignment.tokens, now=now)
             ahead = float(table.backlog_tokens[row]) if work else 0.0
@@ -419,12 +496,15 @@ class Pool:
             endpoint=endpoint,
             addresses=addresses,
             # at the decode endpoint, of which nothing was predicted
-            cached_tokens=max(0.0, assignment.input_tokens - assignment.moved_tokens),
+            cached_tokens=max(0.0, assignment.input_tokens - decode.moved_tokens),
             indexed_tokens=0.0,
             last_used_at_s=None,
             tokens_ahead=ahead,
             work=work,
+            # 0: of another process
+            in_flight_tokens=float(table.in_flight_tokens[endpoint.row]) if assignment.in_flight_tokens else 0.0,
             prefill=None,
+            moved_tokens=decode.moved_tokens,
         ), rest
 
     def _begin(
@@ -463,3 +543,15 @@ class Pool:
             if candidates.any():
                 eligible = candidates
         return eligible
+
+
+def _facts_of(prompt: Prompt, constraints: PickConstraints, expectation: Expectation) -> RequestFacts:
+    return RequestFacts(
+        prompt.model,
+        expectation.input_tokens,
+        prompt.adapter,
+        constraints.headers,
+        constraints.is_trusted,
+        constraints.priority,
+        constraints.whole,
+    )

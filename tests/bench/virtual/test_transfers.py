@@ -73,6 +73,16 @@ def test_the_first_token_comes_after_prefill_handshake_and_transfer() -> None:
     assert fleet.transfers.count == 1
 
 
+def test_another_decode_engine_may_get_the_request_when_the_prefill_has_ended() -> None:
+    fleet = Fleet()
+    request = fleet.ask(1, 1000, fleet.one)
+    fleet.legs[101] = (request, fleet.other)
+    fleet.transfers.retarget(request, fleet.other)
+    fleet.events.run()
+    assert (request.transferred, request.produced) == (1000, 8)
+    assert fleet.transfers.count == 1
+
+
 def test_pairs_shake_hands_once() -> None:
     fleet = Fleet()
     fleet.ask(1, 1000, fleet.one)

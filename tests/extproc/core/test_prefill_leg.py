@@ -17,6 +17,7 @@ from extproc.core.effects import (
     CancelPrefill,
     Decision,
     Effect,
+    Fault,
     HealthChanged,
     Held,
     Prefill,
@@ -27,6 +28,7 @@ from extproc.core.effects import (
 from extproc.core.peers import EventBatch, decode_events, encode_events
 from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.core.states import State
+from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.outliers import record_failure
 from extproc.errors import PrefillFailed, PrefillRefused, Refusal
 from extproc.streams.messages import ProcessingResponse
@@ -442,6 +444,76 @@ def test_a_decode_engine_that_is_avoided_meanwhile_is_replaced(failure: str) -> 
         assert scene.load(address) == other.load(address)
     scene.core.on_stream_closed(asked.ticket, 1.0)
     assert scene.is_free
+
+
+class Crowd:
+    """A request prefills; meanwhile other requests come to the decode engine that was picked, and to the other one."""
+
+    def __init__(self, there: int, elsewhere: int = 0) -> None:
+        configuration = config(engines=(D, E))
+        self.one, self.other = (Scene(configuration, name=name, machine="m") for name in "ab")
+        self.asked = self._arrive()
+        (self.picked,) = [one.run.assignment.endpoint.address for one in self.one.core.requests() if one.run]
+        self.second = E if self.picked == D else D
+        for scene in (self.one, self.other):
+            for address, count in ((self.picked, there), (self.second, elsewhere)):
+                row = scene.table.row_of(address)
+                assert row is not None
+                for _ in range(count):
+                    begin_request(scene.table, row, work=0.0, now=0.1, tokens=500.0)
+
+    def _arrive(self) -> Prefill:
+        _, asked, effects = self.one.arrive(stream=True)
+        self._tell(effects, 0.0)
+        return asked
+
+    def _tell(self, effects: list[Effect], now: float) -> None:
+        self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
+
+    def decode(self, **result: object) -> str:
+        """The engine that gets the request when the prefill ends; the other process counts it there, too."""
+        effects = self.one.answer(self.asked.ticket, 0.5, **result)
+        self._tell(effects, 0.5)
+        for address in (P, D, E):
+            assert self.one.load(address) == self.other.load(address)
+        (record,) = self.one.core.requests()
+        assert record.run is not None
+        assert record.run.pins.keys() == {self.one.table.row_of(record.run.assignment.endpoint.address)}
+        return decision(effects).assignment.endpoint.address
+
+
+@pytest.mark.parametrize("failure", ["", "not_asked"])
+@pytest.mark.parametrize(("there", "elsewhere", "moves"), [(0, 0, False), (1, 0, False), (10, 0, True), (10, 9, False)])
+def test_the_decode_engine_is_chosen_again_by_load_if_another_is_clearly_better(
+    there: int, elsewhere: int, failure: str, *, moves: bool
+) -> None:
+    crowd = Crowd(there, elsewhere)
+    assert crowd.decode(failure=failure) == (crowd.second if moves else crowd.picked)
+
+
+def test_what_cannot_be_compared_stays_where_it_was_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(10)
+    monkeypatch.setattr(crowd.one.core.pools[SERVER].picker, "choose_decode", None)
+    effects = crowd.one.answer(crowd.asked.ticket, 0.5)
+    assert decision(effects).assignment.addresses == (crowd.picked,)
+    (fault,) = [one for one in effects if isinstance(one, Fault)]
+    assert "chosen again" in fault.what
+
+
+def test_what_the_new_decode_engine_lacks_is_what_moves() -> None:
+    crowd = Crowd(10)
+    (record,) = crowd.one.core.requests()
+    assert record.run is not None
+    before = record.run.assignment
+    row = crowd.one.table.row_of(crowd.second)
+    assert row is not None
+    # the prompt has been there before
+    crowd.one.core.pools[SERVER].caches.record(row, record.run.sent.chain, 0.0)
+    found = decision(crowd.one.answer(crowd.asked.ticket, 0.5)).assignment
+    assert found.endpoint.address == crowd.second
+    assert found.moved_tokens < 64 < before.moved_tokens
+    assert found.cached_tokens == pytest.approx(found.input_tokens - found.moved_tokens)
+    assert found.in_flight_tokens == crowd.one.table.in_flight_tokens[row]
 
 
 def test_without_a_decode_engine_the_request_is_refused() -> None:

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.scheduling.disaggregation import ExpectedSeconds, PrefillChoices, TransferTimes, UncachedTokens
+from extproc.scheduling.disaggregation import (
+    ExpectedSeconds,
+    PrefillChoices,
+    TransferTimes,
+    UncachedTokens,
+    choose_decode,
+)
 
 COLUMNS = PrefillChoices.__struct_fields__
 
@@ -58,6 +64,22 @@ def test_the_cost_is_never_above_that_of_a_whole_engine(row: dict[str, float], m
     decide = ExpectedSeconds(minimum)
     whole = decide(choices({**row, "prefill_s": math.inf})).cost_s[0]
     assert decide(choices(row)).cost_s[0] <= whole
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "kept", "row"),
+    [
+        ([0.3, 0.5], None, 0),
+        # 10 ms and a tenth of 0.5 s are not passed, and are passed
+        ([0.45, 0.5], 1, 1),
+        ([0.43, 0.5], 1, 0),
+        ([0.004, 0.014], 1, 1),
+    ],
+)
+def test_the_decode_endpoint_stays_unless_another_is_clearly_better(
+    cost_s: list[float], kept: int | None, row: int
+) -> None:
+    assert choose_decode(np.array(cost_s), kept) == row
 
 
 def test_transfers_are_learned_by_tokens_and_by_pair() -> None:
