@@ -147,7 +147,9 @@ class PdGroup(Spec, frozen=True):
     connector: Connector | None = None
     # Local: the decode engine computes the prompt. Fail: the request is answered 503.
     on_prefill_failure: Literal["Local", "Fail"] = "Local"
-    # The longest that a prefill may take.
+    # The longest that a prefill may take, over all engines that are asked for it. While another engine of the group
+    # could be asked, one has 2 s and four times what is expected of it, or half of the time that is left if its speed
+    # is not learned.
     prefill_timeout: Duration = Duration("60s")
     lease: Duration = Duration("30s")
 

@@ -218,7 +218,7 @@ class Dispatcher:
             return self.decide(record, run, pending, body=pending.body)
         self.legs[record.ticket] = leg, pending
         out.append(prefill)
-        return Held(record.ticket, State.PREFILLING, prefill.timeout_s)
+        return Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
 
     def decide(
         self,
@@ -275,8 +275,11 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
 
 def _leg_of(arrival: Arrival, considered: Consideration, base: Changes) -> Leg | None:
     """The leg that extproc makes, None if it makes none."""
-    protocol, row = arrival.pool.prefill_protocol, considered.pick.prefill_row
-    return None if protocol is None or row is None else Leg(protocol, arrival, base, arrival.pool.table.addresses[row])
+    protocol, row, table = arrival.pool.prefill_protocol, considered.pick.prefill_row, arrival.pool.table
+    if protocol is None or row is None:
+        return None
+    decode, work = table.ref(considered.pick.rows[0]), float(considered.expectation.demand.work[row])
+    return Leg(protocol, arrival, base, table.addresses[row], decode, work)
 
 
 def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:

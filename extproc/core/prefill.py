@@ -8,7 +8,8 @@
 | does not answer, fails, is too slow, or its answer cannot be used | goes to another prefill engine |
 | answered longer ago than a third of the lease: the KV cache may be gone, and then D answers nonsense | likewise |
 
-Without another one in the group, without time, and after three of them, ``onPrefillFailure`` decides.
+Without another one in the group, without time, and after three of them, ``onPrefillFailure`` decides. An engine that
+hangs must leave time for another one (``try_s``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from extproc.core.demand import count_prefill_end
 from extproc.core.effects import Prefill
 from extproc.core.feedback import record_endpoint_outcome, update_estimates
 from extproc.core.record import Arrival, Outcome, PrefillOutcome, Run
+from extproc.endpoints.table import EndpointRef
 from extproc.engines.answers import PrefillAnswer, Unreadable, is_engine_error, message_of, prefill_in
 from extproc.protocol import REQUEST_ID
 from extproc.request.prefill import Changes, PrefillProtocol, why_whole
@@ -35,24 +37,39 @@ if TYPE_CHECKING:
 _HEADERS: Final = ("authorization", "traceparent", "tracestate")
 # An answer is used within this part of the lease, and the engine must still get it.
 _LEASE_SHARE: Final = 1 / 3
+# A prompt at which engines crash must not meet all of them.
+_MOST_TRIES: Final = 3
+# While another engine could be asked, one gets so many seconds, and so many times what is expected of it; or this part
+# of what is left, where nothing is known.
+_PATIENCE_S: Final = 2.0
+_PATIENCE: Final = 4.0
+_SHARE_OF_UNKNOWN: Final = 0.5
 # As Envoy answers for an engine that does.
 _STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_parameters": 502}
 
 
 class Leg(msgspec.Struct, frozen=True):
     """A prefill that is to be made at the engine at ``address``. ``base``: what changes of the client's body, whichever
-    engine gets it. ``failed``: the engines that were asked before.
+    engine gets it. ``decode``: the engine that was picked to answer. ``work``: of the prefill, in tokens. ``failed``:
+    the engines that were asked before.
     """
 
     protocol: PrefillProtocol
     arrival: Arrival
     base: Changes
     address: str
+    decode: EndpointRef
+    work: float
     failed: tuple[str, ...] = ()
 
     def at(self, address: str) -> Leg:
         """The same, at another engine."""
         return msgspec.structs.replace(self, address=address, failed=(*self.failed, self.address))
+
+    def another(self, now: float) -> str:
+        """The address of the engine that is asked if this one fails; empty: there is none, or enough have failed."""
+        asked, pool = (*self.failed, self.address), self.arrival.pool
+        return "" if len(asked) >= _MOST_TRIES else pool.another_prefill(self.decode, self.work, asked, now)
 
     def prefill_body(self) -> bytes:
         """For the prefill engine."""
@@ -89,6 +106,8 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
     headers[REQUEST_ID] = arrival.head.headers.get(REQUEST_ID) or record.ticket
     if record.trace is not None:
         headers["traceparent"] = f"00-{record.trace.parent.trace_id}-{record.trace.parent.span_id}-01"
+    left_s = max(0.0, record.answer_by_s - now)
+    expected_s = arrival.pool.prefill_s(leg.address, leg.work, now)
     path = "" if arrival.request.api is None else arrival.request.api.spec.paths[0]
     return Prefill(
         ticket=record.ticket,
@@ -97,8 +116,19 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
         path=path,
         body=leg.prefill_body(),
         headers=headers,
-        timeout_s=max(0.0, record.answer_by_s - now),
+        timeout_s=try_s(left_s, expected_s) if leg.another(now) else left_s,
     )
+
+
+def try_s(left_s: float, expected_s: float | None) -> float:
+    """How long an engine may take before another one is asked. ``left_s``: of ``prefillTimeout``. ``expected_s``: of
+    this prefill, what waits before it included; None: unknown.
+    """
+    if expected_s is None:
+        return _SHARE_OF_UNKNOWN * left_s
+    left_for_another_s = left_s - expected_s
+    # if it is enough for one engine alone, this one gets all of it
+    return left_s if left_for_another_s < expected_s else min(left_for_another_s, _PATIENCE_S + _PATIENCE * expected_s)
 
 
 class Judged(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import Broadcast, CancelPrefill, Effect, PrefillEnded, with_fault
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from extproc.core.record import PrefillResult, Record, Run
     from extproc.core.running import RunningRequests
     from extproc.scheduling.pool import DecodePlace, Pool
-
-# A prompt at which engines crash must not meet all of them.
-_MOST_TRIES: Final = 3
 
 
 class PrefillLegs:
@@ -67,7 +64,7 @@ class PrefillLegs:
             is_leased=is_done and asked.protocol.has_lease,
             waited_s=record.held_s + took_s,
             decode=_decode_of(record, run, now, out, is_prefilled=is_done),
-            next=_next_of(record, run, asked, judged, now) if is_served else "",
+            next=_next_of(record, asked, judged, now) if is_served else "",
         )
         end_leg(record, run, event, now, out)
         if self._has_peers:
@@ -117,12 +114,10 @@ def _decode_of(record: Record, run: Run, now: float, out: list[Effect], *, is_pr
     return found or pool.listed_decode(run.assignment)
 
 
-def _next_of(record: Record, run: Run, asked: Leg, judged: Judged, now: float) -> str:
+def _next_of(record: Record, asked: Leg, judged: Judged, now: float) -> str:
     """The address of the engine that is to prefill after a failure; empty: none."""
     is_over = judged.outcome in {"prefilled", "refused"} or now >= record.answer_by_s
-    if is_over or len(asked.failed) + 1 >= _MOST_TRIES:
-        return ""
-    return run.pool.another_prefill(run.assignment, (*asked.failed, asked.address), now)
+    return "" if is_over else asked.another(now)
 
 
 def _refusal_of(run: Run, judged: Judged, result: PrefillResult) -> Refusal | None:

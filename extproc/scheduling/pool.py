@@ -413,23 +413,29 @@ class Pool:
         work[picked] = self.caches.prompt_cost.work(expectation.input_tokens - cached[picked], cached[picked])
         return msgspec.structs.replace(demand, cached_tokens=cached, work=work)
 
-    def another_prefill(self, assignment: Assignment, failed: Collection[str], now: float) -> str:
-        """The address of the prefill endpoint of the same group that would be the first to end; empty: there is none.
+    def prefill_s(self, address: str, work: float, now: float) -> float | None:
+        """Expected seconds until the endpoint has computed ``work`` more; None: its speed is not learned."""
+        table, row = self.table, self.table.row_of(address)
+        if row is None or not table.rate_samples[row]:
+            return None
+        return (backlog_of(table, row, now) + work) / float(table.prefill_rate[row])
 
-        ``failed``: those that were asked before.
+    def another_prefill(self, decode: EndpointRef, work: float, failed: Collection[str], now: float) -> str:
+        """The address of the prefill endpoint of ``decode``'s group that would be the first to have computed ``work``;
+        empty: there is none. ``failed``: those that were asked before.
         """
         table, stages = self.table, self.stages()
-        if stages is None or not table.is_current(assignment.endpoint):
+        if stages is None or not table.is_current(decode):
             return ""
         prefill, _, groups = stages
-        ready = table.is_active & prefill & (groups == groups[assignment.endpoint.row]) & (table.retry_at_s <= now)
+        ready = table.is_active & prefill & (groups == groups[decode.row]) & (table.retry_at_s <= now)
         if table.has_draining:
             ready &= table.not_draining()
         rows = [int(row) for row in np.flatnonzero(ready) if table.addresses[row] not in failed]
         if not rows:
             return ""
-        work = backlogs(table, now) + assignment.work
-        return table.addresses[min(rows, key=lambda row: float(work[row] / table.prefill_rate[row]))]
+        waiting = backlogs(table, now) + work
+        return table.addresses[min(rows, key=lambda row: float(waiting[row] / table.prefill_rate[row]))]
 
     def move_prefill(
         self, assignment: Assignment, pins: Mapping[int, Pin], chain: list[int], address: str, now: float

@@ -71,7 +71,7 @@ async def scene_of(
     **group: object,
 ) -> AsyncIterator[Scene]:
     """Every prompt is prefilled by the other engine. ``group``: of ``pdGroup``, beyond the usual. ``decode``: decodes
-    in place of the pair's, which then has no role. ``dead``: of a prefill engine that is not there.
+    in place of the pair's, which then has no role. ``dead``: of a prefill engine that does not answer.
     """
     extra = {"shared_storage_path": str(directory / "store")}
     async with running(connector, speed=speed, extra=extra) as pair:
@@ -179,6 +179,30 @@ async def test_another_prefill_engine_takes_the_place_of_one_that_is_dead(tmp_pa
         assert await scene.pair.decode.computed() == 0
         assert scene.decisions()[-1]["prefill_leg"]["tries"] == 2
         await scene.pair.are_free()
+
+
+async def test_a_prefill_engine_that_hangs_leaves_time_for_another(tmp_path: Path) -> None:
+    asked = 0
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with scene_of(tmp_path, dead=f"127.0.0.1:{port}", prefillTimeout="4s", onPrefillFailure="Fail") as scene:
+            sent = 0
+            # equal engines are drawn
+            while not asked:
+                sent += 1
+                await scene.openai.completions.create(model=MODEL, prompt=f"{sent}{PROMPT}", max_tokens=2)
+            assert await scene.legs("timeout") == 1
+            assert await scene.legs("prefilled") == sent
+            assert scene.decisions()[-1]["prefill_leg"]["tries"] == 2
+            assert 2 <= scene.decisions()[-1]["prefill_wait_s"] < 4
+            await scene.pair.are_free()
 
 
 async def test_or_the_client_gets_503_if_the_server_wants_that(tmp_path: Path) -> None:

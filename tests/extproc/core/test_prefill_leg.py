@@ -26,6 +26,7 @@ from extproc.core.effects import (
     RequestSettled,
 )
 from extproc.core.peers import EventBatch, decode_events, encode_events
+from extproc.core.prefill import try_s
 from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.core.states import State
 from extproc.endpoints.ledger import begin_request
@@ -300,6 +301,43 @@ def test_after_a_failure_another_engine_prefills_within_the_same_time() -> None:
     assert found.waits == {State.PREFILLING: 25.0}
     scene.core.on_stream_closed(found.ticket, 30.0)
     assert scene.is_free
+
+
+@pytest.mark.parametrize(
+    ("left_s", "expected_s", "seconds"),
+    [
+        (60.0, None, 30.0),
+        (60.0, 0.5, 4.0),
+        # 62 s of patience are too many: another engine needs 15 s
+        (60.0, 15.0, 45.0),
+        # there is not enough time for two
+        (60.0, 31.0, 60.0),
+        (0.0, 1.0, 0.0),
+    ],
+)
+def test_an_engine_has_a_multiple_of_what_is_expected_before_another_is_asked(
+    left_s: float, expected_s: float | None, seconds: float
+) -> None:
+    assert try_s(left_s, expected_s) == seconds
+
+
+def test_an_engine_that_hangs_leaves_time_for_another_and_is_avoided() -> None:
+    scene = Scene(config(prefill=(P, Q)))
+    scene.table.rate_samples[:] = 1
+    held, first, _ = scene.arrive()
+    row = scene.table.row_of(first.address)
+    assert row is not None
+    expected_s = scene.load(first.address)[1] / scene.table.prefill_rate[row]
+    assert held.longest_s == 60.0
+    assert first.timeout_s == pytest.approx(2 + 4 * expected_s)
+    effects = scene.answer(first.ticket, first.timeout_s, failure="timeout")
+    (second,) = [one for one in effects if isinstance(one, Prefill)]
+    assert {first.address, second.address} == {P, Q}
+    # the last one has all that is left
+    assert second.timeout_s == pytest.approx(60 - first.timeout_s)
+    assert scene.table.retry_at_s[row] > first.timeout_s
+    _, third, _ = scene.arrive(first.timeout_s)
+    assert third.address == second.address
 
 
 def test_a_request_meets_three_prefill_engines_at_most() -> None:
