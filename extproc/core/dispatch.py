@@ -234,12 +234,12 @@ class Dispatcher:
         ``is_leased``: see Decision.
         """
         arrival = record.arrived
-        # an outcome may take hours, or never come: the prompt is not kept that long
-        record.arrival, record.tokens = None, None
         run.expected = _expected(run, arrival.request)
         usage = None
         if self.logs_usage:
             usage = usage_of_decision(arrival, run.assignment, record.ticket, expected=run.expected, price=run.price)
+        # an outcome may take hours, or never come: the prompt is not kept that long
+        record.arrival, record.tokens = None, None
         return Decision(
             ticket=record.ticket,
             server=arrival.destination.server,

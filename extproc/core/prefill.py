@@ -14,12 +14,13 @@ hangs must leave time for another one (``try_s``).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.core.demand import count_prefill_end
-from extproc.core.effects import Prefill
+from extproc.core.effects import Prefill, with_fault
 from extproc.core.feedback import record_endpoint_outcome, update_estimates
 from extproc.core.record import Arrival, Outcome, PrefillOutcome, Run
 from extproc.endpoints.table import EndpointRef
@@ -193,9 +194,9 @@ def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: 
     if before.prefill is None:
         return
     if event.outcome is not None:
-        leg = _run_of_leg(run)
-        record_endpoint_outcome(leg, event.outcome, now, out)
-        update_estimates(leg, event.outcome, now, is_ours=record.is_ours, has_limits=False)
+        # what is learned is an estimate; what is counted must be undone
+        learn = partial(_learn, _run_of_leg(run), event.outcome, now, out, is_ours=record.is_ours)
+        with_fault(out, "a prefill could not be learned from", learn)
     if event.next:
         run.assignment, run.pins = pool.move_prefill(before, run.pins, run.sent.chain, event.next, now)
         run.sent_at_s = now
@@ -212,6 +213,11 @@ def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: 
     run.assignment, run.sent_at_s = assignment, now
     run.prefilled_by = before.prefill.address if event.is_done else ""
     count_prefill_end(record, run, before)
+
+
+def _learn(leg: Run, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
+    record_endpoint_outcome(leg, outcome, now, out)
+    update_estimates(leg, outcome, now, is_ours=is_ours, has_limits=False)
 
 
 def _run_of_leg(run: Run) -> Run:

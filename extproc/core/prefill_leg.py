@@ -6,13 +6,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
-from extproc.core.effects import Broadcast, CancelPrefill, Effect, PrefillEnded, with_fault
+from extproc.core.effects import Broadcast, CancelPrefill, Effect, Prefill, PrefillEnded, with_fault
 from extproc.core.peers import RequestPrefilled
 from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of_leg, prefill_of
 from extproc.core.record import PrefillLeg
 from extproc.core.states import Event, State
-from extproc.errors import NoEndpoint, PrefillFailed, PrefillRefused, Refusal
+from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
     from extproc.core.record import PrefillResult, Record, Run
     from extproc.core.running import RunningRequests
     from extproc.scheduling.pool import DecodePlace, Pool
+
+
+class NextTry(msgspec.Struct, frozen=True):
+    """Another engine is asked for a prefill."""
+
+    leg: Leg
+    ask: Prefill
 
 
 class PrefillLegs:
@@ -57,6 +66,7 @@ class PrefillLegs:
         )
         judged = with_fault(out, "the answer to a prefill could not be used", judge) or Judged("unreadable")
         is_done, is_served = judged.outcome == "prefilled", pools.get(run.pool.name) is run.pool
+        then = _next_of(record, asked, judged, now, out) if is_served else None
         event = RequestPrefilled(
             record.ticket,
             outcome_of_leg(judged, result, asked.address, took_s),
@@ -64,31 +74,36 @@ class PrefillLegs:
             is_leased=is_done and asked.protocol.has_lease,
             waited_s=record.held_s + took_s,
             decode=_decode_of(record, run, now, out, is_prefilled=is_done),
-            next=_next_of(record, asked, judged, now) if is_served else "",
+            next="" if then is None else then.leg.address,
         )
-        end_leg(record, run, event, now, out)
-        if self._has_peers:
-            out.append(Broadcast(event))
+        refusal = None
+        if then is None:
+            refusal = _refusal_of(run, judged, result, event) if is_served else no_longer_served(run.pool.name)
         leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
-        if event.next:
-            out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=True))
-            self._ask_next(record, asked.at(event.next), pending, now, out)
-            return
-        refusal = _refusal_of(run, judged, result) if is_served else no_longer_served(run.pool.name)
         out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=refusal is None))
-        if refusal is not None:
-            self._running.release(record, run, now, out)
-            out.append(self._dispatcher.refuse(record, refusal, now, out))
-            return
-        self._dispatcher.put(record, State.RUNNING, now)
-        body = judged.body if is_done else pending.body
-        out.append(self._dispatcher.decide(record, run, pending, body=body, leg=leg, is_leased=event.is_leased))
+        try:
+            end_leg(record, run, event, now, out)
+            if self._has_peers:
+                out.append(Broadcast(event))
+            if then is not None:
+                self._ask_next(record, then, pending, now, out)
+                return
+            if refusal is None:
+                self._dispatcher.put(record, State.RUNNING, now)
+                body = judged.body if is_done else pending.body
+                out.append(self._dispatcher.decide(record, run, pending, body=body, leg=leg, is_leased=event.is_leased))
+                return
+        except Exception as error:  # noqa: BLE001 - a mistake of ours, and nobody else would end the wait
+            refusal = InternalError(error)
+        release = partial(self._running.release, record, run, now, out)
+        with_fault(out, "the engines of a request could not be freed after its prefill", release)
+        out.append(self._dispatcher.refuse(record, refusal, now, out))
 
-    def _ask_next(self, record: Record, asked: Leg, pending: PendingDecision, now: float, out: list[Effect]) -> None:
+    def _ask_next(self, record: Record, then: NextTry, pending: PendingDecision, now: float, out: list[Effect]) -> None:
         """The prefill engine has failed, and another one is asked."""
         self._dispatcher.put(record, State.PREFILLING, now)
-        self._dispatcher.legs[record.ticket] = asked, pending
-        out.append(prefill_of(asked, record, now))
+        self._dispatcher.legs[record.ticket] = then.leg, pending
+        out.append(then.ask)
 
     def leave(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """The client of a request that prefills has left: neither engine goes on with it."""
@@ -114,19 +129,28 @@ def _decode_of(record: Record, run: Run, now: float, out: list[Effect], *, is_pr
     return found or pool.listed_decode(run.assignment)
 
 
-def _next_of(record: Record, asked: Leg, judged: Judged, now: float) -> str:
-    """The address of the engine that is to prefill after a failure; empty: none."""
-    is_over = judged.outcome in {"prefilled", "refused"} or now >= record.answer_by_s
-    return "" if is_over else asked.another(now)
+def _next_of(record: Record, asked: Leg, judged: Judged, now: float, out: list[Effect]) -> NextTry | None:
+    """After a failure; None: ``onPrefillFailure`` decides, or there is no need."""
+    if judged.outcome in {"prefilled", "refused"} or now >= record.answer_by_s:
+        return None
+
+    def find() -> NextTry | None:
+        address = asked.another(now)
+        if not address:
+            return None
+        leg = asked.at(address)
+        return NextTry(leg, prefill_of(leg, record, now))
+
+    return with_fault(out, "another prefill engine could not be chosen", find)
 
 
-def _refusal_of(run: Run, judged: Judged, result: PrefillResult) -> Refusal | None:
+def _refusal_of(run: Run, judged: Judged, result: PrefillResult, event: RequestPrefilled) -> Refusal | None:
     """Why the request cannot go on; None: it can."""
     group = run.pool.spec.pd_group
     if judged.outcome == "refused":
         return PrefillRefused(judged.detail, status=result.status)
     if judged.outcome != "prefilled" and group is not None and group.on_prefill_failure == "Fail":
         return PrefillFailed("The engine that was to compute the prompt failed; try again later.", retry_after_s=1)
-    if not run.assignment.addresses:
+    if not event.decode.address:
         return NoEndpoint("No decode engine is left for this model; try again later.")
     return None

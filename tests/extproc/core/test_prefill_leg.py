@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from extproc.api.load import load_snapshot
+from extproc.core import dispatch, prefill, prefill_leg
 from extproc.core.core import Core
 from extproc.core.effects import (
     Broadcast,
@@ -31,7 +32,7 @@ from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.core.states import State
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.outliers import record_failure
-from extproc.errors import PrefillFailed, PrefillRefused, Refusal
+from extproc.errors import InternalError, PrefillFailed, PrefillRefused, Refusal
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
 from tests.extproc.scenes import ends
@@ -137,6 +138,11 @@ def refusal(effects: Iterable[Effect]) -> Refusal:
 
 def leg(effects: Iterable[Effect]) -> PrefillEnded:
     (found,) = [one for one in effects if isinstance(one, PrefillEnded)]
+    return found
+
+
+def fault(effects: Iterable[Effect]) -> Fault:
+    (found,) = [one for one in effects if isinstance(one, Fault)]
     return found
 
 
@@ -399,6 +405,57 @@ def test_our_own_bounds_are_no_fault_of_the_engine() -> None:
     assert not scene.table.failures.any()
 
 
+@pytest.mark.parametrize("on_failure", ["Local", "Fail"])
+def test_without_a_choice_of_another_engine_the_configuration_decides(
+    on_failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(config(f"onPrefillFailure: {on_failure}", prefill=(P, Q)))
+    _, asked, _ = scene.arrive()
+    monkeypatch.setattr(scene.core.pools[SERVER], "another_prefill", None)
+    effects = scene.answer(asked.ticket, 0.5, status=500)
+    assert "could not be chosen" in fault(effects).what
+    if on_failure == "Fail":
+        assert isinstance(refusal(effects), PrefillFailed)
+    else:
+        decision(effects)
+        scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert scene.is_free
+
+
+def test_a_prefill_that_cannot_be_learned_from_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    monkeypatch.setattr(prefill, "update_estimates", None)
+    effects = scene.answer(asked.ticket, 0.5)
+    assert decision(effects).prefilled_by == P
+    assert "learned" in fault(effects).what
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert scene.is_free
+
+
+@pytest.mark.parametrize("name", ["end_leg", "_expected"])
+def test_our_own_fault_after_a_prefill_leaves_nothing_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    monkeypatch.setattr(prefill_leg if name == "end_leg" else dispatch, name, None)
+    effects = scene.answer(asked.ticket, 0.5)
+    found = refusal(effects)
+    assert isinstance(found, InternalError)
+    assert isinstance(found.__cause__, TypeError)
+    assert scene.is_free
+    assert not scene.core.requests()
+
+
+def test_even_if_its_engines_cannot_be_freed_its_client_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(config("onPrefillFailure: Fail"))
+    _, asked, _ = scene.arrive()
+    monkeypatch.setattr(type(scene.core._running), "_free", None)
+    effects = scene.answer(asked.ticket, 0.5, status=500)
+    assert isinstance(refusal(effects), PrefillFailed)
+    assert "freed" in fault(effects).what
+    assert not scene.core.requests()
+
+
 def test_a_client_that_leaves_ends_the_prefill() -> None:
     scene = Scene(config())
     _, asked, _ = scene.arrive()
@@ -534,8 +591,7 @@ def test_what_cannot_be_compared_stays_where_it_was_picked(monkeypatch: pytest.M
     monkeypatch.setattr(crowd.one.core.pools[SERVER].picker, "choose_decode", None)
     effects = crowd.one.answer(crowd.asked.ticket, 0.5)
     assert decision(effects).assignment.addresses == (crowd.picked,)
-    (fault,) = [one for one in effects if isinstance(one, Fault)]
-    assert "chosen again" in fault.what
+    assert "chosen again" in fault(effects).what
 
 
 def test_what_the_new_decode_engine_lacks_is_what_moves() -> None:
