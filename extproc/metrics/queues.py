@@ -6,6 +6,7 @@ Tenants are named by those that a trusted hop has authenticated; beyond a number
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import heappush, heappushpop
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import (
         Decision,
         EngineStarted,
+        Prefill,
         PrefillEnded,
         RequestRefused,
         RequestSettled,
@@ -40,6 +42,9 @@ _WAITING_FOR_ENGINE: Final = MetricFamily(
     "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
 )
 
+_PREFILLS_IN_FLIGHT: Final = MetricFamily(
+    "attache_prefill_legs_in_flight", "Prefills requested of other engines that have not ended.", ("server",)
+)
 _PREFILL_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 _GUARD_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _LOAD_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
@@ -148,6 +153,9 @@ class PrefillMetrics:
     """Prefills that extproc requests itself, and requests for which it does not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        # no ModelServer is forgotten: a gauge that vanishes would not be 0
+        self._in_flight = Counter[str]()
+        registry.register(_PrefillSeries(self._in_flight))
         self._legs = Counters(
             "attache_prefill_legs", "Prefills requested of other engines, by outcome.", ["server", "outcome"], registry
         )
@@ -165,8 +173,13 @@ class PrefillMetrics:
             registry,
         )
 
+    def begin_leg(self, ask: Prefill) -> None:
+        """A prefill is requested."""
+        self._in_flight[ask.server] += 1
+
     def observe_leg(self, ended: PrefillEnded) -> None:
         """A prefill is over."""
+        self._in_flight[ended.server] -= 1
         self._legs.add(ended.server, ended.leg.outcome)
         self._seconds.observe(ended.leg.took_s, ended.server)
 
@@ -174,6 +187,21 @@ class PrefillMetrics:
         """A request goes to an engine."""
         if decision.whole:
             self._whole.add(decision.server, decision.whole)
+
+
+class _PrefillSeries(PiecewiseCollector):
+    """Read at each scrape."""
+
+    families = (_PREFILLS_IN_FLIGHT,)
+
+    def __init__(self, in_flight: Mapping[str, int]) -> None:
+        self._in_flight = in_flight
+
+    def pieces(self) -> Iterator[str]:
+        """Of ModelServers that have had a prefill requested."""
+        return _PREFILLS_IN_FLIGHT.pieces(
+            _PREFILLS_IN_FLIGHT.line((server,), count) for server, count in list(self._in_flight.items())
+        )
 
 
 class _AdapterSeries(PiecewiseCollector):

@@ -20,6 +20,7 @@ from extproc.core.effects import (
     Fault,
     GuardAsked,
     LoadEnded,
+    Prefill,
     PrefillEnded,
     RequestJudged,
     RequestRefused,
@@ -271,17 +272,20 @@ class Metrics:
                 self.admission.count(effect)
             case EngineStarted():
                 self._activation.observe_start(effect)
-            case LoadEnded() | PrefillEnded():
+            case LoadEnded() | Prefill() | PrefillEnded():
                 self._count_work(effect)
             case Fault():
                 if effect.plugin:
                     self._plugin_failures.add(effect.server, effect.plugin)
 
-    def _count_work(self, ended: LoadEnded | PrefillEnded) -> None:
-        if isinstance(ended, LoadEnded):
-            self._adapters.observe_load(ended.result)
-        else:
-            self._prefills.observe_leg(ended)
+    def _count_work(self, work: LoadEnded | Prefill | PrefillEnded) -> None:
+        match work:
+            case LoadEnded():
+                self._adapters.observe_load(work.result)
+            case Prefill():
+                self._prefills.begin_leg(work)
+            case PrefillEnded():
+                self._prefills.observe_leg(work)
 
     def _count_decision(self, decision: Decision) -> None:
         if self.decision_log is not None:

@@ -33,6 +33,7 @@ from extproc.core.states import State
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.outliers import record_failure
 from extproc.errors import InternalError, PrefillFailed, PrefillRefused, Refusal
+from extproc.metrics.registry import Metrics
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
 from tests.extproc.scenes import ends
@@ -742,3 +743,24 @@ def test_a_refused_or_abandoned_prefill_is_over_everywhere() -> None:
         else:
             pair.tell(pair.one.answer(asked.ticket, 0.5, status=400, body=b"no"), 0.5)
         assert pair.other.is_free
+
+
+def test_legs_that_have_not_ended_are_counted() -> None:
+    scene = Scene(config(prefill=(P, Q)))
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0)
+
+    def in_flight(effects: Iterable[Effect]) -> float | None:
+        for one in effects:
+            metrics.count_effect(one)
+        return metrics.registry.get_sample_value("attache_prefill_legs_in_flight", {"server": SERVER})
+
+    assert in_flight([]) is None
+    _, first, effects = scene.arrive()
+    assert in_flight(effects) == 1
+    _, second, effects = scene.arrive()
+    assert in_flight(effects) == 2
+    # another engine is asked
+    assert in_flight(scene.answer(first.ticket, 0.1, status=500)) == 2
+    assert in_flight(scene.answer(first.ticket, 0.2)) == 1
+    assert in_flight(scene.core.on_disconnect(second.ticket, 0.3)) == 0
+    assert in_flight(scene.answer(second.ticket, 0.4)) == 0
