@@ -24,18 +24,30 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     Broadcast,
+    CancelPrefill,
     Decision,
     Effect,
     Held,
     LoadAdapter,
+    Prefill,
+    PrefillEnded,
     RequestRefused,
     RequestSettled,
     SettleGrant,
     WakeAt,
 )
 from extproc.core.guards import GuardFailed, GuardReply
-from extproc.core.peers import SILENCE_S, EventBatch, LimitSpent, OutcomeKnown, PeerEvent, ProcessAlive, RequestStarted
-from extproc.core.record import Head, LoadResult, Outcome
+from extproc.core.peers import (
+    SILENCE_S,
+    EventBatch,
+    LimitSpent,
+    OutcomeKnown,
+    PeerEvent,
+    ProcessAlive,
+    RequestPrefilled,
+    RequestStarted,
+)
+from extproc.core.record import Head, LoadResult, Outcome, PrefillResult
 from extproc.core.states import IN_FLIGHT, TRANSITIONS, WAITING, Event, State
 from extproc.engines.answers import LoadProblem
 from extproc.errors import RateLimited, Refusal
@@ -59,28 +71,38 @@ if TYPE_CHECKING:
     from extproc.core.effects import RequestEffect
     from extproc.core.pipeline import Answer
     from extproc.core.record import Run
+    from extproc.endpoints.table import EndpointRef
 
 GUARD_ANSWERS = {
     "granted": GuardReply(200, b'{"action": "change", "fields": {"messages": [{"role": "user", "content": "x"}]}}'),
     "refused": GuardReply(200, b'{"action": "refuse"}'),
     "nobody": GuardFailed("timeout", "no answer"),
 }
+_NOT_SETTLED = {State.PREFILLING, State.RUNNING, State.ENDED}
 # Ticks that one wake-up may lead to; far more than there are requests.
 _MOST_TICKS = 500
+
+
+def engines_of(run: Run) -> list[EndpointRef]:
+    """Those at which it counts."""
+    prefill = run.assignment.prefill
+    return [run.assignment.endpoint] if prefill is None else [run.assignment.endpoint, prefill]
 
 
 class Life:
     """``reached``: how often each event happened in each state."""
 
-    def __init__(self, reached: Counter[tuple[State, Event]]) -> None:
-        self.reached = reached
+    def __init__(self, reached: Counter[tuple[State, Event]], pairs: str = "") -> None:
+        self.reached, self.pairs = reached, pairs
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(running, "MOST_ENDED", MOST_ENDED)
         # a step has failed: the end would fail, too, and hide why
         self.has_failed = False
         self.now = 0.0
         self.wake_at_s: float | None = None
-        self.core = Core(snapshot(limits=LIMITS[2]), rng=random.Random(0), ticket_prefix="t", machine="here")
+        self.core = Core(
+            snapshot(limits=LIMITS[2], pairs=pairs), rng=random.Random(0), ticket_prefix="t", machine="here"
+        )
         self.store = LocalLimits()
         self.unsettled: list[Grant] = []
         # own requests: whose streams wait for something, which were sent and are not closed, all that there were
@@ -89,6 +111,8 @@ class Life:
         self.answer_by_s: dict[str, float] = {}
         # loads that were asked for and have not ended
         self.loads: list[LoadAdapter] = []
+        # prefills that were asked for and have not ended, and by when each must have
+        self.legs: dict[str, tuple[Prefill, float]] = {}
         self.decided: list[str] = []
         self.own: list[str] = []
         # what each was granted by this process, and its run, from its decision until it is accounted for
@@ -96,7 +120,8 @@ class Life:
         # by bucket: what the other workers were told, and what should be gone in the end
         self.spent: defaultdict[str, float] = defaultdict(float)
         self.used: defaultdict[str, float] = defaultdict(float)
-        self.workers = {"p": Worker("p", GATES[1].replace("maxRequests: 1}", "maxRequests: 99}")), "q": Worker("q", "")}
+        gate = GATES[1].replace("maxRequests: 1}", "maxRequests: 99}")
+        self.workers = {"p": Worker("p", gate, pairs), "q": Worker("q", "", pairs)}
         self.batches: list[tuple[str, PeerEvent]] = []
         # requests of other workers that run by what was heard, with their worker; and when each was last heard of
         self.elsewhere: dict[str, str] = {}
@@ -116,9 +141,11 @@ class Life:
         for ticket, state in before.items():
             after = self.core.state_of(ticket)
             happened = event if ticket == subject else None
-            if ticket in ends:
+            if ticket in ends and happened is not Event.GRANTED:
                 gave_up = isinstance(ends[ticket], RequestRefused)
                 happened = Event.GIVEN_UP if gave_up else Event.GRANTED
+            elif happened is None and after is State.PREFILLING is not state:
+                happened = Event.GRANTED
             elif happened is None and after is not state and {state, after} <= WAITING:
                 happened = Event.ENGINES_GONE if after is State.AWAITING_ENGINE else Event.GRANTED
             elif happened is None and after is not state:
@@ -163,6 +190,11 @@ class Life:
                     self.follow(effect)
                 case LoadAdapter():
                     self.asked_to_load(effect)
+                case Prefill():
+                    assert effect.ticket not in self.legs
+                    self.legs[effect.ticket] = effect, self.now + effect.timeout_s
+                case CancelPrefill():
+                    del self.legs[effect.ticket]
                 case SettleGrant():
                     self.unsettled.remove(effect.grant)
                     self.store.settle(effect.grant, effect.used, self.now)
@@ -186,6 +218,13 @@ class Life:
         gone = () if ask.unload is None or problem is LoadProblem.UNREACHABLE else (ask.unload,)
         result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
         self.happens(None, "", lambda: self.core.on_result(result, self.now))
+        self.must_wake()
+
+    def leg_ends(self, ticket: str, result: PrefillResult) -> None:
+        ask, _ = self.legs.pop(ticket)
+        effects = self.happens(Event.GRANTED, ticket, lambda: self.core.on_result(result, self.now))
+        (ended,) = [one for one in effects if isinstance(one, PrefillEnded)]
+        assert ended.leg.address == ask.address
         self.must_wake()
 
     def follow(self, own: RequestEffect | None) -> None:
@@ -298,14 +337,22 @@ class Life:
     def pass_time(self, seconds: float) -> None:
         """As a shell with a timer: the core is called when it asked to be, and never else."""
         until, ticks = self.now + seconds, 0
-        while self.wake_at_s is not None and self.wake_at_s <= until:
+        while True:
+            due = [(at_s, ticket) for ticket, (_, at_s) in self.legs.items() if at_s <= until]
+            if due and (self.wake_at_s is None or min(due)[0] < self.wake_at_s):
+                at_s, ticket = min(due)
+                self.now = max(self.now, at_s)
+                self.leg_ends(ticket, PrefillResult(ticket, "timeout"))
+                continue
+            if self.wake_at_s is None or self.wake_at_s > until:
+                break
             self.now, self.wake_at_s = max(self.now, self.wake_at_s), None
             self.happens(None, "", lambda: self.core.tick(self.now))
             ticks += 1
             assert ticks < _MOST_TICKS
         self.now = until
         for record in self.core._records.values():
-            if record.state in WAITING:
+            if record.state in WAITING or record.state is State.PREFILLING:
                 assert self.answer_by_s[record.ticket] > self.now - 1e-6, "its gateway does not wait any longer"
             if record.state is State.LOADING:
                 assert record.since_s + 10.0 > self.now, "its client should have been told"
@@ -318,7 +365,7 @@ class Life:
                 assert record.queued.expires_at_s > self.now, "its client should have been told"
 
     def configure(self, endpoints: str, gate: str, limits: str, activation: str = "", guard: str = "") -> None:
-        made = snapshot(endpoints, gate, limits, activation, guard)
+        made = snapshot(endpoints, gate, limits, activation, guard, self.pairs)
         self.happens(None, "", lambda: self.core.apply(made, self.now))
         self.must_wake()
 
@@ -340,10 +387,13 @@ class Life:
         match said:
             case RequestStarted(ticket=ticket):
                 is_new = self.core.state_of(ticket) is State.ABSENT
-                is_known = self.core.pools[SERVER].table.row_of(said.assignment.endpoint.address) is not None
+                engines = (said.assignment.endpoint, said.assignment.prefilled_by)
+                is_known = all(self.core.pools[SERVER].table.row_of(one.address) is not None for one in engines)
                 self.happens(Event.STARTED_ELSEWHERE, ticket, verb)
                 if is_new and is_known:
                     self.elsewhere[ticket] = name
+            case RequestPrefilled():
+                self.happens(None, "", verb)
             case OutcomeKnown(outcome=outcome):
                 self.settle(outcome, verb)
             case ProcessAlive(running=stays):
@@ -365,7 +415,7 @@ class Life:
         self.pass_time(seconds)
         effects = self.happens(None, "", lambda: self.core.heartbeat(self.now))
         (alive,) = [one for one in told(effects) if isinstance(one, ProcessAlive)]
-        assert sorted(alive.running) == sorted(self.decided)
+        assert sorted(alive.running) == sorted([*self.decided, *self.legs])
         gone = {name for name, at_s in self.heard_at_s.items() if self.now - at_s > SILENCE_S}
         for name in gone:
             del self.heard_at_s[name]
@@ -383,8 +433,10 @@ class Life:
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
         assert {ticket for ticket, one in self.pending.items() if isinstance(one, Held)} == {
-            one.ticket for one in records if one.state in WAITING
+            one.ticket for one in records if one.state in WAITING or one.state is State.PREFILLING
         }
+        assert self.legs.keys() == {one.ticket for one in records if one.state is State.PREFILLING}
+        assert self.legs.keys() == self.core._dispatcher.legs.keys()
         waiting = {name for group in self.core._pipeline.engines._groups.values() for name in group.records}
         assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
         groups = self.core._pipeline.engines._groups.values()
@@ -397,7 +449,7 @@ class Life:
             assert (held.requests, dict(held._requests)) == (len(theirs), dict(tenants))
             assert held.bytes == held._bytes.total() == sum(len(one.arrived.body) for one in theirs)
             assert held._bytes.keys() == tenants.keys()
-        assert {*self.decided, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
+        assert {*self.decided, *self.legs, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
         assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count_requests(
             State.ENDED
@@ -409,12 +461,15 @@ class Life:
             tokens = np.zeros(len(requests))
             adapters = Counter[tuple[int, str | None]]()
             for run in (one.run for one in self.core._records.values() if one.state in IN_FLIGHT):
-                if run is not None and run.pool is pool and table.is_current(run.assignment.endpoint):
-                    requests[run.assignment.endpoint.row] += 1
-                    tokens[run.assignment.endpoint.row] += run.assignment.tokens
-                    adapters[run.assignment.endpoint.row, run.assignment.adapter] += 1
-            for row, name in ((row, name) for row in table.active_rows for name in ("sql", "law")):
-                assert pool.slots is not None
+                for one in () if run is None or run.pool is not pool else engines_of(run):
+                    if table.is_current(one):
+                        requests[one.row] += 1
+                        tokens[one.row] += run.assignment.tokens
+                        adapters[one.row, run.assignment.adapter] += 1
+            assert (pool.slots is None) == bool(self.pairs)
+            for row, name in (
+                () if pool.slots is None else ((row, name) for row in table.active_rows for name in ("sql", "law"))
+            ):
                 assert pool.slots.in_flight(row, name) == adapters[row, name]
             # rows of endpoints that are gone keep their last numbers until they are used again
             assert (table.in_flight == requests)[table.is_active].all()
@@ -424,15 +479,18 @@ class Life:
         records = self.core._records.values()
         for gate in self.core.admission.gates.values():
             assert len(gate.queue) == self.core.count_requests(State.QUEUED)
-            not_settled = [
-                one for one in records if one.run and one.run.gate is gate and one.state in {State.RUNNING, State.ENDED}
-            ]
+            not_settled = [one for one in records if one.run and one.run.gate is gate and one.state in _NOT_SETTLED]
             assert sum(band.flows.running.sum() for band in gate.queue.bands) == len(not_settled)
 
     def _the_page_for_autoscalers_tells_what_waits_and_what_runs(self) -> None:
         own = [one for one in self.core._records.values() if one.is_ours]
         waiting = [one for one in own if one.state in WAITING]
-        runs = [one.run.assignment for one in own if one.run is not None and one.state in IN_FLIGHT]
+        runs = [
+            (engine.address, one.run.assignment.tokens)
+            for one in own
+            if one.run is not None and one.state in IN_FLIGHT
+            for engine in engines_of(one.run)
+        ]
         said = self.core.demand(self.now).servers[SERVER]
         assert sum(one.arrivals for one in said.counted.values()) == len(self.own)
         assert said.queued == len(waiting)
@@ -443,10 +501,10 @@ class Life:
         else:
             assert said.at_zero == len(waiting)
         assert {address: one.in_flight for address, one in said.engines.items() if one.in_flight} == Counter(
-            one.endpoint.address for one in runs
+            address for address, _ in runs
         )
         for address, one in said.engines.items():
-            tokens = sum(run.tokens for run in runs if run.endpoint.address == address)
+            tokens = sum(tokens for other, tokens in runs if other == address)
             assert np.isclose(one.in_flight_tokens, tokens)
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ from extproc.admission.flows import FlowKey
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect, Held, LoadAdapter
 from extproc.core.peers import RequestStarted
-from extproc.core.record import Head, LoadResult, Outcome, SentRequest
+from extproc.core.record import Head, LoadResult, Outcome, PrefillResult, SentRequest
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.endpoints.table import EndpointRef
 from extproc.prefix.index import Tail
@@ -45,8 +45,14 @@ rules:
 SPEC = """
 scrapeInterval: 0s
 kvEvents: {port: 5557}
-adapterLoading: {slots: 1, timeout: 10s, adapters: [{name: sql, source: /sql}, {name: law, source: /law}]}
 """
+ADAPTERS = "adapterLoading: {slots: 1, timeout: 10s, adapters: [{name: sql, source: /sql}, {name: law, source: /law}]}"
+# Beside engines that decode there are two that prefill.
+PAIRS = """
+pdGroup: {prefillLabels: {role: prefill}, decodeLabels: {role: decode}, minUncachedTokens: 0, decideBy: UncachedTokens,
+          leg: Gateway, connector: NixlConnector, prefillTimeout: 8s, onPrefillFailure: %s}
+"""
+PREFILLS = ", ".join(f"{{address: '10.0.0.{number}:8000', labels: {{role: prefill}}}}" for number in (8, 9))
 ONE, TWO = "{address: '10.0.0.1:8000'}", "{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}"
 GATES = ("", FLOW_CONTROL % "20s", FLOW_CONTROL % "15s")
 GUARD = """
@@ -61,18 +67,21 @@ ACTIVATIONS = ("", "activation: {holdTimeout: 8s, maxRequests: 6}", "activation:
 # Ended requests whose outcome is waited for: few, so that some are given up.
 MOST_ENDED = 3
 
-# What can happen and is not a mistake of the caller: all of it must be reached. A server that loads adapters has no
-# pairs.
-LEGAL = [
-    (state, event)
-    for state in State
-    for event in Event
-    if event in TRANSITIONS[state] and state is not State.PREFILLING
-]
+# What can happen and is not a mistake of the caller: all of it must be reached.
+LEGAL = [(state, event) for state in State for event in Event if event in TRANSITIONS[state]]
 
 
-def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "", guard: str = "") -> Snapshot:
-    server = f"{SPEC}\nendpoints: [{endpoints}]\n{gate}\n{activation}"
+def snapshot(
+    endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "", guard: str = "", pairs: str = ""
+) -> Snapshot:
+    """``pairs``: its ``onPrefillFailure`` if the server has pairs; empty: it loads adapters, as no server does both."""
+    more = ADAPTERS
+    if pairs:
+        more = PAIRS % pairs
+        endpoints = endpoints.replace(":8000'", ":8000', labels: {role: decode}") + (
+            f", {PREFILLS}" if endpoints else ""
+        )
+    server = f"{SPEC}\n{more}\nendpoints: [{endpoints}]\n{gate}\n{activation}"
     route = f"{ROUTE}\nrateLimits: [{limits}]\n{guard}"
     return configuration(servers={"llama": server}, routes={"chat": route}, others=GUARD)
 
@@ -84,6 +93,10 @@ def body(words: int, *, stream: bool, model: str = "m") -> bytes:
 
 def outcome_of(ticket: str, status: int = 200, tokens: int | None = 100) -> Outcome:
     return Outcome(ticket, status, "10.0.0.1:8000", 2.0, 0.5, tokens, tokens, None)
+
+
+def prefilled(ticket: str, now: float) -> PrefillResult:
+    return PrefillResult(ticket, status=200, body=b'{"kv_transfer_params": {"a": 1}}', answered_at_s=now)
 
 
 def told(effects: Iterable[Effect]) -> list[PeerEvent]:
@@ -115,8 +128,8 @@ STARTED = RequestStarted(
 class Worker:
     """Another process with requests of its own. What it tells may be lost, come late or come twice."""
 
-    def __init__(self, name: str, gate: str) -> None:
-        self.core = Core(snapshot(gate=gate), rng=random.Random(1), ticket_prefix=name, machine="there")
+    def __init__(self, name: str, gate: str, pairs: str = "") -> None:
+        self.core = Core(snapshot(gate=gate, pairs=pairs), rng=random.Random(1), ticket_prefix=name, machine="there")
         self.running: list[str] = []
 
     def starts(self, words: int, now: float, model: str = "m") -> list[PeerEvent]:
@@ -132,6 +145,9 @@ class Worker:
                 loaded = LoadResult(one.server, one.address, one.adapter, unloaded=gone)
                 effects += [*self.core.on_result(loaded, now), *self.core.tick(now)]
             said += effects
+        elif isinstance(own, Held) and own.state is State.PREFILLING:
+            # its engine answers at once
+            said += self.core.on_result(prefilled(own.ticket, now), now)
         self.running += [one.ticket for one in said if isinstance(one, Decision)]
         return told(said)
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -41,6 +42,7 @@ from tests.extproc.core.setting import (
     SERVER,
     TWO,
     body,
+    prefilled,
     snapshot,
 )
 
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
 
 MODELS = st.sampled_from(["m", "m", "sql", "law"])
 WHO = {"tenant": st.sampled_from("ab"), "urgency": st.sampled_from(["high", "", "low"])}
+PREFILL_FAILURES: dict[str, dict[str, object]] = {
+    "late": {"answered_at_s": -1000.0},
+    "unreachable": {"failure": "unreachable"},
+    "error": {"status": 500, "body": b""},
+    "refused": {"status": 400, "body": b""},
+}
 # Events that need nothing beside a ticket.
 SELF_CONTAINED = [Event.LEFT, Event.FINISHED, Event.OUTCOME, Event.STARTED_ELSEWHERE]
 
@@ -79,9 +87,9 @@ def test_an_illegal_event_names_the_request_and_changes_nothing() -> None:
 class Requests(Life, RuleBasedStateMachine):
     """Whatever may happen, in any order."""
 
-    def __init__(self, reached: Counter[tuple[State, Event]]) -> None:
+    def __init__(self, reached: Counter[tuple[State, Event]], pairs: str) -> None:
         RuleBasedStateMachine.__init__(self)
-        Life.__init__(self, reached)
+        Life.__init__(self, reached, pairs)
 
     @initialize(gate=st.sampled_from(GATES), limits=st.sampled_from(LIMITS), tokens=st.booleans())
     def a_configuration_is_there(self, gate: str, limits: str, *, tokens: bool) -> None:
@@ -175,6 +183,13 @@ class Requests(Life, RuleBasedStateMachine):
             self.happens(None, "", lambda: self.core.on_metrics(said, self.now))
             self.must_wake()
 
+    @precondition(lambda self: self.legs)
+    @rule(data=st.data(), kind=st.sampled_from(["prefilled", "prefilled", *PREFILL_FAILURES]))
+    def a_prefill_ends(self, data: st.DataObject, kind: str) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.legs)))
+        done = prefilled(ticket, self.now)
+        self.leg_ends(ticket, msgspec.structs.replace(done, **PREFILL_FAILURES.get(kind, {})))
+
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), problem=st.sampled_from([None, None, *LoadProblem]))
     def a_load_ends(self, data: st.DataObject, problem: LoadProblem | None) -> None:
@@ -239,13 +254,14 @@ class Requests(Life, RuleBasedStateMachine):
         self.end()
 
 
-def test_whatever_happens_nothing_is_left_behind() -> None:
+@pytest.mark.parametrize(("pairs", "count"), [("", 600), ("Local", 300), ("Fail", 150)])
+def test_whatever_happens_nothing_is_left_behind(pairs: str, count: int) -> None:
     reached: Counter[tuple[State, Event]] = Counter()
     run_state_machine_as_test(
-        lambda: Requests(reached),
+        lambda: Requests(reached, pairs),
         # without shrinking, which takes minutes here; the failing steps are few enough to read
         settings=settings(
-            phases=[Phase.explicit, Phase.reuse, Phase.generate], max_examples=examples(600), stateful_step_count=40
+            phases=[Phase.explicit, Phase.reuse, Phase.generate], max_examples=examples(count), stateful_step_count=40
         ),
     )
     assert set(reached) <= set(LEGAL)
@@ -254,7 +270,7 @@ def test_whatever_happens_nothing_is_left_behind() -> None:
 @pytest.mark.parametrize(("state", "event"), LEGAL, ids=lambda one: one.name)
 def test_every_event_that_is_legal_leaves_nothing_behind(state: State, event: Event) -> None:
     reached: Counter[tuple[State, Event]] = Counter()
-    life = Life(reached)
+    life = Life(reached, pairs="Fail" if state is State.PREFILLING else "")
     try:
         ticket = in_state(life, state)
         assert life.core.state_of(ticket) is state
@@ -292,6 +308,9 @@ def grant(life: Life, state: State) -> None:
             life.make(Event.FINISHED, life.decided[0])
         case State.LOADING:
             life.load_ends(life.loads[0])
+        case State.PREFILLING:
+            (ticket,) = life.legs
+            life.leg_ends(ticket, prefilled(ticket, life.now))
         case State.AWAITING_ENGINE:
             life.configure(TWO, GATES[1], LIMITS[1], ACTIVATIONS[1])
     life.pass_time(0.0)
