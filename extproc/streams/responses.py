@@ -342,6 +342,8 @@ def duplex_decision_answer(decision: Decision, *, scores: bool = False) -> bytes
     destination = ",".join(decision.assignment.addresses).encode()
     forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
     headers = b"".join((*_routing_headers(decision, destination), forged))
+    if decision.is_leased:
+        headers += _NO_RETRY
     answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
     more = scores_metadata(decision) if scores else b""
     return answer + _metadata(decision, destination) + more

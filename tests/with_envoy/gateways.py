@@ -146,12 +146,14 @@ def bootstrap(  # noqa: PLR0913 - what tests want to be different
     mode: Mapping[str, str] = IN_PIECES,
     filters: Sequence[dict[str, Any]] = (),
     routes: Sequence[dict[str, Any]] = (),
+    takes_envoy_headers: bool = False,
 ) -> dict[str, Any]:
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
     ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
     ``mode``: ext_proc's processing mode; WHOLE_BODIES: as kgateway 2.0 and 2.1; COPIES: none of our answers is read.
-    ``filters``: in front of ext_proc. ``routes``: before the one to the pool.
+    ``filters``: in front of ext_proc. ``routes``: before the one to the pool. ``takes_envoy_headers``: from the picker,
+    which by default may not set headers that begin with ``x-envoy``.
     """
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
@@ -171,11 +173,13 @@ def bootstrap(  # noqa: PLR0913 - what tests want to be different
         picker["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": socket}
         # so that there are handshakes while requests come
         http2["common_http_protocol_options"] = {"max_requests_per_connection": 5}
+    rules = {"mutation_rules": {"allow_envoy": True}} if takes_envoy_headers else {}
     return {
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
         "static_resources": {
             "listeners": [
-                _listener(port, hint, cluster, mode=mode, filters=filters, routes=routes) for port, hint in listeners
+                _listener(port, hint, cluster, mode=mode, filters=filters, routes=routes, rules=rules)
+                for port, hint in listeners
             ],
             "clusters": [picker, cluster],
         },
@@ -190,8 +194,10 @@ def _listener(
     mode: Mapping[str, str],
     filters: Sequence[dict[str, Any]],
     routes: Sequence[dict[str, Any]],
+    rules: Mapping[str, object],
 ) -> dict[str, Any]:
     ext_proc = {
+        **rules,
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
         "failure_mode_allow": False,
@@ -300,12 +306,15 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
     filters: Sequence[dict[str, Any]] = (),
     routes: Sequence[dict[str, Any]] = (),
     is_epp: bool = False,
+    pool: str = "",
+    takes_envoy_headers: bool = False,
 ) -> AsyncIterator[Gateway]:
     """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to
     extproc.
 
     ``picker``: an EndpointPickerConfig. ``mode``, ``filters``, ``routes``: see ``bootstrap``. ``is_epp``: attache epp
     without a cluster, whose endpoints ``endpoints.json`` beside the EndpointPickerConfig lists, in place of extproc.
+    ``pool``: the ModelServer, in place of a usual one. ``takes_envoy_headers``: see ``bootstrap``.
     """
     (admin, extproc, health, *listen), metrics = free_ports(3 + len(hints)), ports_in_a_row(2)
     config = directory / "config"
@@ -313,7 +322,7 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
     if is_epp:
         (config / "endpoints.json").write_text(endpoints_file(addresses))
     else:
-        (config / "pool.yaml").write_text(pool_config(addresses, picker=bool(picker)))
+        (config / "pool.yaml").write_text(pool or pool_config(addresses, picker=bool(picker)))
     if picker:
         (config / "picker.yaml").write_text(picker)
     bundle = directory / "envoy"
@@ -327,6 +336,7 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
         mode=mode,
         filters=filters,
         routes=routes,
+        takes_envoy_headers=takes_envoy_headers,
     )
     (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import ssl
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import anthropic
 import httpx
 import openai
 import pytest
+from aiohttp import web
 
 from bench.stack.processes import free_ports
 from tests.bench.engine.test_exchange import Engine, Pair, running
+from tests.certificates import Authority
 from tests.waiting import eventually
+from tests.with_envoy.gateways import Gateway as DuplexGateway
+from tests.with_envoy.gateways import gateway as duplex_gateway
 from tests.with_envoy.stand_in import Engine as StandIn
 from tests.with_envoy.stand_in import Gateway, gateway_on, served
 
@@ -60,6 +66,19 @@ class Scene:
         return [one for one in lines if one["kind"] == "decision"]
 
 
+def pairs(connector: str, **more: object) -> dict[str, object]:
+    """Every prompt is prefilled by the other engine."""
+    return {
+        "prefillLabels": {"role": "prefill"},
+        "decodeLabels": {"role": "decode"},
+        "minUncachedTokens": 0,
+        "decideBy": "UncachedTokens",
+        "leg": "Gateway",
+        "connector": connector,
+        **more,
+    }
+
+
 @asynccontextmanager
 async def scene_of(
     directory: Path,
@@ -70,7 +89,7 @@ async def scene_of(
     dead: str = "",
     **group: object,
 ) -> AsyncIterator[Scene]:
-    """Every prompt is prefilled by the other engine. ``group``: of ``pdGroup``, beyond the usual. ``decode``: decodes
+    """Every prompt is prefilled by the other engine. ``group``: see ``pairs``. ``decode``: decodes
     in place of the pair's, which then has no role. ``dead``: of a prefill engine that does not answer.
     """
     extra = {"shared_storage_path": str(directory / "store")}
@@ -84,16 +103,7 @@ async def scene_of(
         if decode:
             endpoints[1]["labels"] = {}
             endpoints.append({"address": decode, "labels": {"role": "decode"}})
-        pairs = {
-            "prefillLabels": {"role": "prefill"},
-            "decodeLabels": {"role": "decode"},
-            "minUncachedTokens": 0,
-            "decideBy": "UncachedTokens",
-            "leg": "Gateway",
-            "connector": connector,
-            **group,
-        }
-        more = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs}
+        more = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs(connector, **group)}
         async with gateway_on(directory, more=more) as gateway:
             scene = Scene(pair, gateway)
             async with scene.openai, scene.anthropic:
@@ -276,6 +286,139 @@ async def test_a_client_that_leaves_during_the_prefill_leaves_nothing(tmp_path: 
         await eventually(left)
         await scene.pair.are_free()
         assert await scene.pair.decode.metric("vllm:request_success_total") == 0
+
+
+@asynccontextmanager
+async def duplex_on(directory: Path, kind: str, prefill: str, decode: str) -> AsyncIterator[DuplexGateway]:
+    """A gateway that sends bodies in pieces, before the engines at these addresses."""
+    roles = (("prefill", prefill), ("decode", decode))
+    server = {
+        "model": MODEL,
+        "scrapeInterval": "0s",
+        "endpoints": [{"address": address, "labels": {"role": role}} for role, address in roles],
+        "pdGroup": pairs("NixlConnector"),
+    }
+    pool = {"apiVersion": "attache.dev/v1alpha1", "kind": "ModelServer", "metadata": {"name": "pool"}, "spec": server}
+    flags = ["--duplex-choices", "3"] if kind == "override_host" else []
+    async with duplex_gateway(
+        directory, [prefill, decode], kind=kind, flags=flags, pool=json.dumps(pool), takes_envoy_headers=True
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", ["original_dst", "override_host"])
+async def test_gateways_that_send_bodies_in_pieces_have_legs_too(tmp_path: Path, kind: str) -> None:
+    async with running("NixlConnector") as whole, running("NixlConnector") as pair:
+        addresses = [one.url.removeprefix("http://") for one in (pair.prefill, pair.decode)]
+        async with (
+            duplex_on(tmp_path, kind, *addresses) as made,
+            openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0, timeout=60) as open_ai,
+            anthropic.AsyncAnthropic(base_url=made.url, api_key="none", max_retries=0, timeout=60) as claude,
+        ):
+            assert await ask_all(open_ai, claude) == await whole_answers(whole.decode)
+            # one that comes and goes in several pieces
+            answer = await open_ai.completions.create(
+                model=MODEL, prompt=PROMPT, max_tokens=6, extra_body={"metadata": {"long": "x" * 300_000}}
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 6
+        assert await pair.decode.computed() == 0
+        assert await pair.decode.metric("vllm:nixl_bytes_transferred_count") == 7
+        await pair.are_free()
+
+
+@pytest.mark.parametrize("kind", ["original_dst", "override_host"])
+async def test_there_too_what_is_kept_for_one_decode_engine_is_never_sent_to_another(tmp_path: Path, kind: str) -> None:
+    prefill, (nobody,) = StandIn(), free_ports(1)
+    prefill.is_plain, prefill.pieces = True, (b'{"kv_transfer_params": {"a": 1}}',)
+    async with served(prefill) as address, duplex_on(tmp_path, kind, address, f"127.0.0.1:{nobody}") as made:
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(f"{made.url}/v1/completions", json={"model": MODEL, "prompt": PROMPT})
+        assert answer.status_code == 503
+        # the prefill alone: that gateway would ask any engine after a connection that fails
+        assert prefill.requests == 1
+
+
+class SecuredPair:
+    """A prefill and a decode engine behind TLS, which ask for a client certificate and a key. ``calls``: by role, what
+    came: the server's name in the handshake, the subject of the client's certificate, the key, and the body.
+    """
+
+    NAME: Final = "engine.example.com"
+    KEY: Final = "sk-engine-1"
+
+    def __init__(self, folder: Path, *, prefill_name: str = NAME) -> None:
+        authority, clients = Authority("engines"), Authority("gateways")
+        folder.mkdir()
+        for name, content in (("ca", authority.cert), ("clients", clients.cert), ("key", self.KEY.encode())):
+            (folder / name).write_bytes(content)
+        tls = {"caFile": str(folder / "ca"), "serverName": self.NAME}
+        tls["clientCertificate"] = clients.issue("gateway").write(folder, "gateway")
+        self.connection = {"tls": tls, "apiKeyFile": str(folder / "key")}
+        self.calls: dict[str, list[tuple[str | None, str, str, dict[str, Any]]]] = {"prefill": [], "decode": []}
+        self.contexts = dict[str, ssl.SSLContext]()
+        self._names = dict[str, str | None]()
+        for role, name in (("prefill", prefill_name), ("decode", self.NAME)):
+            context = self.contexts[role] = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            files = authority.issue(name, dns=[name]).write(folder, role)
+            context.load_cert_chain(files["certFile"], files["keyFile"])
+            context.load_verify_locations(folder / "clients")
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.sni_callback = partial(self._on_name, role)
+
+    def _on_name(self, role: str, _: object, name: str | None, __: object) -> None:
+        self._names[role] = name
+
+    async def answer(self, role: str, http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        subject = dict(http.transport.get_extra_info("peercert")["subject"][0])["commonName"]
+        self.calls[role].append((self._names[role], subject, http.headers["authorization"], await http.json()))
+        return web.json_response({"choices": [], "kv_transfer_params": {"from": role}})
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[list[dict[str, object]]]:
+        """As endpoints of a ModelServer."""
+        endpoints = list[dict[str, object]]()
+        async with AsyncExitStack() as stack:
+            for role, context in self.contexts.items():
+                app = web.Application()
+                app.router.add_post("/{path:.*}", partial(self.answer, role))
+                runner = web.AppRunner(app, access_log=None)
+                await runner.setup()
+                stack.push_async_callback(runner.cleanup)
+                await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+                endpoints.append({"address": f"127.0.0.1:{runner.addresses[0][1]}", "labels": {"role": role}})
+            yield endpoints
+
+
+@pytest.mark.parametrize("name", [SecuredPair.NAME, "another.example.com"])
+async def test_a_leg_uses_the_tls_and_the_key_of_its_servers_connection(tmp_path: Path, name: str) -> None:
+    secured = SecuredPair(tmp_path / "engines", prefill_name=name)
+    async with secured.served() as endpoints:
+        more = {"model": MODEL, "endpoints": endpoints, "connection": secured.connection}
+        async with gateway_on(tmp_path, more={**more, "pdGroup": pairs("NixlConnector")}) as gateway:
+            answer = await gateway.http.post(
+                f"{gateway.url}/v1/completions",
+                json={"model": MODEL, "prompt": PROMPT},
+                headers={"authorization": "Bearer of-the-client"},
+            )
+            assert answer.status_code == 200
+            (leg,) = [json.loads(line) for line in gateway.decisions.read_text().splitlines() if "prefill_leg" in line]
+    known = (SecuredPair.NAME, "gateway", f"Bearer {SecuredPair.KEY}")
+    ((*how, body),) = secured.calls["decode"]
+    assert tuple(how) == known
+    if name == SecuredPair.NAME:
+        assert leg["prefill_leg"]["outcome"] == "prefilled"
+        ((*how, asked),) = secured.calls["prefill"]
+        assert tuple(how) == known
+        assert asked["kv_transfer_params"]["do_remote_decode"] is True
+        assert body["kv_transfer_params"] == {"from": "prefill"}
+    else:
+        # its certificate is for another name: it gets nothing
+        assert leg["prefill_leg"]["outcome"] == "unreachable"
+        assert "certificate" in leg["prefill_leg"]["detail"].lower()
+        assert not secured.calls["prefill"]
+        assert "kv_transfer_params" not in body
 
 
 async def _stop(engine: Engine) -> None:
