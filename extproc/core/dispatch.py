@@ -53,11 +53,8 @@ def no_longer_served(server: str) -> NoEndpoint:
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """What a pick knows of its decision. ``body``: what an engine that computes the prompt itself gets instead of the
-    client's, None for that. ``whole``: see Decision.
-    """
+    """What a pick knows of its decision. ``whole``: see Decision."""
 
-    body: bytes | None
     adds_usage: bool
     explanation: Explanation | None = None
     whole: str = ""
@@ -174,6 +171,8 @@ class Dispatcher:
         base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
         pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(arrival, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
+        # while another engine computes the prompt, it is not kept twice
+        body = changed_body(arrival, base) if leg is None else None
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
@@ -215,7 +214,7 @@ class Dispatcher:
         if self._has_peers:
             out.append(Broadcast(_started(record, run)))
         if leg is None or prefill is None:
-            return self.decide(record, run, pending, body=pending.body)
+            return self.decide(record, run, pending, body=body)
         self.legs[record.ticket] = leg, pending
         out.append(prefill)
         return Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
@@ -270,7 +269,7 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
             considered, arrival, record.trace, record.placement, record.forecast, guarded=record.guarded
         )
     adds_usage = "stream_options" in base.fields
-    return PendingDecision(changed_body(arrival, base), adds_usage, explanation, whole)
+    return PendingDecision(adds_usage, explanation, whole)
 
 
 def _leg_of(arrival: Arrival, considered: Consideration, base: Changes) -> Leg | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
+from extproc.core.dispatch import changed_body, constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import Broadcast, CancelPrefill, Effect, Prefill, PrefillEnded, with_fault
 from extproc.core.peers import RequestPrefilled
 from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of_leg, prefill_of
@@ -90,7 +90,7 @@ class PrefillLegs:
                 return
             if refusal is None:
                 self._dispatcher.put(record, State.RUNNING, now)
-                body = judged.body if is_done else pending.body
+                body = judged.body if is_done else changed_body(asked.arrival, asked.base)
                 out.append(self._dispatcher.decide(record, run, pending, body=body, leg=leg, is_leased=event.is_leased))
                 return
         except Exception as error:  # noqa: BLE001 - a mistake of ours, and nobody else would end the wait

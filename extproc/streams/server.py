@@ -146,12 +146,15 @@ class GrpcServer:
         messages = _Messages(call)
         try:
             while (message := await messages.next()) is not None:
-                answers = await self._answers(exchange, message, messages)
+                answers = await self._received(exchange, message)
+                # bodies are not kept while the request waits, nor while the answer takes its time
+                del message
+                if exchange.pending is not None:
+                    answers = await self._decided(exchange, messages)
                 for answer in answers:
                     await call.write(answer)
-                # bodies are not kept while the answer takes its time
                 answer = b""
-                del message, answers
+                del answers
         except IllegalMessage as error:
             self._failures.note("a gateway sends what it may not", error, is_ours=False)
             if exchange.has_answer:
@@ -161,20 +164,30 @@ class GrpcServer:
             messages.stop()
             exchange.close()
 
-    async def _answers(self, exchange: Exchange, message: ProcessingRequest, messages: _Messages) -> list[bytes]:
+    async def _received(self, exchange: Exchange, message: ProcessingRequest) -> list[bytes]:
         """Whatever fails here, requests are refused rather than left to the gateway's failure mode: no request avoids
         its decision by causing a failure of extproc. Answers pass.
         """
         try:
             await self._before_each()
-            answers = exchange.receive(message)
-            while (pending := exchange.pending) is not None:
-                answers = await self._resumed(exchange, pending, messages)
+            return exchange.receive(message)
         except IllegalMessage:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, logged once and answered
             self._failures.note("a request could not be decided and is refused, or an answer passes unread", error)
             return exchange.fail(message)
+
+    async def _decided(self, exchange: Exchange, messages: _Messages) -> list[bytes]:
+        """The same of a request that waits: its answers."""
+        answers: list[bytes] = []
+        try:
+            while (pending := exchange.pending) is not None:
+                answers = await self._resumed(exchange, pending, messages)
+        except IllegalMessage:
+            raise
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._failures.note("a request that waited could not be decided and is refused", error)
+            return [exchange.refuse()]
         return answers
 
     async def _resumed(self, exchange: Exchange, pending: Pending, messages: _Messages) -> list[bytes]:

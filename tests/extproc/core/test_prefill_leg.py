@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from extproc.core.peers import PeerEvent
+    from extproc.core.record import Arrival
+    from extproc.request.prefill import Changes
 
 P, D, E, Q = (f"10.0.0.{number}:8000" for number in range(1, 5))
 SERVER: Final = "default/llama"
@@ -209,6 +211,22 @@ def test_what_is_learned_of_each_engine_is_its_own_time() -> None:
     assert scene.table.tpot_s[decode] == pytest.approx(0.25)
     assert scene.table.prefill_rate[decode] == rates[decode]
     assert transfers.factor(P, D) != 1.0
+
+
+def test_a_body_for_a_decode_engine_that_prefills_is_made_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, changed, made = Scene(config()), dispatch.changed_body, list[bytes | None]()
+
+    def noted(arrival: Arrival, changes: Changes) -> bytes | None:
+        made.append(changed(arrival, changes))
+        return made[-1]
+
+    for module in (dispatch, prefill_leg):
+        monkeypatch.setattr(module, "changed_body", noted)
+    _, first, _ = scene.arrive()
+    decision(scene.answer(first.ticket, 0.5))
+    _, second, _ = scene.arrive()
+    assert not made
+    assert decision(scene.answer(second.ticket, 0.5, failure="not_asked")).body == made[0]
 
 
 FAILURES: Final = {

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import json
 import random
+import weakref
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -712,6 +713,42 @@ async def test_a_held_request_that_the_gateway_answers_by_itself_leaves_the_queu
         assert (piece.body, piece.end_of_stream) == (b"stream timeout", True)
         assert server.table.in_flight.sum() == len(ENGINES)
         assert not server.table.has_failures
+
+
+class Watched:
+    """A message: those of protobuf do not show whether they are kept."""
+
+    def __init__(self, message: ProcessingRequest) -> None:
+        self._message = message
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._message, name)
+
+
+async def test_while_a_request_is_held_its_messages_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have its body once more."""
+    holding, messages = asyncio.Event(), list[weakref.ref[Watched]]()
+
+    async def for_ever(*_: object) -> None:
+        holding.set()
+        await asyncio.Event().wait()
+
+    def parsed(message: bytes | None) -> Watched | None:
+        found = None if message is None else Watched(ProcessingRequest.FromString(message))
+        if found is not None:
+            messages.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr("extproc.streams.server._parsed", parsed)
+    async with served(for_ever, pool=HELD) as server:
+        streams = [server.stream() for _ in [*ENGINES, "held"]]
+        for stream in streams[:-1]:
+            await ask(stream, mode=FULL_DUPLEX)
+        await streams[-1].write(headers(ENVOYS, body_mode=FULL_DUPLEX))
+        await streams[-1].write(body(CHAT, end=True))
+        await holding.wait()
+        assert messages
+        assert [one() for one in messages] == [None] * len(messages)
 
 
 async def test_a_good_answer_passes_where_our_own_code_fails(
