@@ -116,14 +116,14 @@ def main(arguments: list[str] | None = None) -> int:
         hostile = choose_engines(options.hostile)
     except ValueError as error:
         made.error(str(error))
-    # a short soak warms up in a third of its time, at twice the rate
+    # a short soak warms up in a third of its time, at a higher rate
     is_short = options.minutes * 60 < 3 * Limits().warm_up_s
     bounds = Limits(warm_up_s=options.minutes * 20) if is_short else Limits()
     settings = SoakSettings(
         minutes=options.minutes,
         models=options.models,
         rate=options.rate,
-        fill_rate=options.rate * (4 if is_short else 2),
+        fill_rate=options.rate * (3 if is_short else 2),
         fill_s=bounds.warm_up_s,
         hostile=hostile,
         seed=options.seed,
