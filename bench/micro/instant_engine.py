@@ -3,13 +3,15 @@
 
 One process serves them all, each on a port of its own. Answers are not streamed: a gateway that sends headers and the
 first bytes apart and without TCP_NODELAY would be measured by its client's delayed acknowledgements (40 ms). Only a
-request that asks for it by a header gets its answer in events, one each 5 ms, as tokens come.
+request that asks for it by a header gets its answer in events, one each 5 ms, as tokens come. A prefill engine answers
+with the parameters of a transfer, after a pause if it is to hold requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 import sys
 from importlib.resources import files
@@ -41,6 +43,7 @@ _ABOUT: Final = (
 )
 
 
+_BLOCK_TOKENS: Final = 16
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -56,13 +59,16 @@ _METRICS: Final = _answer((files("bench.micro") / "vllm_metrics.txt").read_bytes
 
 
 class _Connection(asyncio.Protocol):
-    """One request after the other; bodies are counted, never kept."""
+    """One request after the other; bodies are counted, never kept. ``post``: the answer to each. ``pause_s``: before
+    it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, post: bytes = _ANSWER_TO_POST, pause_s: float = 0.0) -> None:
+        self._post, self._pause_s = post, pause_s
         self._head = b""
         self._body_left = 0
         self._is_chunked = False
-        self._answer = _ANSWER_TO_POST
+        self._answer = post
         self._events = 0
         self._transport: asyncio.Transport
 
@@ -76,7 +82,7 @@ class _Connection(asyncio.Protocol):
             if not found:
                 return
             self._head = b""
-            self._answer = _answer_to(head)
+            self._answer = _answer_to(head, self._post)
             self._is_chunked = is_chunked(head)
             self._events = _number_in(head, EVENTS)
             self._body_left = content_length(head)
@@ -88,6 +94,8 @@ class _Connection(asyncio.Protocol):
             if self._events:
                 self._transport.write(_STREAM_HEAD)
                 self._send_events()
+            elif self._pause_s and self._answer is self._post:
+                asyncio.get_running_loop().call_later(self._pause_s, self._transport.write, self._answer)
             else:
                 self._transport.write(self._answer)
 
@@ -104,10 +112,25 @@ def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def _answer_to(head: bytes) -> bytes:
+def _answer_to(head: bytes, post: bytes) -> bytes:
     if head.startswith(b"GET /metrics"):
         return _METRICS
-    return _ANSWER_TO_GET if head.startswith(b"GET ") else _ANSWER_TO_POST
+    return _ANSWER_TO_GET if head.startswith(b"GET ") else post
+
+
+def prefilled(tokens: int) -> bytes:
+    """The answer of a prefill engine to a prompt of so many tokens, as vLLM's NixlConnector writes it."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(range(tokens // _BLOCK_TOKENS))],
+        "remote_engine_id": "7c0d4c7e-6a5e-4c53-9a3c-3f3c2f2b8f10",
+        "remote_request_id": "chatcmpl-1-1a2b3c4d",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+    }
+    return _answer(_CHAT[:-1] + b',"kv_transfer_params":' + json.dumps(params).encode() + b"}")
 
 
 def is_chunked(head: bytes) -> bool:
@@ -125,20 +148,30 @@ def _number_in(head: bytes, name: str) -> int:
     return next((int(line[len(key) :]) for line in head.split(b"\r\n") if line.lower().startswith(key)), 0)
 
 
-async def serve(ports: list[int], *, everywhere: bool) -> None:
-    """Serve for ever. ``everywhere``: at all addresses of the loopback interface, which are many, and no other."""
-    loop = asyncio.get_running_loop()
+async def serve(ports: list[int], *, everywhere: bool, post: bytes = _ANSWER_TO_POST, pause_s: float = 0.0) -> None:
+    """Serve for ever. ``everywhere``: at all addresses of the loopback interface, which are many, and no other.
+    ``post``: the answer to requests, ``pause_s`` after each.
+    """
+    loop, servers = asyncio.get_running_loop(), []
     for port in ports:
         listening = socket.create_server(("0.0.0.0" if everywhere else "127.0.0.1", port), backlog=1024)  # noqa: S104
         if everywhere:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-        await loop.create_server(_Connection, sock=listening)
-    await asyncio.Event().wait()
+        servers.append(await loop.create_server(lambda: _Connection(post, pause_s), sock=listening))
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for server in servers:
+            server.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="bench.micro.instant_engine", description=__doc__)
     parser.add_argument("--ports", required=True, help="separated by commas")
     parser.add_argument("--everywhere", action="store_true", help="at 127.0.0.0/8 instead of 127.0.0.1")
+    parser.add_argument("--prefilled", type=int, default=0, metavar="TOKENS", help="be a prefill engine")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="before each answer to a request")
     options = parser.parse_args()
-    sys.exit(uvloop.run(serve([int(port) for port in options.ports.split(",")], everywhere=options.everywhere)))
+    post = prefilled(options.prefilled) if options.prefilled else _ANSWER_TO_POST
+    numbers = [int(port) for port in options.ports.split(",")]
+    sys.exit(uvloop.run(serve(numbers, everywhere=options.everywhere, post=post, pause_s=options.pause)))

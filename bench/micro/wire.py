@@ -100,15 +100,18 @@ class WireLoad:
         self._open = 0
         self._all_closed = asyncio.Event()
 
-    async def run(self, host: str, port: int, *, seconds: float) -> float:
-        """Answers a second, over about ``seconds``. Raises RuntimeError if an answer is not 200."""
+    async def run(self, host: str, port: int, *, seconds: float, patience_s: float = 30.0) -> float:
+        """Answers a second, over about ``seconds``. Raises RuntimeError if an answer is not 200.
+
+        ``patience_s``: with the last answers.
+        """
         began_s = self.clock()
         for number in range(self._connections):
             self._open += 1
             await asyncio.get_running_loop().create_connection(partial(_Connection, self, number * 7), host, port)
         await asyncio.sleep(seconds)
         self._is_over = True
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience_s):
             await self._all_closed.wait()
         if self._refused:
             msg = f"an answer was not 200: {self._refused!r}"
