@@ -270,7 +270,7 @@ async def test_pairs_are_of_one_group_while_groups_are_replaced(site: Site) -> N
         "decideBy": "UncachedTokens",
         "prefillLabels": {names.ROLE: "prefill"},
         "decodeLabels": {names.ROLE: "decode"},
-        "groupKey": names.GROUP,
+        "groupKey": names.GROUP_REVISION,
         "minUncachedTokens": 0,
     }
     roles = [site.role("prefill"), site.role("decode")]

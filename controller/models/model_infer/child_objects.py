@@ -9,6 +9,7 @@ Requests are spread over all groups alike, so one group stands for the others.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,6 +58,7 @@ def pod(place: PodPosition, revision: Revision, role: RoleRevision, ask: PodOpti
         names.MODEL_INFER: owner["name"],
         names.REVISION: revision.hash,
         names.ROLE_REVISION: role.hash,
+        names.GROUP_REVISION: names.group_revision(place.group, revision.hash),
         **place.labels,
         **ask.labels,
         **({names.SCALE_UNIT: "true"} if ask.is_scale_unit else {}),
@@ -269,10 +271,32 @@ def old_revisions(groups: Sequence[Group], target: DesiredState) -> Iterator[Del
         yield Delete(CONTROLLER_REVISIONS, one.key, one.uid)
 
 
-def relabelled_pods(wanted: Changes) -> Iterator[Annotate]:
-    """Pods whose role has not changed are relabelled with the new revision."""
-    for pod, revision in wanted.renamed:
-        yield Annotate(PODS, pod.key, pod.uid, labels={names.REVISION: revision})
+def relabelled_pods(groups: Sequence[Group], wanted: Changes) -> Iterator[Annotate]:
+    """Pods whose role has not changed are relabelled with the new revision. They form pairs with the engines of another
+    role that has changed once no more of these serve in the old revision than in the new one.
+    """
+    renamed = {pod.key: revision for pod, revision in wanted.renamed}
+    for group in groups:
+        for pod in (each for one in group.replicas for each in one.live):
+            revision = renamed.get(pod.key, pod.revision)
+            if not revision:
+                continue
+            labels = {names.REVISION: revision}
+            if _has_partners(group, revision, renamed):
+                labels[names.GROUP_REVISION] = names.group_revision(group.ordinal, revision)
+            changed = {name: value for name, value in labels.items() if pod.labels.get(name) != value}
+            if changed:
+                yield Annotate(PODS, pod.key, pod.uid, labels=changed)
+
+
+def _has_partners(group: Group, revision: str, renamed: Mapping[str, str]) -> bool:
+    """Whether in each role no more replicas serve in another revision than in ``revision``."""
+    surplus: Counter[str] = Counter()
+    for one in group.replicas:
+        if one.is_ready:
+            is_of_it = all(renamed.get(pod.key, pod.revision) == revision for pod in one.live)
+            surplus[one.place.role] += 1 if is_of_it else -1
+    return min(surplus.values(), default=0) >= 0
 
 
 def revisions_wanted(groups: Sequence[Group], wanted: Changes) -> Mapping[int, Revision]:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "attache.dev/"
 MODEL_INFER: Final = PREFIX + "model-infer"
-# The group's ordinal; a prefill and a decode engine of the same group make a pair.
+# The group's ordinal.
 GROUP: Final = PREFIX + "group"
+# Both, as 0-5f1c09aa3e: a prefill and a decode engine with the same value make a pair, so never of two revisions.
+GROUP_REVISION: Final = PREFIX + "group-revision"
 ROLE: Final = PREFIX + "role"
 ROLE_REPLICA: Final = PREFIX + "role-replica"
 # 0 is the entry pod.
@@ -75,6 +77,11 @@ def pod_name(owner: str, place: PodPosition) -> str:
 def service_name(owner: str, place: PodPosition) -> str:
     """``llama-0-decode-1``: the Service in which the pods of one replica of a role find each other."""
     return f"{owner}-{place.group}-{place.role}-{place.replica}"
+
+
+def group_revision(group: int, revision: str) -> str:
+    """``0-5f1c09aa3e``: the value of the label ``GROUP_REVISION``."""
+    return f"{group}-{revision}"
 
 
 def pod_group_name(owner: str, group: int) -> str:

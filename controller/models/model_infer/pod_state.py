@@ -55,6 +55,11 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     deletion_cost: int
 
     @property
+    def labels(self) -> Mapping[str, str]:
+        """All of them."""
+        return self.thing["metadata"].get("labels") or {}
+
+    @property
     def status(self) -> Mapping[str, Any]:
         """As the kubelet wrote it."""
         return self.thing.get("status") or {}

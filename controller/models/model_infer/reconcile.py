@@ -62,7 +62,7 @@ def reconcile(observed: ModelInferState, now_s: float) -> Plan:
             *child_objects.new_revision(target),
             *rollout.notes,
             *drained.marked,
-            *child_objects.relabelled_pods(wanted),
+            *child_objects.relabelled_pods(groups, wanted),
             *child_objects.label_corrections(groups, ganged.missing),
             *child_objects.once((*recovered.deleted, *ganged.deleted, *drained.deleted)),
             *pod_groups(revisions, target, observed, ganged.form),
