@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -33,12 +33,17 @@ class ModelFormat(Layered, frozen=True):
 
 class Disaggregation(Layered, frozen=True):
     """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``connector``:
-    how KV caches are moved. ``prefill_config`` and ``decode_config``: overrides for engines of one role.
+    how KV caches are moved. ``leg``: who requests the prefill; without it the gateway where it can, else a sidecar in
+    the decode engine's pod, which you add. ``on_prefill_failure``: of the gateway's leg. ``prefill_config`` and
+    ``decode_config``: overrides for engines of one role.
     """
 
     prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     decode: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     connector: Connector = "NIXL"
+    leg: Literal["Gateway", "Sidecar"] | None = None
+    # Local: the decode engine computes the prompt. Fail: the request is answered 503.
+    on_prefill_failure: Literal["Local", "Fail"] = "Local"
     prefill_config: EngineConfig = EngineConfig()
     decode_config: EngineConfig = EngineConfig()
 

@@ -25,14 +25,17 @@ from controller.kube.resources import (
 )
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
 from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, model_infer_spec, warmers
-from controller.models.model_infer.names import ENTRY, GROUP, MODEL_INFER, ROLE
+from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
+from controller.models.runtimes.legs import own_leg
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from controller.api.model import Disaggregation
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
+    from controller.models.runtimes.presets import Preset
 
 # A digest of the applied object. Only the digest shows fields that are no longer desired.
 APPLIED: Final = "attache.dev/applied"
@@ -147,11 +150,7 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     else:
         spec["scrapeInterval"] = "0s"
     if made.backend.disaggregation is not None:
-        spec["pdGroup"] = {
-            "prefillLabels": {ROLE: "prefill"},
-            "decodeLabels": {ROLE: "decode"},
-            "groupKey": GROUP,
-        }
+        spec["pdGroup"] = _pd_group(made.preset, made.backend.disaggregation)
     if config.kv_events:
         ranks = {"dataParallelSize": config.parallelism.data} if config.parallelism.data > 1 else {}
         spec["kvEvents"] = {**_KV_EVENTS, **ranks}
@@ -167,6 +166,19 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     if activation is not None:
         spec["activation"] = activation
     return spec
+
+
+def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
+    """Both engines of a pair are of one group and one revision: those of two versions may not understand each other."""
+    found = {
+        "prefillLabels": {ROLE: "prefill"},
+        "decodeLabels": {ROLE: "decode"},
+        "groupKey": GROUP_REVISION,
+    }
+    connector = own_leg(preset.spec.engine, wanted)
+    if connector is None:
+        return {**found, "leg": "Sidecar"}
+    return {**found, "leg": "Gateway", "connector": connector, "onPrefillFailure": wanted.on_prefill_failure}
 
 
 def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:

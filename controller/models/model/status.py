@@ -13,13 +13,14 @@ from controller.kube.resources import key_of
 from controller.models.model.children import is_settled, shares
 from controller.models.model.model_state import BACKEND, PURPOSE
 from controller.models.model.pods import DOWNLOAD, ENGINE, cannot_warm, initial_replicas
+from controller.models.runtimes.legs import why_sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from controller.kube.resources import Object
     from controller.models.model.children import Child
-    from controller.models.model.model_state import ModelState, ResolvedModel, Unresolved
+    from controller.models.model.model_state import ModelState, ResolvedBackend, ResolvedModel, Unresolved
 
 Condition = dict[str, Any]
 # Conditions by which each kind reports that it works.
@@ -366,9 +367,7 @@ def _conditions(
     by_kind: dict[str, list[Object]] = {}
     for (kind, _), thing in sorted(owned.items()):
         by_kind.setdefault(kind, []).append(thing)
-    resolved = condition(
-        "Resolved", True, "Resolved", ", ".join(f"{one.backend.name}: {one.preset}" for one in model.backends)
-    )
+    resolved = condition("Resolved", True, "Resolved", ", ".join(_resolved(one) for one in model.backends))
     if taken:
         resolved = condition("Resolved", False, "NameTaken", _taken(taken))
     route = of_children("ModelRoutesReady", "ModelRoute", by_kind.get("ModelRoute", ()))
@@ -384,6 +383,13 @@ def _conditions(
         found.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
     is_reached = any(condition_of(one, "Available").get("status") == "True" for one in by_kind.get("ModelServer", ()))
     return [*found, _ready(model, phase, failure, route, is_reached=is_reached)]
+
+
+def _resolved(made: ResolvedBackend) -> str:
+    """Its runtime, and what its user still has to do."""
+    wanted, found = made.backend.disaggregation, f"{made.backend.name}: {made.preset}"
+    why = why_sidecar(made.preset.spec.engine, wanted) if wanted is not None else ""
+    return f"{found} ({why}; run a sidecar that does)" if why else found
 
 
 def _infers(states: Sequence[BackendState]) -> Condition:

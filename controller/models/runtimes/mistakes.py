@@ -9,14 +9,15 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
+from controller.models.runtimes.legs import own_leg, why_sidecar
 from controller.models.runtimes.presets import built_in
 from controller.models.runtimes.settings import gpus_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controller.api.model import Backend, ModelSpec
-    from controller.api.serving_runtime import EngineConfig
+    from controller.api.model import Backend, Disaggregation, ModelSpec
+    from controller.api.serving_runtime import Engine, EngineConfig
     from controller.models.runtimes.presets import Preset
 
 # Directories of nodes for ``file://`` and for caches. They must not overlap: any Model of the namespace writes to a
@@ -49,13 +50,27 @@ def unsupported_features(
     wanted = backend.disaggregation
     if wanted is not None and wanted.connector not in preset.spec.connectors:
         known = ", ".join(preset.spec.connectors) or "no connector"
-        yield f"{preset} has {known}, but disaggregation asks for {wanted.connector}"
+        yield (
+            f"{preset} has {known}, but disaggregation asks for {wanted.connector}; write another connector, engine or"
+            " runtime"
+        )
+    if wanted is not None:
+        yield from _without_effect(preset.spec.engine, wanted)
     if config.nodes > 1 and not preset.spec.multi_node:
         yield f"{preset} cannot spread one engine over {config.nodes} nodes; use one node or another runtime"
     if has_adapters and not preset.spec.adapters:
         yield f"{preset} cannot load LoRA adapters; remove adapters or use another runtime"
     if not config.image and not _has_image(preset, config):
         yield f"{preset} names no image; write config.image"
+
+
+def _without_effect(engine: Engine, wanted: Disaggregation) -> Iterator[str]:
+    """Settings of a leg that the gateway does not make."""
+    why = why_sidecar(engine, wanted)
+    if wanted.leg == "Gateway" and why:
+        yield f"disaggregation.leg: {why}; leave it out, and run a sidecar"
+    elif wanted.on_prefill_failure == "Fail" and own_leg(engine, wanted) is None:
+        yield "disaggregation.onPrefillFailure has no effect where a sidecar requests the prefill; leave it out"
 
 
 def _has_image(preset: Preset, config: EngineConfig) -> bool:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who requests the prefill of engines in two roles: the gateway where extproc has the connector, else a sidecar."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from controller.api.model import Disaggregation
+    from controller.api.serving_runtime import Connector, Engine
+    from extproc.api.model_server import Connector as OwnConnector
+
+# The connectors of extproc's own leg. SGLang's engines must have a request both at once, and TensorRT-LLM's decode
+# engines need more than parameters: extproc has neither yet.
+OWN_LEGS: Final[Mapping[tuple[Engine, Connector], OwnConnector]] = MappingProxyType(
+    {("vLLM", "NIXL"): "NixlConnector", ("vLLM", "LMCache"): "LMCacheConnectorV1"}
+)
+
+
+def own_leg(engine: Engine, wanted: Disaggregation) -> OwnConnector | None:
+    """The connector by which the gateway requests prefills; None: a sidecar does."""
+    return None if wanted.leg == "Sidecar" else OWN_LEGS.get((engine, wanted.connector))
+
+
+def why_sidecar(engine: Engine, wanted: Disaggregation) -> str:
+    """Why a sidecar is needed that nobody has asked for; empty where none is."""
+    if wanted.leg == "Sidecar" or own_leg(engine, wanted) is not None:
+        return ""
+    return f"extproc requests no prefills of {engine} with {wanted.connector} yet"
