@@ -25,7 +25,7 @@ from controller.kube.resources import (
 )
 from controller.models.runtimes import presets
 from controller.models.runtimes.layers import LayeredModel, NotMergeable, engine_config, merge_layers
-from controller.models.runtimes.mistakes import FILE_PATHS, mistakes, unsupported_features
+from controller.models.runtimes.mistakes import FILE_PATHS, different_blocks, mistakes, unsupported_features
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
 from controller.models.runtimes.settings import EngineSettings, Weights, format_of, unknown_settings, weights_of
 from extproc.api.quantities import decode_quantity
@@ -209,6 +209,8 @@ def _backend(
         for role in roles
         for one in unsupported_features(preset, backend, role.engine.config, has_adapters=base.has_adapters)
     ]
+    if len(roles) > 1:
+        wrong += different_blocks(*(role.engine.config for role in roles))
     wrong += [
         f"{preset} has a rule with '{one}', which is no setting" for one in unknown_settings(preset.spec.arguments)
     ]

@@ -43,6 +43,8 @@ ADAPTERS_FILE: Final = "adapters.json"
 _ADAPTERS: Final = "adapters"
 # In addition to the drain: SIGTERM, the sidecar's end, a slow node.
 _AFTER_DRAIN_S: Final = 30
+# Of prefill engines, after the drain: others fetch what they have computed. vLLM's preset has it as --shutdown-timeout.
+TRANSFER_S: Final = 60
 # What only a pod has that requests are sent to.
 _OF_ENTRIES: Final = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "ports")
 # What decides on which nodes a pod may run.
@@ -116,7 +118,9 @@ def _ours(
         "initContainers": init,
         "containers": [_engine(model, made, role, node, drains=has_agent)],
         "volumes": volumes,
-        "terminationGracePeriodSeconds": _drain_s(config) + _AFTER_DRAIN_S,
+        "terminationGracePeriodSeconds": _drain_s(config)
+        + _AFTER_DRAIN_S
+        + (TRANSFER_S if role.name == "prefill" else 0),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,8 @@ FILE_PATHS: Final = ("/models", "/mnt/models")
 CACHE_PATHS: Final = ("/var/lib/attache",)
 # A pod's name is its host name: <ModelInfer>-<group>-<role>-<replica>-<worker>, of at most 63 characters.
 LONGEST_NAME: Final = 63 - len("-9999-prefill-63-999")
+# Of vLLM and SGLang.
+_BLOCK_SIZES: Final = ("--block-size", "--page-size")
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 # First words of paths that gateways serve.
 _RESERVED: Final = frozenset({"v1", "v2", "publishers"})
@@ -71,6 +74,21 @@ def _without_effect(engine: Engine, wanted: Disaggregation) -> Iterator[str]:
         yield f"disaggregation.leg: {why}; leave it out, and run a sidecar"
     elif wanted.on_prefill_failure == "Fail" and own_leg(engine, wanted) is None:
         yield "disaggregation.onPrefillFailure has no effect where a sidecar requests the prefill; leave it out"
+
+
+def different_blocks(prefill: EngineConfig, decode: EngineConfig) -> Iterator[str]:
+    """A KV cache is handed over in blocks, which must have one size; engines' defaults are those of the model."""
+    for flag in _BLOCK_SIZES:
+        sizes = [_value(flag, one.args) for one in (prefill, decode)]
+        if sizes[0] != sizes[1]:
+            written = " and ".join("none" if one is None else one for one in sizes)
+            yield f"prefill and decode have different {flag}, {written}; write it once, into the backend's config.args"
+
+
+def _value(flag: str, args: Sequence[str]) -> str | None:
+    """Of the last occurrence, as ``--flag=value`` or two words; None: it is not there."""
+    words = [part for one in args for part in (one.split("=", 1) if one.startswith("--") else [one])]
+    return next((value for name, value in reversed(list(pairwise([*words, ""]))) if name == flag), None)
 
 
 def _has_image(preset: Preset, config: EngineConfig) -> bool:

@@ -100,6 +100,27 @@ def test_what_engine_and_connector_cannot_do_is_refused(disaggregation: Plain, w
     assert words in made.problem
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        (["--block-size=32"], ["--block-size", "32"], ""),
+        ([], [], ""),
+        (["--block-size=32"], ["--block-size=16"], "prefill and decode have different --block-size, 32 and 16;"),
+        (["--block-size=32"], [], "different --block-size, 32 and none; write it once, into the backend's config.args"),
+    ],
+)
+def test_both_engines_have_blocks_of_one_size(prefill: list[str], decode: list[str], words: str) -> None:
+    (made,) = render_models([model({"prefillConfig": {"args": prefill}, "decodeConfig": {"args": decode}})])
+    assert words in made.problem
+    assert bool(words) == bool(made.problem)
+
+
+def test_a_prefill_engine_has_time_to_hand_its_kv_caches_over() -> None:
+    roles = child(model(), "ModelInfer")["spec"]["template"]["roles"]
+    grace_s = {one["name"]: one["entryTemplate"]["spec"]["terminationGracePeriodSeconds"] for one in roles}
+    assert grace_s == {"prefill": 300 + 60 + 30, "decode": 300 + 30}
+
+
 class Pairs:
     """A Model's ModelInfer as it is rolled out, and the pairs that a gateway makes of its pods."""
 

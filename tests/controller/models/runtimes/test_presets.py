@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import yaml
 
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import Arguments, EngineConfig, LoraLimits, Parallelism
+from controller.models.model.pods import TRANSFER_S
 from controller.models.runtimes.presets import built_in, objects
 from controller.models.runtimes.settings import EngineSettings, settings_of, unknown_settings, words
+from extproc.api.model_server import PdGroup
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"
@@ -87,17 +90,57 @@ def test_limits_of_adapters_are_nothing_without_adapters() -> None:
     assert args("vllm", lora=LoraLimits(max_loaded=2)) == args("vllm")
 
 
+def transfers(connector: str, role: str) -> dict[str, Any]:
+    """The last word of vLLM's command line."""
+    flag, _, value = args("vllm", connector=connector, role=role)[-1].partition("=")
+    assert flag == "--kv-transfer-config"
+    found: dict[str, Any] = json.loads(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("connector", "role", "name", "kv_role"),
+    [
+        ("NIXL", "prefill", "NixlConnector", "kv_producer"),
+        ("NIXL", "decode", "NixlConnector", "kv_consumer"),
+        # a store that both read and write
+        ("LMCache", "prefill", "LMCacheConnectorV1", "kv_both"),
+        ("LMCache", "decode", "LMCacheConnectorV1", "kv_both"),
+        ("Mooncake", "prefill", "MooncakeConnector", "kv_producer"),
+        ("Mooncake", "decode", "MooncakeConnector", "kv_consumer"),
+    ],
+)
+def test_vllm_moves_kv_caches_and_computes_what_did_not_come(
+    connector: str, role: str, name: str, kv_role: str
+) -> None:
+    found = transfers(connector, role)
+    assert (found["kv_connector"], found["kv_role"]) == (name, kv_role)
+    assert found["kv_load_failure_policy"] == "recompute"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_lease_of_vllm_is_that_of_a_model_server(role: str) -> None:
+    lease_s = transfers("NIXL", role)["kv_connector_extra_config"]["kv_lease_duration"]
+    assert lease_s == float(PdGroup(prefill_labels={}, decode_labels={}).lease)
+
+
+def test_a_prefill_engine_that_stops_waits_for_who_fetches_from_it_and_its_pod_for_longer() -> None:
+    assert f"--shutdown-timeout={TRANSFER_S}" in args("vllm", connector="NIXL", role="prefill")
+    assert not any("--shutdown-timeout" in one for one in args("vllm", connector="NIXL", role="decode") + args("vllm"))
+
+
 @pytest.mark.parametrize(
     ("connector", "role", "expected"),
     [
-        ("NIXL", "prefill", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'),
-        ("LMCache", "prefill", '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_producer"}'),
-        ("LMCache", "decode", '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}'),
-        ("Mooncake", "decode", '{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}'),
+        ("NIXL", "prefill", {"VLLM_NIXL_SIDE_CHANNEL_HOST": "", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}),
+        ("NIXL", "decode", {"VLLM_NIXL_SIDE_CHANNEL_HOST": "", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}),
+        ("LMCache", "decode", {"PYTHONHASHSEED": "0"}),
+        ("Mooncake", "prefill", {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "8998"}),
+        ("Mooncake", "decode", {}),
     ],
 )
-def test_vllm_moves_kv_caches(connector: str, role: str, expected: str) -> None:
-    assert args("vllm", connector=connector, role=role)[-1] == f"--kv-transfer-config={expected}"
+def test_vllm_finds_the_other_engine(connector: str, role: str, expected: dict[str, str]) -> None:
+    assert env("vllm", connector=connector, role=role) == expected
 
 
 def test_vllm_over_nodes() -> None:
