@@ -89,6 +89,11 @@ def _add_health(made: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='the request that shows that the model answers, for V2 servers: JSON {"path": ..., "body": {...}}',
     )
+    add(
+        "--disaggregated",
+        action="store_true",
+        help="the engine is one of prefill and decode: it is asked in a way that needs no other engine",
+    )
     add("--warm-up", type=_count, metavar="N", default=0, help="rounds of the prompts below; default: %(default)s")
     add(
         "--warm-up-tokens",

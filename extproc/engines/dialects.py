@@ -73,6 +73,7 @@ class Dialect(msgspec.Struct, frozen=True):
     ``cache_info``            metric whose labels ``block_label`` and ``blocks_label`` have the size of the KV cache
     ``block_size, blocks``    gauges with the same size, in place of ``cache_info``
     ``finishes_requests``     after SIGTERM it waits by itself for running requests, which its metrics do not count
+    ``unpaired``              fields of a body to which a prefill or decode engine answers without the other one
     ========================  =======================================================================================
     """
 
@@ -93,6 +94,7 @@ class Dialect(msgspec.Struct, frozen=True):
     block_size: str = ""
     blocks: str = ""
     finishes_requests: bool = False
+    unpaired: MappingProxyType[str, str | int] = MappingProxyType({})
 
 
 def _sources(names: Mapping[str, str | MetricName | tuple[str | MetricName, ...]]) -> Sources:
@@ -138,6 +140,8 @@ _VLLM: Final = Dialect(
 _SGLANG: Final = Dialect(
     name="SGLang",
     health="/health",
+    # FAKE_BOOTSTRAP_HOST, as SGLang's own warm-up has it: nothing is transferred
+    unpaired=MappingProxyType({"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}),
     adapters="lora",
     load_path="/load_lora_adapter",
     unload_path="/unload_lora_adapter",

@@ -44,6 +44,7 @@ PROBES: Final[Mapping[Api, str]] = MappingProxyType(
 # As extproc: vLLM's pages have 30 to 200 KB.
 _MOST_BYTES: Final = 4 * 1024 * 1024
 _CHUNK_BYTES: Final = 64 * 1024
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
@@ -57,15 +58,17 @@ class ModelRequest(msgspec.Struct, frozen=True):
     is_form: bool = False
 
 
-def build_model_request(api: Api, *, model: str, prompt: str, max_tokens: int) -> ModelRequest:
-    """The example of ``api`` with another prompt."""
+def build_model_request(
+    api: Api, *, model: str, prompt: str, max_tokens: int, more: Mapping[str, Any] = _NOTHING
+) -> ModelRequest:
+    """The example of ``api`` with another prompt. ``more``: further fields."""
     spec = api.spec
     body: dict[str, Any] = {"model": model, **spec.example}
     if spec.prompt == "messages":
         body["messages"] = [{"role": "user", "content": prompt}]
     body |= {name: prompt for name in ("prompt", "input", "query", "text_1") if name in body}
     if "max_tokens" in body:
-        body |= {"max_tokens": max_tokens, "temperature": 0}
+        body |= {"max_tokens": max_tokens, "temperature": 0, **more}
     return ModelRequest(spec.paths[0], body, PROBES[api], is_form=spec.body == "form")
 
 

@@ -173,7 +173,9 @@ class EngineWatch:
                 raise EngineFailed(str(error)) from error
         why = ""
         for api in PROBES:
-            request = build_model_request(api, model=self._model, prompt="Hello", max_tokens=1)
+            request = build_model_request(
+                api, model=self._model, prompt="Hello", max_tokens=1, more=self._settings.more
+            )
             try:
                 if await self._must_answer(request):
                     self._api = api
@@ -237,7 +239,13 @@ class EngineWatch:
         if self._api is None:
             return []
         return [
-            build_model_request(self._api, model=self._model, prompt=prompt, max_tokens=warm_up.max_tokens)
+            build_model_request(
+                self._api,
+                model=self._model,
+                prompt=prompt,
+                max_tokens=warm_up.max_tokens,
+                more=self._settings.more,
+            )
             for prompt in warm_up_prompts(warm_up.rounds, warm_up.lengths, warm_up.prompts)
         ]
 

@@ -17,6 +17,7 @@ from extproc.engines.dialects import DIALECTS, Dialect
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
 
 class WarmUp(msgspec.Struct, frozen=True):
@@ -48,7 +49,9 @@ class AdapterSettings(msgspec.Struct, frozen=True):
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
-    """``model``: empty for the first that the engine lists. ``probe``: the request in place of the dialect's own."""
+    """``model``: empty for the first that the engine lists. ``probe``: the request in place of the dialect's own.
+    ``is_disaggregated``: the engine is one of prefill and decode.
+    """
 
     engine: str
     dialect: Dialect
@@ -59,12 +62,18 @@ class AgentSettings(msgspec.Struct, frozen=True):
     adapters: AdapterSettings = AdapterSettings()
     model: str = ""
     probe: ModelRequest | None = None
+    is_disaggregated: bool = False
     probe_interval_s: float = 2.0
     metrics_interval_s: float = 5.0
     # how long the first answer of the model may take
     answer_timeout_s: float = 300.0
     engine_key_file: Path | None = None
     token_file: Path | None = None
+
+    @property
+    def more(self) -> Mapping[str, str | int]:
+        """Further fields of the agent's own requests: no other engine takes part in them."""
+        return self.dialect.unpaired if self.is_disaggregated else {}
 
 
 def settings_of(options: argparse.Namespace) -> AgentSettings:
@@ -103,6 +112,7 @@ def settings_of(options: argparse.Namespace) -> AgentSettings:
         ),
         model=options.model,
         probe=probe,
+        is_disaggregated=options.disaggregated,
         probe_interval_s=options.probe_interval,
         engine_key_file=options.engine_key_file,
         token_file=options.token_file,

@@ -109,7 +109,7 @@ def _ours(
     init = [download(model, settings)] if model.weights.is_downloaded else []
     volumes = list(model.weights.volumes)
     if has_agent:
-        init.append(_sidecar(model, made, config, settings))
+        init.append(_sidecar(model, made, role, settings))
     if has_agent and model.spec.adapters:
         volumes.append({"name": _ADAPTERS, "configMap": {"name": f"{model.name}-adapters"}})
         if not model.weights.is_downloaded:
@@ -204,9 +204,9 @@ def _credentials(model: ResolvedModel) -> Plain:
     return {"envFrom": [{"secretRef": {"name": model.spec.secret_ref}}]} if model.spec.secret_ref else {}
 
 
-def _sidecar(model: ResolvedModel, made: ResolvedBackend, config: EngineConfig, settings: ModelSettings) -> Plain:
+def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, settings: ModelSettings) -> Plain:
     """The sidecar: it starts before the engine and ends after it."""
-    preset = made.preset.spec
+    preset, config = made.preset.spec, role.engine.config
     found: Plain = {
         "name": _AGENT,
         "image": settings.image,
@@ -218,6 +218,7 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, config: EngineConfig, 
             f"--dialect={preset.agent.dialect}",
             f"--model={model.served_name}",
             f"--drain-timeout={_drain_s(config)}",
+            *(["--disaggregated"] if role.engine.role is not None else []),
             # every pod can reach this port, and downloads use the Model's credentials
             "--declared-only",
             *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),

@@ -155,6 +155,6 @@ def _cannot_disaggregate(backend: Backend, where: str) -> Iterator[str]:
         known = [one for one in built_in().values() if one.spec.engine == backend.engine]
         if known and not any(one.spec.connectors for one in known):
             yield (
-                f"{where}: {backend.engine} has no disaggregation here; use vLLM or SGLang, or name a runtime that"
-                " has it"
+                f"{where}: {backend.engine} has no disaggregation here; use vLLM, SGLang or TensorRT-LLM, or name a"
+                " runtime that has it"
             )

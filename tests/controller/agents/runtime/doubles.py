@@ -43,6 +43,8 @@ class FakeEngine:
         self.refused_paths: list[str] = []
         # paths that answer 200, and nothing of which there is to check
         self.other_paths: list[str] = []
+        # fields without which a question is refused
+        self.needs: set[str] = set()
         self.has_metrics = True
         self.running = 0
         self.waiting = 0
@@ -134,6 +136,8 @@ class FakeEngine:
         body = await request.json()
         if request.path in self.refused_paths:
             return web.json_response({"detail": "Not Found"}, status=404)
+        if not self.needs <= body.keys():
+            return web.json_response({"message": "no bootstrap room"}, status=400)
         self.prompts.append(str(body.get("prompt", body.get("messages", ""))))
         return web.json_response({"choices": [{"text": "x"}], "data": [{"embedding": [0.0]}]})
 
@@ -235,6 +239,7 @@ async def beside(
     warm_up: WarmUp | None = None,
     adapters: dict[str, Any] | None = None,
     token_file: Path | None = None,
+    **more: Any,  # noqa: ANN401 - fields of AgentSettings
 ) -> AsyncIterator[Beside]:
     """The agent with a server on a port of its own; times are short. ``adapters``: fields of AdapterSettings."""
     url = f"http://127.0.0.1:{engine.port}"
@@ -242,7 +247,7 @@ async def beside(
     own = {"keep_s": 0.0, "policy": SourcePolicy((cache,)), "cache": cache, "links": cache / "adapters"}
     settings = AgentSettings(
         engine=url,
-        dialect=DIALECTS["vLLM"],
+        dialect=more.pop("dialect", DIALECTS["vLLM"]),
         metrics_url=f"{url}/metrics",
         health=health or HealthSettings(failures=3, probe_timeout_s=5.0, dead_after_s=30.0),
         drain=drain or DrainSettings(settle_s=0.0, timeout_s=30.0),
@@ -251,6 +256,7 @@ async def beside(
         probe_interval_s=0.02,
         metrics_interval_s=0.05,
         token_file=token_file,
+        **more,
     )
     downloads = FakeDownloads(tmp_path)
     port = free_port()

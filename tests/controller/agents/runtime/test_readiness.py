@@ -10,6 +10,7 @@ import pytest
 
 from controller.agents.runtime.health import HealthSettings
 from controller.agents.runtime.settings import WarmUp
+from extproc.engines.dialects import DIALECTS
 from tests.controller.agents.runtime.doubles import FakeEngine, beside
 from tests.waiting import eventually
 
@@ -33,6 +34,16 @@ async def test_ready_once_the_model_has_answered(engine: FakeEngine, tmp_path: P
         assert "/v1/completions" in engine.asked
         assert await agent.status("/live") == 200
         assert await agent.status("/started") == 200
+
+
+async def test_an_sglang_engine_of_a_pair_answers_without_the_other(engine: FakeEngine, tmp_path: Path) -> None:
+    """It refuses whatever is not for a pair; nothing is transferred for the fake host."""
+    engine.needs = {"bootstrap_host", "bootstrap_room"}
+    async with beside(engine, tmp_path, dialect=DIALECTS["SGLang"], is_disaggregated=True) as agent:
+        await eventually(agent.is_ready)
+    async with beside(engine, tmp_path, dialect=DIALECTS["SGLang"]) as agent:
+        await eventually(lambda: agent.agent.watch.health.failures > 3)
+        assert not await agent.is_ready()
 
 
 async def test_an_engine_that_never_starts_is_never_ready_and_is_left_to_its_startup_probe(tmp_path: Path) -> None:

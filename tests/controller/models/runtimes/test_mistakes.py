@@ -68,8 +68,8 @@ APART = {"prefill": 1, "decode": 1}
         ),
         (
             backend(engine="vLLM", disaggregation=APART),
-            backend(engine="TensorRT-LLM", disaggregation=APART),
-            "TensorRT-LLM has no disaggregation here",
+            backend(engine="Triton", disaggregation=APART),
+            "Triton has no disaggregation here",
         ),
         (
             backend(config={"nodes": 2, "parallelism": {"tensor": 4}}),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,46 @@ def test_sglang_prefill_over_nodes() -> None:
         "--node-rank=$(WORKER_INDEX)",
         "--dist-init-addr=$(ENTRY_ADDRESS):20000",
     ]
+
+
+@pytest.mark.parametrize("connector", ["NIXL", "Mooncake"])
+def test_only_sglangs_prefill_engine_has_a_port_for_the_other(connector: str) -> None:
+    port = "--disaggregation-bootstrap-port=8998"
+    prefill, decode = (args("sglang", role=role, connector=connector) for role in ("prefill", "decode"))
+    assert prefill[-3:] == [
+        "--disaggregation-mode=prefill",
+        port,
+        f"--disaggregation-transfer-backend={connector.lower()}",
+    ]
+    assert decode[-2:] == ["--disaggregation-mode=decode", prefill[-1]]
+
+
+def test_tensorrt_llm_reads_what_a_role_needs_from_a_file(tmp_path: Path) -> None:
+    written = {}
+    command = built_in()["tensorrt-llm"].spec.config.command
+    assert command is not None
+    *_, path = args("tensorrt-llm", role="prefill", connector="NIXL")[-1].partition("=")
+    assert path in command[2]
+    script = command[2].replace(path, str(tmp_path / "options.yaml")).replace("exec trtllm-serve", "echo")
+    for role in ("prefill", "decode"):
+        given = args("tensorrt-llm", role=role, connector="NIXL")
+        ran = subprocess.run(
+            [command[0], command[1], script, command[3], *given],
+            env=env("tensorrt-llm", role=role, connector="NIXL"),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.split() == ["serve", *given]
+        assert given[-1] == f"--extra_llm_api_options={path}"
+        written[role] = yaml.safe_load((tmp_path / "options.yaml").read_text())
+    assert written["decode"] == {"cache_transceiver_config": {"backend": "NIXL"}}
+    assert written["prefill"] == {**written["decode"], "disable_overlap_scheduler": True}
+
+
+def test_tensorrt_llm_that_does_both_reads_no_file() -> None:
+    assert env("tensorrt-llm") == {}
+    assert not any("options.yaml" in one for one in args("tensorrt-llm"))
 
 
 def test_mlserver_is_told_the_class_of_the_format() -> None:
