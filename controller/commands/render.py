@@ -27,6 +27,7 @@ from controller.kube.conditions import WantedCondition, WantedStatus
 from controller.kube.resources import Object, key_of
 from controller.models.model.children import children
 from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve
+from controller.models.runtimes.legs import why_sidecar
 from controller.models.runtimes.settings import settings_of
 from extproc.api.documents import parse_document, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.compiler import CompileResult
     from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
-    from controller.models.model.model_state import ResolvedModel
+    from controller.models.model.model_state import ResolvedBackend, ResolvedModel
     from extproc.api.addresses import Network
     from extproc.api.picker_config import PickerCheck
 
@@ -237,10 +238,18 @@ def _engines(model: ResolvedModel) -> dict[str, Any]:
             "runtime": str(made.preset),
             "settings": dict(settings_of(role.engine, "entry")),
             "config": to_plain(role.engine.config),
+            **_sidecar(made),
         }
         for made in model.backends
         for role in made.roles
     }
+
+
+def _sidecar(made: ResolvedBackend) -> dict[str, str]:
+    """What the user has to add to the pods."""
+    wanted = made.backend.disaggregation
+    why = why_sidecar(made.preset.spec.engine, wanted) if wanted is not None else ""
+    return {"sidecar": f"{why}; run one that does"} if why else {}
 
 
 def as_text(model: RenderedModel, *, has_owner: bool = True) -> str:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from controller.api.serving_runtime import Connector, Engine
-from controller.commands.render import render, render_models
+from controller.commands.render import as_text, render, render_models
 from controller.kube.resources import PODS
+from controller.models.model.model_state import ModelState
+from controller.models.model.reconcile import reconcile
 from controller.models.model_infer import names
 from controller.models.runtimes.legs import OWN_LEGS
 from extproc.api.load import load_snapshot
@@ -30,6 +32,11 @@ def model(disaggregation: Plain | None = None, **backend: object) -> Plain:
     spec = {"uri": "hf://org/llama", "backends": [{"name": "apart", "disaggregation": apart, **backend}]}
     metadata = {"name": "llama", "namespace": "default", "uid": "uid-of-llama"}
     return {"apiVersion": "attache.dev/v1alpha1", "kind": "Model", "metadata": metadata, "spec": spec}
+
+
+def whole() -> Plain:
+    """Without prefill and decode apart."""
+    return {**model(), "spec": {"uri": "hf://org/llama"}}
 
 
 def child(thing: Plain, kind: str) -> Plain:
@@ -62,6 +69,7 @@ def test_the_gateway_requests_prefills_of_a_model_that_says_nothing_of_it() -> N
         ("vLLM", "LMCache", ("Gateway", "LMCacheConnectorV1")),
         ("SGLang", "NIXL", ("Sidecar", None)),
         ("SGLang", "Mooncake", ("Sidecar", None)),
+        ("TensorRT-LLM", "NIXL", ("Sidecar", None)),
     ],
 )
 def test_the_leg_is_the_gateways_where_it_has_engine_and_connector(
@@ -119,6 +127,35 @@ def test_a_prefill_engine_has_time_to_hand_its_kv_caches_over() -> None:
     roles = child(model(), "ModelInfer")["spec"]["template"]["roles"]
     grace_s = {one["name"]: one["entryTemplate"]["spec"]["terminationGracePeriodSeconds"] for one in roles}
     assert grace_s == {"prefill": 300 + 60 + 30, "decode": 300 + 30}
+
+
+def test_agents_of_both_roles_ask_their_engine_alone() -> None:
+    for thing, expected in ((model(engine="SGLang"), [True, True]), (whole(), [False])):
+        roles = child(thing, "ModelInfer")["spec"]["template"]["roles"]
+        agents = [one["entryTemplate"]["spec"]["initContainers"][-1] for one in roles]
+        assert ["--disaggregated" in one["args"] for one in agents] == expected
+
+
+def test_the_status_says_where_a_sidecar_is_needed() -> None:
+    for engine, words in (("SGLang", " (extproc requests no prefills of SGLang with NIXL yet; run a"), ("vLLM", "")):
+        status = reconcile(ModelState(thing=model(engine=engine)), 0.0).status
+        assert status is not None
+        (resolved,) = (one for one in status["conditions"] if one["type"] == "Resolved")
+        assert resolved["status"] == "True"
+        assert words in resolved["message"]
+        assert bool(words) == ("sidecar" in resolved["message"])
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang", "TensorRT-LLM"])
+def test_render_shows_both_roles_and_whether_a_sidecar_is_needed(engine: str) -> None:
+    (made,) = render_models([model(engine=engine)])
+    text = as_text(made)
+    assert {name: one["settings"]["role"] for name, one in made.engines.items()} == {
+        "apart/prefill": "prefill",
+        "apart/decode": "decode",
+    }
+    assert ("# apart/prefill:" in text, "# apart/decode:" in text) == (True, True)
+    assert ("#   sidecar: extproc requests no prefills of" in text) == (engine != "vLLM")
 
 
 class Pairs:
