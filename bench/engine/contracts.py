@@ -41,10 +41,15 @@ Connector = Literal[
     "OffloadingConnector",
     "ExampleConnector",
     "LMCacheConnectorV1",
+    "MooncakeStoreConnector",
+    "HF3FSKVConnector",
+    "FlexKVConnectorV1",
     "SGLang",
     "TensorRT-LLM",
 ]
-SHARED_STORES: Final = frozenset({"ExampleConnector", "LMCacheConnectorV1"})
+SHARED_STORES: Final = frozenset(
+    {"ExampleConnector", "LMCacheConnectorV1", "MooncakeStoreConnector", "HF3FSKVConnector", "FlexKVConnectorV1"}
+)
 # Engine seconds that a decode engine waits for the prefill, where it may come first.
 WAIT_S: Final[Mapping[str, float]] = {"NixlPushConnector": 30.0, "MooncakeConnector": 480.0, "SGLang": 300.0}
 # Leases other than NIXL's 30 s; a store's copy is nobody's to pin.

@@ -426,10 +426,11 @@ class KvExchange:
             file.touch()
 
     def _files(self, request: Request) -> list[tuple[int, Path]]:
-        """The store's files of a prompt, with the tokens up to their ends: one for all, or one for each chunk."""
+        """The store's files of a prompt, with the tokens up to their ends: one for all, or one a chunk or block."""
         size = self._scheduler.limits.block_size
         full = (request.prompt_tokens - 1) // size
-        step = full if self._config.kv_connector == "ExampleConnector" else max(1, _CHUNK_TOKENS // size)
+        steps = {"ExampleConnector": full, "LMCacheConnectorV1": max(1, _CHUNK_TOKENS // size)}
+        step = steps.get(self._config.kv_connector, 1)
         folder = Path(self._config.kv_connector_extra_config.shared_storage_path)
         ends = range(step, full + 1, step) if step else ()
         return [(end * size, folder / f"{request.text.hashes[end - 1]:016x}.kv") for end in ends]

@@ -57,7 +57,14 @@ MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt
 # All fields by which gateways steer engines.
 InternalField = Literal[SteeringField, MarkingField]
 # How engines hand KV caches over, by vLLM's names: one engine to another, or by way of a store that all of them read.
-Connector = Literal["NixlConnector", "ExampleConnector", "LMCacheConnectorV1"]
+Connector = Literal[
+    "NixlConnector",
+    "ExampleConnector",
+    "LMCacheConnectorV1",
+    "MooncakeStoreConnector",
+    "HF3FSKVConnector",
+    "FlexKVConnectorV1",
+]
 
 
 class Activation(Spec, frozen=True):

@@ -118,7 +118,7 @@ class NixlPull:
 
 
 class SharedStore:
-    """ExampleConnector, LMCacheConnectorV1: engines write KV caches to a store and read them there."""
+    """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
 
@@ -137,7 +137,14 @@ class SharedStore:
 
 
 PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
-    {"NixlConnector": NixlPull(), "ExampleConnector": SharedStore(), "LMCacheConnectorV1": SharedStore()}
+    {
+        "NixlConnector": NixlPull(),
+        "ExampleConnector": SharedStore(),
+        "LMCacheConnectorV1": SharedStore(),
+        "MooncakeStoreConnector": SharedStore(),
+        "HF3FSKVConnector": SharedStore(),
+        "FlexKVConnectorV1": SharedStore(),
+    }
 )
 
 

@@ -144,7 +144,10 @@ async def whole_answers(engine: Engine) -> list[str]:
         return await ask_all(one, other)
 
 
-@pytest.mark.parametrize("connector", ["NixlConnector", "ExampleConnector"])
+@pytest.mark.parametrize(
+    "connector",
+    ["NixlConnector", "ExampleConnector", "MooncakeStoreConnector", "HF3FSKVConnector", "FlexKVConnectorV1"],
+)
 async def test_answers_are_those_of_a_whole_engine_and_the_decode_engine_computes_no_prompt(
     tmp_path: Path, connector: str
 ) -> None:

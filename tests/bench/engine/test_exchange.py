@@ -340,7 +340,16 @@ async def test_a_mooncake_decode_without_its_prefill_waits_480_seconds_and_fails
         await pair.are_free()
 
 
-@pytest.mark.parametrize(("connector", "expected"), [("ExampleConnector", 10), ("LMCacheConnectorV1", 170)])
+@pytest.mark.parametrize(
+    ("connector", "expected"),
+    [
+        ("ExampleConnector", 10),
+        ("LMCacheConnectorV1", 170),
+        ("MooncakeStoreConnector", 10),
+        ("HF3FSKVConnector", 10),
+        ("FlexKVConnectorV1", 10),
+    ],
+)
 async def test_a_shared_store_joins_two_requests_without_parameters(
     connector: str, expected: int, tmp_path: Path
 ) -> None:

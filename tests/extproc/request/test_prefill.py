@@ -17,6 +17,13 @@ from extproc.request.rewrite import fields_of, with_changes
 if TYPE_CHECKING:
     from extproc.api.model_server import Connector
 
+STORES: Final[tuple[Connector, ...]] = (
+    "ExampleConnector",
+    "LMCacheConnectorV1",
+    "MooncakeStoreConnector",
+    "HF3FSKVConnector",
+    "FlexKVConnectorV1",
+)
 # As vLLM 0.32 has it.
 ASKED: Final = {
     "do_remote_decode": True,
@@ -120,8 +127,7 @@ CASES: Final[list[tuple[Api, dict[str, Any], dict[str, Any]]]] = [
 def test_the_prefill_engine_computes_the_prompt_and_one_token(
     api: Api, body: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    stores: tuple[Connector, ...] = ("ExampleConnector", "LMCacheConnectorV1")
-    for store in stores:
+    for store in STORES:
         assert prefill(api, store, body) == expected
     with_parameters = prefill(api, "NixlConnector", body)
     assert with_parameters.pop("kv_transfer_params") == ASKED
@@ -145,7 +151,8 @@ def test_the_decode_engine_gets_the_clients_request_and_the_parameters_as_they_c
         assert extra == {"kv_transfer_params": json.loads(ANSWERED)}
     assert changed.pop("kv_transfer_params") == json.loads(ANSWERED)
     assert changed == body
-    assert json.loads(decode(api, "ExampleConnector", body, PrefillAnswer()) or b"") == body
+    for store in STORES:
+        assert json.loads(decode(api, store, body, PrefillAnswer()) or b"") == body
 
 
 def test_a_client_keeps_its_own_extra_arguments() -> None:
