@@ -64,6 +64,7 @@ Connector = Literal[
     "MooncakeStoreConnector",
     "HF3FSKVConnector",
     "FlexKVConnectorV1",
+    "OffloadingConnector",
 ]
 
 
@@ -137,7 +138,8 @@ class PdGroup(Spec, frozen=True):
     ``stall_weight``: of a second by which a running answer is stopped, where a second until a first token has 1.
     ``leg``: who requests the prefill. ``connector``: how the KV cache comes to the decode engine.
     ``on_prefill_failure``, ``prefill_timeout``, ``lease``: of the gateway's leg. ``lease``: how long a prefill engine
-    keeps what another has not fetched, vLLM's ``kv_lease_duration``.
+    keeps what another has not fetched, vLLM's ``kv_lease_duration``. ``transfer_port``: of prefill engines, where
+    decode engines ask for KV caches; without it, vLLM's own of the connector.
     """
 
     CEL: ClassVar = (Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),)
@@ -159,6 +161,8 @@ class PdGroup(Spec, frozen=True):
     # is not learned.
     prefill_timeout: Duration = Duration("60s")
     lease: Duration = Duration("30s")
+    # 5710 with OffloadingConnector: the port of its tier p2p. Other connectors need none.
+    transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
     @property
     def has_own_leg(self) -> bool:

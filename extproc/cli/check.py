@@ -35,6 +35,7 @@ from extproc.cli.system import hard_limit, pluralize, print_mistakes
 from extproc.prefix import kv_events
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
+from extproc.request.prefill import PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -622,6 +623,12 @@ def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
             yield (
                 f"ModelServer {name}: pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway, so that"
                 " extproc requests prefills itself, or leave connector out"
+            )
+        protocol = None if group.connector is None or not group.has_own_leg else PROTOCOLS[group.connector]
+        if group.transfer_port is not None and (protocol is None or not protocol.port):
+            yield (
+                f"ModelServer {name}: pdGroup.transferPort has no effect with this leg and connector: extproc writes no"
+                " port to an engine; leave it out"
             )
         stages = [
             {one.labels.get(group.group_key, "") for one in spec.endpoints if role.items() <= one.labels.items()}

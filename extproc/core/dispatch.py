@@ -169,7 +169,7 @@ class Dispatcher:
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
         base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
-        pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(arrival, considered, base)
+        pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(record, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
         # while another engine computes the prompt, it is not kept twice
         body = changed_body(arrival, base) if leg is None else None
@@ -272,13 +272,14 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
     return PendingDecision(adds_usage, explanation, whole)
 
 
-def _leg_of(arrival: Arrival, considered: Consideration, base: Changes) -> Leg | None:
+def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | None:
     """The leg that extproc makes, None if it makes none."""
+    arrival = record.arrived
     protocol, row, table = arrival.pool.prefill_protocol, considered.pick.prefill_row, arrival.pool.table
     if protocol is None or row is None:
         return None
     decode, work = table.ref(considered.pick.rows[0]), float(considered.expectation.demand.work[row])
-    return Leg(protocol, arrival, base, table.addresses[row], decode, work)
+    return Leg(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
 
 
 def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:

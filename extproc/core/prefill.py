@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.addresses import parse_endpoint
 from extproc.core.demand import count_prefill_end
 from extproc.core.effects import Prefill, with_fault
 from extproc.core.feedback import record_endpoint_outcome, update_estimates
@@ -26,7 +27,7 @@ from extproc.core.record import Arrival, Outcome, PrefillOutcome, Run
 from extproc.endpoints.table import EndpointRef
 from extproc.engines.answers import PrefillAnswer, Unreadable, is_engine_error, message_of, prefill_in
 from extproc.protocol import REQUEST_ID
-from extproc.request.prefill import Changes, PrefillProtocol, why_whole
+from extproc.request.prefill import Changes, PrefillProtocol, Try, why_whole
 from extproc.request.rewrite import fields_of, with_changes
 
 if TYPE_CHECKING:
@@ -50,18 +51,31 @@ _STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_p
 
 
 class Leg(msgspec.Struct, frozen=True):
-    """A prefill that is to be made at the engine at ``address``. ``base``: what changes of the client's body, whichever
-    engine gets it. ``decode``: the engine that was picked to answer. ``work``: of the prefill, in tokens. ``failed``:
-    the engines that were asked before.
+    """A prefill that is to be made at the engine at ``address``, for the request with this ticket.
+
+    ``base``: what changes of the client's body, whichever engine gets it. ``decode``: the engine that was picked to
+    answer. ``work``: of the prefill, in tokens. ``failed``: the engines that were asked before.
     """
 
     protocol: PrefillProtocol
+    ticket: str
     arrival: Arrival
     base: Changes
     address: str
     decode: EndpointRef
     work: float
     failed: tuple[str, ...] = ()
+
+    @property
+    def this_try(self) -> Try:
+        """Tickets are unique, so its id is."""
+        group = self.arrival.pool.spec.pd_group
+        port = None if group is None else group.transfer_port
+        return Try(
+            f"{self.ticket}-{1 + len(self.failed)}",
+            parse_endpoint(self.address).host,
+            self.protocol.port if port is None else port,
+        )
 
     def at(self, address: str) -> Leg:
         """The same, at another engine."""
@@ -75,12 +89,13 @@ class Leg(msgspec.Struct, frozen=True):
     def prefill_body(self) -> bytes:
         """For the prefill engine."""
         request, body = self.arrival.request, self.arrival.body
-        return self._changed(self.protocol.prefill_changes(request, fields_of(body, request.contents)))
+        return self._changed(self.protocol.prefill_changes(request, fields_of(body, request.contents), self.this_try))
 
     def decode_body(self, answer: PrefillAnswer) -> bytes | None:
         """For the decode engine; None: ``answer`` lacks what it must have."""
         request, body = self.arrival.request, self.arrival.body
-        changes = self.protocol.decode_changes(request, fields_of(body, request.contents), answer)
+        fields = fields_of(body, request.contents)
+        changes = self.protocol.decode_changes(request, fields, self.this_try, answer)
         return None if changes is None else self._changed(changes)
 
     def _changed(self, changes: Changes) -> bytes:

@@ -12,7 +12,8 @@ A prefill engine gets the request itself, for one token and not streamed, so tha
 | all others | byte for byte: the prompt depends on them |
 
 With NIXL the prefill engine answers ``kv_transfer_params``, by which the decode engine finds the KV cache: they are
-copied unread. By way of a shared store both get the request, and nothing joins them but the prompt.
+copied unread. Other connectors join both engines by an id that is new for each try. By way of a shared store both get
+the request, and nothing joins them but the prompt.
 """
 
 from __future__ import annotations
@@ -41,18 +42,14 @@ _REMOVED: Final = ("stream_options", *_MINIMA)
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 _OFF: Final = frozenset({b"false", b"0", b"null", b""})
-_ASKED: Final = msgspec.Raw(
-    msgspec.json.encode(
-        {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-    )
-)
+_ASKED: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 # Why a request is served whole, by the name in metrics.
 WHOLE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -78,21 +75,32 @@ class Changes(msgspec.Struct, frozen=True):
     without: tuple[str, ...] = ()
 
 
+class Try(msgspec.Struct, frozen=True):
+    """A prefill that one engine is asked for. ``id``: of this try alone. ``host``: of the engine. ``port``: where it
+    gives KV caches to others, 0 if its connector has no such port.
+    """
+
+    id: str
+    host: str
+    port: int = 0
+
+
 class PrefillProtocol(Protocol):
     """What a connector wants of the one who makes the leg.
 
     ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
-    finds it, and a prompt that is not found is computed again.
+    finds it, and a prompt that is not found is computed again. ``port``: ``Try.port`` if no other is configured.
     """
 
     has_lease: bool
+    port: int
 
-    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """For the prefill engine. ``fields``: of the body."""
         ...
 
     def decode_changes(
-        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], answer: PrefillAnswer
+        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try, answer: PrefillAnswer
     ) -> Changes | None:
         """For the decode engine; None: the prefill engine's ``answer`` lacks what it must have."""
         ...
@@ -102,14 +110,23 @@ class NixlPull:
     """NixlConnector: the decode engine reads the KV cache out of the prefill engine's memory."""
 
     has_lease = True
+    port = 0
 
-    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+    def prefill_changes(
+        self,
+        request: InferenceRequest,
+        fields: Mapping[str, msgspec.Raw],
+        this: Try,  # noqa: ARG002 - as other connectors
+    ) -> Changes:
         """One token, and the KV cache is kept."""
-        changes = _one_token(request, fields)
-        return Changes({**changes.fields, **_with_parameters(request, {**fields, **changes.fields}, _ASKED)}, _REMOVED)
+        return _one_token_with(request, fields, _ASKED)
 
     def decode_changes(
-        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], answer: PrefillAnswer
+        self,
+        request: InferenceRequest,
+        fields: Mapping[str, msgspec.Raw],
+        this: Try,  # noqa: ARG002 - as other connectors
+        answer: PrefillAnswer,
     ) -> Changes | None:
         """Where the KV cache is."""
         if not answer.parameters:
@@ -117,12 +134,43 @@ class NixlPull:
         return Changes(_with_parameters(request, fields, answer.parameters))
 
 
+class PeerToPeer:
+    """OffloadingConnector with a tier ``p2p``: the decode engine fetches the KV cache out of the prefill engine's
+    offloaded blocks, by an id that both get. What it does not find there it computes.
+    """
+
+    has_lease = True
+    # vLLM's VLLM_P2P_SIDE_CHANNEL_PORT
+    port = 5710
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
+        """One token, and the KV cache is kept under the id."""
+        return _one_token_with(request, fields, {"remote_decoder": {"kv_request_id": this.id}})
+
+    def decode_changes(
+        self,
+        request: InferenceRequest,
+        fields: Mapping[str, msgspec.Raw],
+        this: Try,
+        answer: PrefillAnswer,  # noqa: ARG002 - as other connectors
+    ) -> Changes | None:
+        """Where the KV cache is: this is known before the prefill."""
+        place = {"kv_request_id": this.id, "remote_host": this.host, "remote_port": this.port}
+        return Changes(_with_parameters(request, fields, _raw({"remote_prefiller": place})))
+
+
 class SharedStore:
     """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
+    port = 0
 
-    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> Changes:
+    def prefill_changes(
+        self,
+        request: InferenceRequest,
+        fields: Mapping[str, msgspec.Raw],
+        this: Try,  # noqa: ARG002 - as other connectors
+    ) -> Changes:
         """One token."""
         return _one_token(request, fields)
 
@@ -130,6 +178,7 @@ class SharedStore:
         self,
         request: InferenceRequest,  # noqa: ARG002 - as other connectors
         fields: Mapping[str, msgspec.Raw],  # noqa: ARG002
+        this: Try,  # noqa: ARG002
         answer: PrefillAnswer,  # noqa: ARG002
     ) -> Changes | None:
         """Nothing: the prompt is the key."""
@@ -144,6 +193,7 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
         "MooncakeStoreConnector": SharedStore(),
         "HF3FSKVConnector": SharedStore(),
         "FlexKVConnectorV1": SharedStore(),
+        "OffloadingConnector": PeerToPeer(),
     }
 )
 
@@ -187,11 +237,19 @@ def _one_token(request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> 
         changes["store"] = _FALSE
     if request.api is Api.GENERATE:
         sampling = {name: value for name, value in _sampling(fields).items() if name not in _MINIMA}
-        changes[_SAMPLING] = msgspec.Raw(msgspec.json.encode(sampling | {"max_tokens": _ONE}))
+        changes[_SAMPLING] = _raw(sampling | {"max_tokens": _ONE})
     else:
         limits = request.api.spec.limits
         changes |= dict.fromkeys([name for name in limits if name in fields] or limits[:1], _ONE)
     return Changes(changes, _REMOVED)
+
+
+def _one_token_with(
+    request: InferenceRequest, fields: Mapping[str, msgspec.Raw], parameters: Mapping[str, object]
+) -> Changes:
+    changes = _one_token(request, fields)
+    more = _with_parameters(request, {**fields, **changes.fields}, _raw(parameters))
+    return Changes({**changes.fields, **more}, changes.without)
 
 
 def _with_parameters(
@@ -202,9 +260,13 @@ def _with_parameters(
     if request.api is Api.GENERATE:
         sampling = _sampling(fields)
         extra = _members(sampling.get(_EXTRA)) | {_PARAMETERS: parameters}
-        sampling[_EXTRA] = msgspec.Raw(msgspec.json.encode(extra))
-        changes[_SAMPLING] = msgspec.Raw(msgspec.json.encode(sampling))
+        sampling[_EXTRA] = _raw(extra)
+        changes[_SAMPLING] = _raw(sampling)
     return changes
+
+
+def _raw(value: Mapping[str, object]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _sampling(fields: Mapping[str, object]) -> dict[str, msgspec.Raw]:

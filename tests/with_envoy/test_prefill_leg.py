@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from bench.stack.processes import free_ports
+from extproc.request.prefill import PROTOCOLS
 from tests.bench.engine.test_exchange import Engine, Pair, running
 from tests.certificates import Authority
 from tests.waiting import eventually
@@ -28,6 +29,8 @@ from tests.with_envoy.stand_in import Gateway, gateway_on, served
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from extproc.api.model_server import Connector
 
 MODEL: Final = "llama"
 PROMPT: Final = "once upon a time " * 40
@@ -83,7 +86,7 @@ def pairs(connector: str, **more: object) -> dict[str, object]:
 async def scene_of(
     directory: Path,
     *,
-    connector: str = "NixlConnector",
+    connector: Connector = "NixlConnector",
     speed: float = 1.0,
     decode: str = "",
     dead: str = "",
@@ -100,6 +103,8 @@ async def scene_of(
         ]
         if dead:
             endpoints.append({"address": dead, "labels": {"role": "prefill"}})
+        if PROTOCOLS[connector].port:
+            group["transferPort"] = pair.prefill.side_port
         if decode:
             endpoints[1]["labels"] = {}
             endpoints.append({"address": decode, "labels": {"role": "decode"}})
@@ -146,16 +151,23 @@ async def whole_answers(engine: Engine) -> list[str]:
 
 @pytest.mark.parametrize(
     "connector",
-    ["NixlConnector", "ExampleConnector", "MooncakeStoreConnector", "HF3FSKVConnector", "FlexKVConnectorV1"],
+    [
+        "NixlConnector",
+        "OffloadingConnector",
+        "ExampleConnector",
+        "MooncakeStoreConnector",
+        "HF3FSKVConnector",
+        "FlexKVConnectorV1",
+    ],
 )
 async def test_answers_are_those_of_a_whole_engine_and_the_decode_engine_computes_no_prompt(
-    tmp_path: Path, connector: str
+    tmp_path: Path, connector: Connector
 ) -> None:
     async with running("NixlConnector") as whole, scene_of(tmp_path, connector=connector) as scene:
         assert await ask_all(scene.openai, scene.anthropic) == await whole_answers(whole.decode)
         assert await scene.legs("prefilled") == 6
         computed = await scene.pair.decode.computed()
-        if connector == "NixlConnector":
+        if PROTOCOLS[connector].has_lease:
             assert computed == 0
             assert await scene.pair.decode.metric("vllm:nixl_bytes_transferred_count") == 6
         else:

@@ -319,6 +319,14 @@ def test_a_connector_of_a_leg_that_extproc_does_not_make(check: Check) -> None:
     assert check(ModelServer=pairs("a", "a")) == []
 
 
+def test_a_port_that_extproc_writes_to_no_engine(check: Check) -> None:
+    own = {"leg": "Gateway", "transferPort": 7777}
+    assert check(ModelServer=pairs("a", "a", connector="OffloadingConnector", **own)) == []
+    for more in ({**own, "connector": "NixlConnector"}, {"transferPort": 7777}):
+        (note,) = check(ModelServer=pairs("a", "a", **more))
+        assert "pdGroup.transferPort has no effect with this leg and connector" in note
+
+
 def test_groups_in_which_no_pair_can_be_formed(check: Check) -> None:
     (note,) = check(ModelServer=pairs("a", "b"))
     assert "pdGroup forms no pair" in note

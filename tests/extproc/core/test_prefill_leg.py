@@ -526,6 +526,22 @@ def test_what_a_store_holds_is_for_every_decode_engine_and_needs_no_parameters()
     assert found.prefilled_by == P
 
 
+def test_each_try_has_an_id_of_its_own_and_the_decode_engine_gets_that_of_the_last() -> None:
+    scene = Scene(config("transferPort: 7777", connector="OffloadingConnector", prefill=(P, Q), engines=(D, E)))
+    _, first, _ = scene.arrive()
+    _, other, _ = scene.arrive()
+    (second,) = [one for one in scene.answer(first.ticket, 0.1, status=503) if isinstance(one, Prefill)]
+    ids = [fields(one.body)["kv_transfer_params"]["remote_decoder"]["kv_request_id"] for one in (first, other, second)]
+    assert len(set(ids)) == 3
+    found = decision(scene.answer(first.ticket, 0.2, b"null"))
+    assert fields(found.body)["kv_transfer_params"]["remote_prefiller"] == {
+        "kv_request_id": ids[2],
+        "remote_host": second.address.partition(":")[0],
+        "remote_port": 7777,
+    }
+    assert len(found.assignment.addresses) == 1
+
+
 def test_a_decode_engine_that_goes_meanwhile_is_replaced() -> None:
     scene = Scene(config(engines=(D, E)))
     _, asked, _ = scene.arrive()

@@ -11,10 +11,12 @@ import pytest
 from extproc.engines.answers import PrefillAnswer, Unreadable, prefill_in
 from extproc.protocol import Api
 from extproc.request import anthropic, openai, tokens
-from extproc.request.prefill import PROTOCOLS, WHOLE, why_whole
+from extproc.request.prefill import PROTOCOLS, WHOLE, Try, why_whole
 from extproc.request.rewrite import fields_of, with_changes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.api.model_server import Connector
 
 STORES: Final[tuple[Connector, ...]] = (
@@ -24,6 +26,7 @@ STORES: Final[tuple[Connector, ...]] = (
     "HF3FSKVConnector",
     "FlexKVConnectorV1",
 )
+TRY: Final = Try("t-1-1", "10.0.0.11", 5710)
 # As vLLM 0.32 has it.
 ASKED: Final = {
     "do_remote_decode": True,
@@ -51,7 +54,7 @@ MESSAGES: Final = [{"role": "user", "content": "hello"}]
 def prefill(api: Api, connector: Connector, body: dict[str, Any]) -> dict[str, Any]:
     raw = json.dumps(body).encode()
     request = PARSERS[api](raw)
-    changes = PROTOCOLS[connector].prefill_changes(request, fields_of(raw, request.contents))
+    changes = PROTOCOLS[connector].prefill_changes(request, fields_of(raw, request.contents), TRY)
     changed = with_changes(raw, changes.fields, request.contents, without=changes.without)
     found: dict[str, Any] = json.loads(changed)
     return found
@@ -60,7 +63,7 @@ def prefill(api: Api, connector: Connector, body: dict[str, Any]) -> dict[str, A
 def decode(api: Api, connector: Connector, body: dict[str, Any], answer: PrefillAnswer) -> bytes | None:
     raw = json.dumps(body).encode()
     request = PARSERS[api](raw)
-    changes = PROTOCOLS[connector].decode_changes(request, fields_of(raw, request.contents), answer)
+    changes = PROTOCOLS[connector].decode_changes(request, fields_of(raw, request.contents), TRY, answer)
     return None if changes is None else with_changes(raw, changes.fields, request.contents, without=changes.without)
 
 
@@ -153,6 +156,32 @@ def test_the_decode_engine_gets_the_clients_request_and_the_parameters_as_they_c
     assert changed == body
     for store in STORES:
         assert json.loads(decode(api, store, body, PrefillAnswer()) or b"") == body
+
+
+# What both engines get, where that is known before the prefill.
+JOINED: Final[Mapping[Connector, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "OffloadingConnector": (
+        {"remote_decoder": {"kv_request_id": "t-1-1"}},
+        {"remote_prefiller": {"kv_request_id": "t-1-1", "remote_host": "10.0.0.11", "remote_port": 5710}},
+    ),
+}
+
+
+@pytest.mark.parametrize("connector", JOINED)
+@pytest.mark.parametrize(("api", "body", "expected"), CASES)
+def test_what_joins_both_engines_is_written_for_each(
+    api: Api, body: dict[str, Any], expected: dict[str, Any], connector: Connector
+) -> None:
+    for sent, rest, parameters in zip(
+        (prefill(api, connector, body), json.loads(decode(api, connector, body, PrefillAnswer()) or b"")),
+        (expected, body),
+        JOINED[connector],
+        strict=True,
+    ):
+        assert sent.pop("kv_transfer_params") == parameters
+        if api is Api.GENERATE:
+            assert sent["sampling_params"].pop("extra_args") == {"kv_transfer_params": parameters}
+        assert sent == rest
 
 
 def test_a_client_keeps_its_own_extra_arguments() -> None:
