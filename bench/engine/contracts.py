@@ -8,7 +8,7 @@ served whole, without a word, as vLLM does it; its metrics show that the prompt 
 | connector | prefill engine | decode engine |
 |---|---|---|
 | `NixlConnector` | answers parameters | reads them; what expired is garbage |
-| `NixlPushConnector` | the id of the request's header | the same id; waits for the prefill |
+| `NixlPushConnector` | the id of the request's header; answers parameters | the same id; reads them; waits |
 | `MooncakeConnector` | `transfer_id` | the same, and the engine id that `/query` answers; waits |
 | `OffloadingConnector` | `remote_decoder` | `remote_prefiller`; what is gone is computed |
 | `SGLang` | `bootstrap_room`; computes when the other has come | the same; waits |
@@ -140,7 +140,7 @@ def _vllm_plan(connector: Connector, params: Mapping[str, Any], request_id: str)
         url = urlsplit(str(params.get("remote_bootstrap_addr") or ""))
         host, port, key = url.hostname, url.port, transfer_id
     elif connector == "NixlPushConnector":
-        key = transfer_id or key or request_id
+        key = transfer_id or request_id
     elif not params.get("remote_block_ids"):
         return None
     engine_id, is_decode = params.get("remote_engine_id"), params.get("do_remote_prefill")
@@ -206,7 +206,7 @@ def answer_of(
 ) -> dict[str, Any]:
     """The fields that a prefill engine adds to its answer. ``address``: of its side channel. ``blocks``: pinned."""
     host, port = address
-    if config.kv_connector == "NixlConnector":
+    if config.kv_connector in {"NixlConnector", "NixlPushConnector"}:
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -220,7 +220,7 @@ def answer_of(
             "pp_size": 1,
             "remote_num_tokens": request.prompt_tokens,
             "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull",
+            "transfer_mode": "push" if config.kv_connector == "NixlPushConnector" else "pull",
             "remote_prefill_cached_tokens": request.cached_tokens or 0,
         }
         return {"kv_transfer_params": params}

@@ -59,6 +59,8 @@ InternalField = Literal[SteeringField, MarkingField]
 # How engines hand KV caches over, by vLLM's names: one engine to another, or by way of a store that all of them read.
 Connector = Literal[
     "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
     "ExampleConnector",
     "LMCacheConnectorV1",
     "MooncakeStoreConnector",

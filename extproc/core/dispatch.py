@@ -228,9 +228,10 @@ class Dispatcher:
         body: bytes | None,
         leg: PrefillLeg | None = None,
         is_leased: bool = False,
+        request_id: str = "",
     ) -> Decision:
         """The request goes to the engine that answers. ``body``: in place of the client's, None for that. ``leg``,
-        ``is_leased``: see Decision.
+        ``is_leased``, ``request_id``: see Decision.
         """
         arrival = record.arrived
         run.expected = _expected(run, arrival.request)
@@ -257,6 +258,7 @@ class Dispatcher:
             tier="" if record.placement is None else record.placement.choice.reason,
             leg=leg,
             is_leased=is_leased,
+            request_id=request_id,
             whole=pending.whole,
         )
 

@@ -35,8 +35,9 @@ class Decision(msgspec.Struct, frozen=True):
     ``policy``: the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage
     log, None without one. ``tier``: why it goes to its tier, empty if its rule has none. ``checks_refusal``: if the
     first endpoint refuses it, Envoy tries the next one. ``leg``: the prefill that extproc has requested, None without.
-    ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``whole``: why its
-    prompt could not be prefilled by another engine, empty if it could, or if no leg is extproc's.
+    ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``request_id``: that
+    both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
+    another engine, empty if it could, or if no leg is extproc's.
     """
 
     ticket: str
@@ -56,6 +57,7 @@ class Decision(msgspec.Struct, frozen=True):
     tier: str = ""
     leg: PrefillLeg | None = None
     is_leased: bool = False
+    request_id: str = ""
     whole: str = ""
 
     @property

@@ -77,6 +77,12 @@ class Leg(msgspec.Struct, frozen=True):
             self.protocol.port if port is None else port,
         )
 
+    @property
+    def request_id(self) -> str:
+        """Of both legs. A client may use its own a second time."""
+        own = self.arrival.head.headers.get(REQUEST_ID) or self.ticket
+        return f"{own}-{self.ticket}" if self.protocol.joins_by_request_id else own
+
     def at(self, address: str) -> Leg:
         """The same, at another engine."""
         return msgspec.structs.replace(self, address=address, failed=(*self.failed, self.address))
@@ -119,7 +125,7 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
     if group is not None:
         record.answer_by_s = min(record.answer_by_s, now + float(group.prefill_timeout))
     headers = {name: value for name in _HEADERS if (value := arrival.head.headers.get(name))}
-    headers[REQUEST_ID] = arrival.head.headers.get(REQUEST_ID) or record.ticket
+    headers[REQUEST_ID] = leg.request_id
     if record.trace is not None:
         headers["traceparent"] = f"00-{record.trace.parent.trace_id}-{record.trace.parent.span_id}-01"
     left_s = max(0.0, record.answer_by_s - now)

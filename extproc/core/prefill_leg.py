@@ -90,8 +90,16 @@ class PrefillLegs:
                 return
             if refusal is None:
                 self._dispatcher.put(record, State.RUNNING, now)
-                body = judged.body if is_done else changed_body(asked.arrival, asked.base)
-                out.append(self._dispatcher.decide(record, run, pending, body=body, leg=leg, is_leased=event.is_leased))
+                decision = self._dispatcher.decide(
+                    record,
+                    run,
+                    pending,
+                    body=judged.body if is_done else changed_body(asked.arrival, asked.base),
+                    leg=leg,
+                    is_leased=event.is_leased,
+                    request_id=asked.request_id if is_done and asked.protocol.joins_by_request_id else "",
+                )
+                out.append(decision)
                 return
         except Exception as error:  # noqa: BLE001 - a mistake of ours, and nobody else would end the wait
             refusal = InternalError(error)

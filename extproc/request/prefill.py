@@ -90,10 +90,12 @@ class PrefillProtocol(Protocol):
 
     ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
     finds it, and a prompt that is not found is computed again. ``port``: ``Try.port`` if no other is configured.
+    ``joins_by_request_id``: engines take requests with the same ``x-request-id`` for the same prompt.
     """
 
     has_lease: bool
     port: int
+    joins_by_request_id: bool
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """For the prefill engine. ``fields``: of the body."""
@@ -106,11 +108,16 @@ class PrefillProtocol(Protocol):
         ...
 
 
-class NixlPull:
-    """NixlConnector: the decode engine reads the KV cache out of the prefill engine's memory."""
+class Nixl:
+    """The decode engine reads the KV cache out of the prefill engine's memory (NixlConnector), or has the prefill
+    engine write it (NixlPushConnector): it says where to, in the name of the request that has the same id.
+    """
 
     has_lease = True
     port = 0
+
+    def __init__(self, *, joins_by_request_id: bool = False) -> None:
+        self.joins_by_request_id = joins_by_request_id
 
     def prefill_changes(
         self,
@@ -142,6 +149,7 @@ class PeerToPeer:
     has_lease = True
     # vLLM's VLLM_P2P_SIDE_CHANNEL_PORT
     port = 5710
+    joins_by_request_id = False
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept under the id."""
@@ -164,6 +172,7 @@ class SharedStore:
 
     has_lease = False
     port = 0
+    joins_by_request_id = False
 
     def prefill_changes(
         self,
@@ -187,7 +196,9 @@ class SharedStore:
 
 PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
     {
-        "NixlConnector": NixlPull(),
+        "NixlConnector": Nixl(),
+        "NixlPullConnector": Nixl(),
+        "NixlPushConnector": Nixl(joins_by_request_id=True),
         "ExampleConnector": SharedStore(),
         "LMCacheConnectorV1": SharedStore(),
         "MooncakeStoreConnector": SharedStore(),

@@ -30,6 +30,7 @@ from extproc.protocol import (
     NAMESPACE,
     POLICY_HEADER,
     PREFILLER,
+    REQUEST_ID,
     SCORES,
     SERVER_CLUSTER,
     SERVER_HEADER,
@@ -228,6 +229,7 @@ _DESTINATION: Final = _header(DESTINATION)
 _CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
 # Beyond the list of endpoints, Envoy would try any engine.
 _NO_RETRY: Final = b"".join(_header("x-envoy-max-retries").fill(b"0"))
+_REQUEST_ID: Final = _header(REQUEST_ID)
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
 _DESTINATION_METADATA: Final = Template(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
@@ -289,8 +291,7 @@ def _decision_answer(
         headers += b"".join(_POLICY.fill(decision.policy.encode()))
     if decision.checks_refusal:
         headers += _CHECKS_REFUSAL
-    if decision.is_leased:
-        headers += _NO_RETRY
+    headers += _leg_headers(decision)
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:
@@ -299,6 +300,12 @@ def _decision_answer(
     answer = field(answer_tag, field(response_tag, common, more=size), more=size)
     # the body comes last, and is copied once
     return b"".join((_metadata(decision, destination), answer, body or b""))
+
+
+def _leg_headers(decision: Decision) -> bytes:
+    """Of a request whose prompt extproc has had prefilled."""
+    no_retry = _NO_RETRY if decision.is_leased else b""
+    return no_retry + (b"".join(_REQUEST_ID.fill(decision.request_id.encode())) if decision.request_id else b"")
 
 
 def scores_metadata(decision: Decision) -> bytes:
@@ -342,8 +349,7 @@ def duplex_decision_answer(decision: Decision, *, scores: bool = False) -> bytes
     destination = ",".join(decision.assignment.addresses).encode()
     forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
     headers = b"".join((*_routing_headers(decision, destination), forged))
-    if decision.is_leased:
-        headers += _NO_RETRY
+    headers += _leg_headers(decision)
     answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
     more = scores_metadata(decision) if scores else b""
     return answer + _metadata(decision, destination) + more

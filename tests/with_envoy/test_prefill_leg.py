@@ -153,6 +153,7 @@ async def whole_answers(engine: Engine) -> list[str]:
     "connector",
     [
         "NixlConnector",
+        "NixlPushConnector",
         "OffloadingConnector",
         "ExampleConnector",
         "MooncakeStoreConnector",
@@ -178,6 +179,24 @@ async def test_answers_are_those_of_a_whole_engine_and_the_decode_engine_compute
         assert first["prefill_leg"]["outcome"] == "prefilled"
         assert first["prefill_leg"]["address"] == scene.pair.prefill.url.removeprefix("http://")
         assert first["prefill_wait_s"] > 0
+
+
+async def test_requests_that_a_client_gives_the_same_id_get_their_own_prompts(tmp_path: Path) -> None:
+    async with running("NixlConnector") as whole, scene_of(tmp_path, connector="NixlPushConnector") as scene:
+        prompts = [f"{number} {PROMPT}" for number in range(8)]
+
+        async def ask(client: openai.AsyncOpenAI, prompt: str) -> str:
+            answer = await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=6, extra_headers={"x-request-id": "the-same"}
+            )
+            return answer.choices[0].text
+
+        found = await asyncio.gather(*[ask(scene.openai, prompt) for prompt in prompts])
+        async with openai.AsyncOpenAI(base_url=f"{whole.decode.url}/v1", api_key="none", timeout=60) as one:
+            assert found == [await ask(one, prompt) for prompt in prompts]
+        assert await scene.legs("prefilled") == 8
+        assert await scene.pair.decode.computed() == 0
+        await scene.pair.are_free()
 
 
 async def test_without_its_prefill_engine_the_decode_engine_computes(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def params(value: dict[str, Any]) -> dict[str, Any]:
         ("NixlConnector", {}, None),
         ("NixlPushConnector", params(ASKED), Export("id-1")),
         ("NixlPushConnector", params({**ASKED, "transfer_id": "xfer-1"}), Export("xfer-1")),
-        ("NixlPushConnector", params({**PUSH, "remote_request_id": "id-1"}), Import("id-1", "10.0.0.11", 5600, "7c0d")),
+        # it knows the prefill by the id of its own request
+        ("NixlPushConnector", params(PUSH), Import("id-1", "10.0.0.11", 5600, "7c0d")),
         ("MooncakeConnector", params({**ASKED, "transfer_id": "xfer-1"}), Export("xfer-1")),
         ("MooncakeConnector", params(MOONCAKE), Import("xfer-1", "10.0.0.11", 8998, "e")),
         ("OffloadingConnector", params({"remote_decoder": {"kv_request_id": "r"}}), Export("r")),

@@ -35,7 +35,7 @@ from extproc.endpoints.outliers import record_failure
 from extproc.errors import InternalError, PrefillFailed, PrefillRefused, Refusal
 from extproc.metrics.registry import Metrics
 from extproc.streams.messages import ProcessingResponse
-from extproc.streams.responses import decision_answer
+from extproc.streams.responses import decision_answer, duplex_decision_answer
 from tests.extproc.scenes import ends
 
 if TYPE_CHECKING:
@@ -540,6 +540,27 @@ def test_each_try_has_an_id_of_its_own_and_the_decode_engine_gets_that_of_the_la
         "remote_port": 7777,
     }
     assert len(found.assignment.addresses) == 1
+
+
+def test_where_requests_join_by_their_ids_both_legs_have_one_that_no_client_can_repeat() -> None:
+    scene = Scene(config(connector="NixlPushConnector"))
+    asked = [scene.arrive()[1] for _ in range(2)]
+    ids = [one.headers["x-request-id"] for one in asked]
+    assert len(set(ids)) == 2
+    for one, name in zip(asked, ids, strict=True):
+        assert name.startswith("r-1-")
+        found = decision(scene.answer(one.ticket, 0.5))
+        whole = ProcessingResponse.FromString(decision_answer(found)).request_body
+        pieces = ProcessingResponse.FromString(duplex_decision_answer(found)).request_headers
+        for answer in (whole, pieces):
+            sent = {one.header.key: one.header.raw_value for one in answer.response.header_mutation.set_headers}
+            assert (sent["x-request-id"], sent["x-envoy-max-retries"]) == (name.encode(), b"0")
+
+
+def test_a_request_whose_prefill_has_failed_keeps_its_id() -> None:
+    scene = Scene(config(connector="NixlPushConnector"))
+    _, asked, _ = scene.arrive()
+    assert not decision(scene.answer(asked.ticket, 0.5, failure="timeout")).request_id
 
 
 def test_a_decode_engine_that_goes_meanwhile_is_replaced() -> None:

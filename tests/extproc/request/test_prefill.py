@@ -26,6 +26,7 @@ STORES: Final[tuple[Connector, ...]] = (
     "HF3FSKVConnector",
     "FlexKVConnectorV1",
 )
+NIXL: Final[tuple[Connector, ...]] = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 TRY: Final = Try("t-1-1", "10.0.0.11", 5710)
 # As vLLM 0.32 has it.
 ASKED: Final = {
@@ -132,11 +133,12 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(
 ) -> None:
     for store in STORES:
         assert prefill(api, store, body) == expected
-    with_parameters = prefill(api, "NixlConnector", body)
-    assert with_parameters.pop("kv_transfer_params") == ASKED
-    if api is Api.GENERATE:
-        assert with_parameters["sampling_params"].pop("extra_args") == {"kv_transfer_params": ASKED}
-    assert with_parameters == expected
+    for connector in NIXL:
+        with_parameters = prefill(api, connector, body)
+        assert with_parameters.pop("kv_transfer_params") == ASKED
+        if api is Api.GENERATE:
+            assert with_parameters["sampling_params"].pop("extra_args") == {"kv_transfer_params": ASKED}
+        assert with_parameters == expected
 
 
 @pytest.mark.parametrize(("api", "body", "expected"), CASES)
@@ -145,15 +147,16 @@ def test_the_decode_engine_gets_the_clients_request_and_the_parameters_as_they_c
 ) -> None:
     assert expected
     answer = prefill_in(b'{"id": "x", "kv_transfer_params": %b}' % ANSWERED)
-    found = decode(api, "NixlConnector", body, answer)
-    assert found is not None
-    assert ANSWERED in found
-    changed = json.loads(found)
-    if api is Api.GENERATE:
-        extra = changed["sampling_params"].pop("extra_args")
-        assert extra == {"kv_transfer_params": json.loads(ANSWERED)}
-    assert changed.pop("kv_transfer_params") == json.loads(ANSWERED)
-    assert changed == body
+    for connector in NIXL:
+        found = decode(api, connector, body, answer)
+        assert found is not None
+        assert ANSWERED in found
+        changed = json.loads(found)
+        if api is Api.GENERATE:
+            extra = changed["sampling_params"].pop("extra_args")
+            assert extra == {"kv_transfer_params": json.loads(ANSWERED)}
+        assert changed.pop("kv_transfer_params") == json.loads(ANSWERED)
+        assert changed == body
     for store in STORES:
         assert json.loads(decode(api, store, body, PrefillAnswer()) or b"") == body
 
