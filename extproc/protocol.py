@@ -38,8 +38,10 @@ SIDECAR_HEADERS: Final = (
     "x-data-parallel-host-port",
     "x-kv-cache-source-host-port",
 )
+# Which rank of an engine gets a request.
+DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
 # Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
-ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
+ENGINE_HEADERS: Final = (DATA_PARALLEL_RANK, "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
 ACCEPT_ENCODING: Final = "accept-encoding"
 CONTENT_ENCODING: Final = "content-encoding"
 # Headers that engines do not get. Bodies are read here, whole and as they come: no engine is to decode one into

@@ -348,7 +348,8 @@ class ResponsesFormat:
         return ended + self._named("response.completed", response=self._whole(requests[0]))
 
     def whole(self, requests: Sequence[Request]) -> bytes:
-        return _dump(self._whole(requests[0]))
+        cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return _dump({**self._whole(requests[0]), **(cut if requests[0].finish_reason == "length" else {})})
 
     def _whole(self, request: Request) -> dict[str, Any]:
         usage = {

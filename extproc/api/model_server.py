@@ -67,6 +67,7 @@ Connector = Literal[
     "HF3FSKVConnector",
     "FlexKVConnectorV1",
     "OffloadingConnector",
+    "MooncakeConnector",
 ]
 
 
@@ -140,9 +141,7 @@ class PdGroup(Spec, frozen=True):
     ``stall_weight``: of a second by which a running answer is stopped, where a second until a first token has 1.
     ``leg``: who requests the prefill. ``connector``: how the KV cache comes to the decode engine.
     ``on_prefill_failure``, ``prefill_timeout``, ``lease``: of the gateway's leg. ``lease``: how long a prefill engine
-    keeps what another has not fetched, vLLM's ``kv_lease_duration``. ``transfer_port``: of prefill engines, where
-    decode engines ask for KV caches; without it, vLLM's own of the connector.
-    """
+    keeps what another has not fetched, vLLM's ``kv_lease_duration``."""
 
     CEL: ClassVar = (Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),)
 
@@ -163,7 +162,8 @@ class PdGroup(Spec, frozen=True):
     # is not learned.
     prefill_timeout: Duration = Duration("60s")
     lease: Duration = Duration("30s")
-    # 5710 with OffloadingConnector: the port of its tier p2p. Other connectors need none.
+    # Of prefill engines, where decode engines ask for KV caches. Without it, 5710 with OffloadingConnector, that of its
+    # tier p2p, and 8998 with MooncakeConnector, that of its bootstrap server. Other connectors need none.
     transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
     @property

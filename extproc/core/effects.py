@@ -174,7 +174,8 @@ class LoadAdapter(msgspec.Struct, frozen=True):
 class Prefill(msgspec.Struct, frozen=True):
     """Have the engine at ``address`` compute a request's prompt for another, then ``on_result`` with a PrefillResult.
 
-    ``headers``: of the request, for both engines. ``timeout_s``: for all of it.
+    ``headers``: of the request, for both engines. ``timeout_s``: for all of it. ``query_port``: where the
+    engine's id is asked for first; 0: it need not be known.
     """
 
     ticket: str
@@ -184,6 +185,7 @@ class Prefill(msgspec.Struct, frozen=True):
     body: bytes
     headers: Mapping[str, str]
     timeout_s: float
+    query_port: int = 0
 
 
 class CancelPrefill(msgspec.Struct, frozen=True):

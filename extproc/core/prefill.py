@@ -97,11 +97,11 @@ class Leg(msgspec.Struct, frozen=True):
         request, body = self.arrival.request, self.arrival.body
         return self._changed(self.protocol.prefill_changes(request, fields_of(body, request.contents), self.this_try))
 
-    def decode_body(self, answer: PrefillAnswer) -> bytes | None:
-        """For the decode engine; None: ``answer`` lacks what it must have."""
+    def decode_body(self, answer: PrefillAnswer, engine_id: str) -> bytes | None:
+        """For the decode engine; None: ``answer`` lacks what it must have. ``engine_id``: see Try."""
         request, body = self.arrival.request, self.arrival.body
-        fields = fields_of(body, request.contents)
-        changes = self.protocol.decode_changes(request, fields, self.this_try, answer)
+        this = msgspec.structs.replace(self.this_try, engine_id=engine_id)
+        changes = self.protocol.decode_changes(request, fields_of(body, request.contents), this, answer)
         return None if changes is None else self._changed(changes)
 
     def _changed(self, changes: Changes) -> bytes:
@@ -139,6 +139,7 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
         body=leg.prefill_body(),
         headers=headers,
         timeout_s=try_s(left_s, expected_s) if leg.another(now) else left_s,
+        query_port=leg.this_try.port if leg.protocol.needs_engine_id else 0,
     )
 
 
@@ -174,9 +175,10 @@ def judge_prefill(leg: Leg, result: PrefillResult, *, age_s: float, lease_s: flo
         return Judged("unreadable", detail=str(error))
     if leg.protocol.has_lease and age_s > _LEASE_SHARE * lease_s:
         return Judged("expired", tokens=answer, detail=f"it is {age_s:.3g} s old, of a lease of {lease_s:g} s")
-    body = leg.decode_body(answer)
+    body = leg.decode_body(answer, result.engine_id)
     if body is None:
-        return Judged("no_parameters", detail="the answer has no kv_transfer_params")
+        what = "does not end at its limit of tokens" if leg.protocol.needs_engine_id else "has no kv_transfer_params"
+        return Judged("no_parameters", detail=f"the answer {what}")
     return Judged("prefilled", body, answer)
 
 

@@ -181,7 +181,8 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 class PrefillResult(msgspec.Struct, frozen=True):
     """What became of a Prefill. ``failure``: why there is no answer; else it has ``status`` and ``body``.
-    ``answered_at_s``: when the engine began to answer. ``detail``: for the log.
+    ``answered_at_s``: when the engine began to answer. ``detail``: for the log. ``engine_id``: if it was asked
+    for.
     """
 
     ticket: str
@@ -190,6 +191,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
     body: bytes = b""
     answered_at_s: float = 0.0
     detail: str = ""
+    engine_id: str = ""
 
 
 # Of what is done outside of the core for requests that wait.

@@ -164,10 +164,12 @@ def is_unloaded(status: int, body: bytes) -> bool:
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
     """What an engine answers to a prefill for another. ``parameters``: an object by which the other finds the KV cache,
-    empty if there is none. The tokens: of the prompt, None if they are not reported.
+    empty if there is none. ``is_cut``: it ends at its limit of tokens, and not by a stop. The tokens: of the prompt,
+    None if they are not reported.
     """
 
     parameters: msgspec.Raw = msgspec.Raw()
+    is_cut: bool = False
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
 
@@ -186,8 +188,17 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: int | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: Any = None
+
+
 class _PrefillBody(msgspec.Struct):
+    """How an answer ended is in ``choices``, in Anthropic's ``stop_reason``, or in the ``status`` of a response."""
+
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    choices: list[_Choice] | None = None
+    stop_reason: Any = None
+    status: Any = None
     usage: _Usage | None = None
 
 
@@ -197,13 +208,38 @@ def prefill_in(body: bytes) -> PrefillAnswer:
     # a copy: the whole answer would stay with it
     parameters = bytes(found.kv_transfer_params)
     parameters = msgspec.Raw(parameters if parameters.startswith(b"{") else b"")
+    is_cut = found.stop_reason == "max_tokens" or found.status == "incomplete"
+    is_cut = is_cut or any(one.finish_reason == "length" for one in found.choices or ())
     usage = found.usage or _Usage()
     details = usage.prompt_tokens_details or usage.input_tokens_details
     if usage.prompt_tokens is not None or usage.cache_read_input_tokens is None:
         tokens = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        return PrefillAnswer(parameters, tokens, None if details is None else details.cached_tokens)
+        return PrefillAnswer(parameters, is_cut, tokens, None if details is None else details.cached_tokens)
     cached = usage.cache_read_input_tokens
-    return PrefillAnswer(parameters, (usage.input_tokens or 0) + cached, cached)
+    return PrefillAnswer(parameters, is_cut, (usage.input_tokens or 0) + cached, cached)
+
+
+class _Rank(msgspec.Struct):
+    engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class KnownEngine(msgspec.Struct, frozen=True):
+    """What a prefill engine is called by others. ``rank``: of the data-parallel rank that must compute the prompt, None
+    if there is one only.
+    """
+
+    id: str
+    rank: int | None = None
+
+
+def known_engines(body: bytes) -> tuple[KnownEngine, ...]:
+    """The ranks of an engine, as Mooncake's bootstrap server lists them (``GET /query``). Raises Unreadable."""
+    ranks = parse_json(_ranks, body, "the list of ranks")
+    if not ranks:
+        raise Unreadable("the list of ranks is empty; see whether the engine has started")
+    if len(ranks) == 1:
+        return tuple([KnownEngine(one.engine_id) for one in ranks.values()])
+    return tuple([KnownEngine(one.engine_id, rank) for rank, one in sorted(ranks.items())])
 
 
 def is_engine_error(status: int) -> bool:
@@ -230,5 +266,8 @@ def _content(body: bytes) -> Any:  # noqa: ANN401 - whatever a server of unknown
 
 _models: Final = msgspec.json.Decoder(_Models)
 _listed: Final = msgspec.json.Decoder(_ListedModels)
+_ranks: Final = msgspec.json.Decoder(
+    Annotated[dict[Annotated[int, msgspec.Meta(ge=0)], _Rank], msgspec.Meta(max_length=_MOST_MODELS)]
+)
 _prefilled: Final = msgspec.json.Decoder(_PrefillBody)
 _repository: Final = msgspec.json.Decoder(list[_InRepository])

@@ -24,7 +24,7 @@ from extproc.engines.answers import Unreadable
 from extproc.reload import Reloadable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from extproc.api.connection import EngineConnection, EngineTls
     from extproc.api.guards import GuardService
@@ -213,14 +213,21 @@ class EngineHttp:
 
         Raises OSError without an answer, TimeoutError included, and Unreadable for an answer of another form.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with await self._request(spec, address, path, body, agent_port, headers) as answer:
-                    return await _read(answer, most_bytes)
-        except aiohttp.ClientConnectionError as error:
-            raise ConnectionError(f"{address}{path}: {error}") from error
-        except aiohttp.ClientError as error:
-            raise Unreadable(f"{address}{path} answers no HTTP: {error}; see what runs there") from error
+        call = self._request(spec, address, path, body, agent_port, headers)
+        return await _answer_to(call, f"{address}{path}", timeout_s, most_bytes)
+
+    async def get(
+        self, spec: ModelServerSpec, address: str, port: int, path: str, *, timeout_s: float, most_bytes: int
+    ) -> EngineResponse:
+        """From another port of the engine, which speaks plain HTTP, on a connection of its own. Raises as ``post``."""
+        place = f"{address.rpartition(':')[0]}:{port}{path}"
+        call = self._http.get(
+            f"http://{place}",
+            headers={"accept-encoding": "identity", "connection": "close"},
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=float(spec.traffic_policy.connect_timeout)),
+        )
+        return await _answer_to(call, place, timeout_s, most_bytes)
 
     async def _request(
         self,
@@ -244,6 +251,20 @@ class EngineHttp:
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=float(spec.traffic_policy.connect_timeout)),
         )
+
+
+async def _answer_to(
+    call: Awaitable[aiohttp.ClientResponse], place: str, timeout_s: float, most_bytes: int
+) -> EngineResponse:
+    """Raises OSError and Unreadable."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            async with await call as answer:
+                return await _read(answer, most_bytes)
+    except aiohttp.ClientConnectionError as error:
+        raise ConnectionError(f"{place}: {error}") from error
+    except aiohttp.ClientError as error:
+        raise Unreadable(f"{place} answers no HTTP: {error}; see what runs there") from error
 
 
 async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> EngineResponse:

@@ -3,6 +3,10 @@
 
 Beyond these bounds a prefill is not asked for, and the request goes on as after one that failed. A client that leaves
 ends the call, and the engine sees that: it computes the prompt no further.
+
+Mooncake's engines choose an id when they start, and their bootstrap servers answer it (``GET /query``). It is asked for
+before a prefill, and known for some seconds: no engine restarts in so little time. After a failure it is asked for
+again.
 """
 
 from __future__ import annotations
@@ -11,20 +15,25 @@ import asyncio
 import logging
 from collections import Counter
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 import aiohttp
 
 from extproc.core.record import PrefillResult
-from extproc.engines.answers import Unreadable
+from extproc.engines.answers import Unreadable, known_engines
 from extproc.failures import FailureLog
 from extproc.feeds.engine_access import EngineHttp
+from extproc.protocol import DATA_PARALLEL_RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from extproc.api.model_server import ModelServerSpec
     from extproc.core.core import Core
     from extproc.core.effects import Prefill
+    from extproc.engines.answers import KnownEngine
     from extproc.feeds.engine_access import EngineAccess, EngineResponse
 
 log = logging.getLogger(__name__)
@@ -34,6 +43,9 @@ _MOST: Final = 2048
 _MOST_HELD_BYTES: Final = 512 * 1024 * 1024
 # NIXL's parameters take 9 bytes for a block of 16 tokens, and a completion may echo its prompt.
 MOST_ANSWER_BYTES: Final = 4 * 1024 * 1024
+_MOST_QUERY_BYTES: Final = 1024 * 1024
+_QUERY_TIMEOUT_S: Final = 2.0
+_KNOWN_S: Final = 5.0
 # A connection that is kept may just be closed by the engine.
 _TRIES: Final = 2
 
@@ -58,6 +70,8 @@ class Prefills:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._of_engines: Counter[str] = Counter()
         self._held_bytes = 0
+        # by address: until when they are known
+        self._engines: dict[str, tuple[float, Sequence[KnownEngine]]] = {}
         self._failures = FailureLog(log)
 
     def start(self, ask: Prefill) -> None:
@@ -109,12 +123,15 @@ class Prefills:
             except Exception as error:  # noqa: BLE001 - whatever it is, a request waits for the result
                 self._failures.note("a prefill could not be requested", error)
                 result = PrefillResult(ask.ticket, "not_asked", detail=f"our own code fails: {error!r}")
+        if result.failure or result.status != HTTPStatus.OK:
+            self._engines.pop(ask.address, None)
         self._deliver(result)
 
     async def _result_of(self, ask: Prefill) -> PrefillResult:
         try:
             async with asyncio.timeout(ask.timeout_s):
-                answer = await self._post(ask)
+                engine = await self._engine_of(ask)
+                answer = await self._post(ask, engine)
         except TimeoutError:
             return PrefillResult(ask.ticket, "timeout", detail=f"no answer within {ask.timeout_s:g} s")
         except Unreadable as error:
@@ -124,11 +141,42 @@ class Prefills:
         if answer is None:
             return PrefillResult(ask.ticket, "not_asked", detail="its ModelServer has left the configuration")
         return PrefillResult(
-            ask.ticket, status=answer.status, body=answer.body, answered_at_s=self._clock() - answer.read_s
+            ask.ticket,
+            status=answer.status,
+            body=answer.body,
+            answered_at_s=self._clock() - answer.read_s,
+            engine_id="" if engine is None else engine.id,
         )
 
-    async def _post(self, ask: Prefill) -> EngineResponse | None:
+    async def _engine_of(self, ask: Prefill) -> KnownEngine | None:
+        """What the engine is called by others, and which of its ranks is to prefill. None: this need not be known, or
+        the engine's ModelServer is not configured any more. Raises OSError and Unreadable.
+        """
+        pool, now = self._core.pools.get(ask.server), self._clock()
+        if not ask.query_port or pool is None:
+            return None
+        until_s, engines = self._engines.get(ask.address, (0.0, ()))
+        if until_s <= now:
+            engines = await self._query(pool.spec, ask.address, ask.query_port)
+            known = {address: one for address, one in self._engines.items() if one[0] > now}
+            self._engines = {**known, ask.address: (now + _KNOWN_S, engines)}
+        return engines[crc32(ask.ticket.encode()) % len(engines)]
+
+    async def _query(self, spec: ModelServerSpec, address: str, port: int) -> Sequence[KnownEngine]:
+        place = f"port {port} of {address}"
+        try:
+            answer = await self._http.get(
+                spec, address, port, "/query", timeout_s=_QUERY_TIMEOUT_S, most_bytes=_MOST_QUERY_BYTES
+            )
+        except TimeoutError:
+            raise ConnectionError(f"{place}: no answer to /query within {_QUERY_TIMEOUT_S:g} s") from None
+        if answer.status != HTTPStatus.OK:
+            raise Unreadable(f"{place} answers {answer.status} to /query; see whether transferPort is right")
+        return known_engines(answer.body)
+
+    async def _post(self, ask: Prefill, engine: KnownEngine | None) -> EngineResponse | None:
         """None: the engine's ModelServer is not configured any more."""
+        rank = {} if engine is None or engine.rank is None else {DATA_PARALLEL_RANK: str(engine.rank)}
         for number in range(1, _TRIES + 1):
             pool = self._core.pools.get(ask.server)
             if pool is None:
@@ -141,7 +189,7 @@ class Prefills:
                     ask.body,
                     timeout_s=ask.timeout_s,
                     most_bytes=MOST_ANSWER_BYTES,
-                    headers=ask.headers,
+                    headers={**ask.headers, **rank},
                 )
             except ConnectionError as error:
                 if number == _TRIES or isinstance(error.__cause__, aiohttp.ClientConnectorError):

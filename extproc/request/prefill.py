@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from extproc.api.addresses import join_host_port
 from extproc.protocol import Api
 from extproc.request.model import STEERING_FIELDS, is_given
 from extproc.request.rewrite import fields_of
@@ -39,8 +40,11 @@ _SAMPLING: Final = "sampling_params"
 _EXTRA: Final = "extra_args"
 _MINIMA: Final = ("min_tokens", "min_completion_tokens")
 _REMOVED: Final = ("stream_options", *_MINIMA)
+_STOPS: Final = ("stop", "stop_token_ids", "stop_sequences")
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
+_TRUE: Final = msgspec.Raw(b"true")
+_UNSTOPPED: Final[Mapping[str, msgspec.Raw]] = MappingProxyType({"ignore_eos": _TRUE, "min_tokens": _ONE})
 _OFF: Final = frozenset({b"false", b"0", b"null", b""})
 _ASKED: Final = {
     "do_remote_decode": True,
@@ -77,12 +81,14 @@ class Changes(msgspec.Struct, frozen=True):
 
 class Try(msgspec.Struct, frozen=True):
     """A prefill that one engine is asked for. ``id``: of this try alone. ``host``: of the engine. ``port``: where it
-    gives KV caches to others, 0 if its connector has no such port.
+    gives KV caches to others, 0 if its connector has no such port. ``engine_id``: that the engine has for others, as it
+    answers at that port; empty before it was asked.
     """
 
     id: str
     host: str
     port: int = 0
+    engine_id: str = ""
 
 
 class PrefillProtocol(Protocol):
@@ -91,11 +97,13 @@ class PrefillProtocol(Protocol):
     ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
     finds it, and a prompt that is not found is computed again. ``port``: ``Try.port`` if no other is configured.
     ``joins_by_request_id``: engines take requests with the same ``x-request-id`` for the same prompt.
+    ``needs_engine_id``: ``Try.engine_id`` must be known for the decode engine.
     """
 
     has_lease: bool
     port: int
     joins_by_request_id: bool
+    needs_engine_id: bool
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """For the prefill engine. ``fields``: of the body."""
@@ -115,6 +123,7 @@ class Nixl:
 
     has_lease = True
     port = 0
+    needs_engine_id = False
 
     def __init__(self, *, joins_by_request_id: bool = False) -> None:
         self.joins_by_request_id = joins_by_request_id
@@ -149,7 +158,7 @@ class PeerToPeer:
     has_lease = True
     # vLLM's VLLM_P2P_SIDE_CHANNEL_PORT
     port = 5710
-    joins_by_request_id = False
+    joins_by_request_id = needs_engine_id = False
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept under the id."""
@@ -167,12 +176,53 @@ class PeerToPeer:
         return Changes(_with_parameters(request, fields, _raw({"remote_prefiller": place})))
 
 
+class Mooncake:
+    """MooncakeConnector: the prefill engine sends the KV cache to the decode engine that asks for the same transfer.
+
+    It does so only after a prefill that ends at its limit of tokens: after any other the decode engine would wait for
+    480 s. So its token may be any, the end of the answer included, and nothing stops it.
+    """
+
+    has_lease = True
+    # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT
+    port = 8998
+    joins_by_request_id = False
+    needs_engine_id = True
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
+        """One token, whichever it is, and the KV cache is kept for the transfer."""
+        parameters = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(this)}
+        found = _one_token_with(request, fields, parameters)
+        if request.api is Api.GENERATE:
+            sampling = {name: value for name, value in _sampling(found.fields).items() if name not in _STOPS}
+            return Changes({**found.fields, _SAMPLING: _raw({**sampling, **_UNSTOPPED})}, found.without)
+        # Anthropic's API has no such fields
+        more = {} if request.api is Api.MESSAGES else _UNSTOPPED
+        without = [name for name in (*found.without, *_STOPS) if name not in more]
+        return Changes({**found.fields, **more}, tuple(without))
+
+    def decode_changes(
+        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try, answer: PrefillAnswer
+    ) -> Changes | None:
+        """Which transfer of which engine."""
+        if not answer.is_cut or not this.engine_id:
+            return None
+        parameters = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": _transfer_id(this),
+            "remote_engine_id": this.engine_id,
+            "remote_bootstrap_addr": f"http://{join_host_port(this.host, this.port)}",
+        }
+        return Changes(_with_parameters(request, fields, _raw(parameters)))
+
+
 class SharedStore:
     """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
     port = 0
-    joins_by_request_id = False
+    joins_by_request_id = needs_engine_id = False
 
     def prefill_changes(
         self,
@@ -205,6 +255,7 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
         "HF3FSKVConnector": SharedStore(),
         "FlexKVConnectorV1": SharedStore(),
         "OffloadingConnector": PeerToPeer(),
+        "MooncakeConnector": Mooncake(),
     }
 )
 
@@ -278,6 +329,10 @@ def _with_parameters(
 
 def _raw(value: Mapping[str, object]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _transfer_id(this: Try) -> str:
+    return f"xfer-{this.id}"
 
 
 def _sampling(fields: Mapping[str, object]) -> dict[str, msgspec.Raw]:

@@ -154,6 +154,7 @@ async def whole_answers(engine: Engine) -> list[str]:
     [
         "NixlConnector",
         "NixlPushConnector",
+        "MooncakeConnector",
         "OffloadingConnector",
         "ExampleConnector",
         "MooncakeStoreConnector",
@@ -199,9 +200,43 @@ async def test_requests_that_a_client_gives_the_same_id_get_their_own_prompts(tm
         await scene.pair.are_free()
 
 
+async def test_mooncakes_engine_that_has_restarted_is_known_by_its_new_id(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, connector="MooncakeConnector") as scene:
+        sent = 0
+
+        async def ask() -> None:
+            nonlocal sent
+            sent += 1
+            await scene.openai.completions.create(model=MODEL, prompt=f"{sent} {PROMPT}", max_tokens=2)
+
+        await ask()
+        assert await scene.legs("prefilled") == 1
+        await scene.pair.prefill.stop()
+        while not await scene.legs("unreachable"):
+            await ask()
+        await scene.pair.prefill.start()
+        # it is avoided for a while
+        while await scene.legs("prefilled") == 1:
+            await ask()
+        assert await scene.pair.decode.metric("vllm:nixl_num_failed_transfers_total") == 0
+        assert await scene.pair.decode.metric("vllm:nixl_bytes_transferred_count") == 2
+
+
+async def test_a_prefill_that_mooncake_drops_lets_no_decode_engine_wait(tmp_path: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "nothing", "schema": {"type": "null"}}}
+    async with scene_of(tmp_path, connector="MooncakeConnector") as scene:
+        answer = await scene.openai.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=6, extra_body={"response_format": schema}
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        assert await scene.legs("no_parameters") == 1
+        assert await scene.pair.decode.computed() > 0
+        await scene.pair.are_free()
+
+
 async def test_without_its_prefill_engine_the_decode_engine_computes(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
-        await _stop(scene.pair.prefill)
+        await scene.pair.prefill.stop()
         answer = await scene.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 6
@@ -251,7 +286,7 @@ async def test_a_prefill_engine_that_hangs_leaves_time_for_another(tmp_path: Pat
 
 async def test_or_the_client_gets_503_if_the_server_wants_that(tmp_path: Path) -> None:
     async with scene_of(tmp_path, onPrefillFailure="Fail") as scene:
-        await _stop(scene.pair.prefill)
+        await scene.pair.prefill.stop()
         with pytest.raises(openai.InternalServerError) as raised:
             await scene.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6)
         assert (raised.value.status_code, raised.value.code) == (503, "prefill_failed")
@@ -453,9 +488,3 @@ async def test_a_leg_uses_the_tls_and_the_key_of_its_servers_connection(tmp_path
         assert "certificate" in leg["prefill_leg"]["detail"].lower()
         assert not secured.calls["prefill"]
         assert "kv_transfer_params" not in body
-
-
-async def _stop(engine: Engine) -> None:
-    assert engine.server is not None
-    engine.server.cancel()
-    await asyncio.gather(engine.server, return_exceptions=True)

@@ -41,7 +41,19 @@ class Engine:
         self.side_port = side_port
         self.side = f"http://127.0.0.1:{side_port}"
         self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
+        self.settings: EngineSettings | None = None
         self.server: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Until it answers. A second start is that of another process: with another id, and nothing cached."""
+        assert self.settings is not None
+        self.server = asyncio.create_task(EngineServer(self.settings).run())
+        await eventually(lambda: _is_up(self))
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        self.server.cancel()
+        await asyncio.gather(self.server, return_exceptions=True)
 
     async def complete(self, prompt: str = PROMPT, *, request_id: str = "", **fields: object) -> httpx.Response:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, **fields}
@@ -107,14 +119,14 @@ async def running(
                 headers_first=False,
                 exchange=exchange,
             )
+            engine.settings = settings
             engine.server = tasks.create_task(EngineServer(settings).run())
         for engine in engines:
             await eventually(lambda engine=engine: _is_up(engine))  # type: ignore[misc]
         yield Pair(*engines)
         for engine in engines:
             await engine.http.aclose()
-            assert engine.server is not None
-            engine.server.cancel()
+            await engine.stop()
 
 
 async def _is_up(engine: Engine) -> bool:

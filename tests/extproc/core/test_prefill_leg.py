@@ -542,6 +542,28 @@ def test_each_try_has_an_id_of_its_own_and_the_decode_engine_gets_that_of_the_la
     assert len(found.assignment.addresses) == 1
 
 
+def test_a_prefill_engine_is_named_to_the_decode_engine_by_the_id_that_it_answers() -> None:
+    scene = Scene(config(connector="MooncakeConnector"))
+    _, asked, _ = scene.arrive(stop=["x"])
+    assert (asked.query_port, fields(asked.body)["ignore_eos"]) == (8998, True)
+    body = b'{"choices": [{"finish_reason": "length"}]}'
+    found = decision(scene.answer(asked.ticket, 0.5, body=body, engine_id="7c0d"))
+    assert fields(found.body)["stop"] == ["x"]
+    told = fields(found.body)["kv_transfer_params"]
+    assert (told["remote_engine_id"], told["remote_bootstrap_addr"]) == ("7c0d", "http://10.0.0.1:8998")
+    assert told["transfer_id"] == fields(asked.body)["kv_transfer_params"]["transfer_id"]
+    assert len(found.assignment.addresses) == 1
+
+
+def test_a_prefill_that_ends_early_is_of_no_use_to_mooncake() -> None:
+    scene = Scene(config(connector="MooncakeConnector"))
+    _, asked, _ = scene.arrive()
+    body = b'{"choices": [{"finish_reason": "stop"}]}'
+    effects = scene.answer(asked.ticket, 0.5, body=body, engine_id="7c0d")
+    assert (leg(effects).leg.outcome, decision(effects).prefilled_by) == ("no_parameters", "")
+    assert "limit of tokens" in leg(effects).leg.detail
+
+
 def test_where_requests_join_by_their_ids_both_legs_have_one_that_no_client_can_repeat() -> None:
     scene = Scene(config(connector="NixlPushConnector"))
     asked = [scene.arrive()[1] for _ in range(2)]

@@ -45,9 +45,12 @@ class Engine:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = next(
-                    int(line.split(b":")[1])
-                    for line in head.lower().split(b"\r\n")
-                    if line.startswith(b"content-length")
+                    (
+                        int(line.split(b":")[1])
+                        for line in head.lower().split(b"\r\n")
+                        if line.startswith(b"content-length")
+                    ),
+                    0,
                 )
                 self.requests.append(head + await reader.readexactly(length))
                 found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -75,10 +78,18 @@ class Scene:
             core, EngineAccess({"KEY": "s3cret"}, self.clock), clock=self.clock, deliver=self.results.append
         )
 
-    def start(self, ticket: str = "t-1", *, timeout_s: float = 30.0, body: bytes = b'{"max_tokens": 1}') -> None:
+    def start(
+        self,
+        ticket: str = "t-1",
+        *,
+        timeout_s: float = 30.0,
+        body: bytes = b'{"max_tokens": 1}',
+        query_port: int = 0,
+    ) -> None:
         headers = {"x-request-id": "r-1", "authorization": "Bearer of-the-client"}
         path = "/v1/completions"
-        self.prefills.start(Prefill(ticket, "default/llama", self.address, path, body, headers, timeout_s))
+        ask = Prefill(ticket, "default/llama", self.address, path, body, headers, timeout_s, query_port)
+        self.prefills.start(ask)
 
     async def result(self, count: int = 1) -> PrefillResult:
         await eventually(lambda: _is(len(self.results) >= count))
@@ -238,3 +249,72 @@ async def test_our_own_fault_is_a_result_too(monkeypatch: pytest.MonkeyPatch) ->
         found = await scene.result()
         assert found.failure == "not_asked"
         assert "our own code fails" in found.detail
+
+
+RANKS: Final = b'{"0": {"engine_id": "e", "worker_addr": {}}, "1": {"engine_id": "f", "worker_addr": {}}}'
+
+
+@contextlib.asynccontextmanager
+async def bootstrap_of(*answers: bytes | None) -> AsyncIterator[tuple[Engine, int]]:
+    """A server that answers queries, and its port."""
+    engine = Engine(*answers)
+    async with await asyncio.start_server(engine.serve, "127.0.0.1", 0) as server:
+        yield engine, server.sockets[0].getsockname()[1]
+
+
+async def test_an_engines_id_is_asked_for_once_in_a_while_and_its_rank_prefills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(answer())
+    async with bootstrap_of(answer(RANKS)) as (bootstrap, port), scene_of(engine) as scene:
+        for number in range(8):
+            scene.start(f"t-{number}", query_port=port)
+            await scene.result(number + 1)
+        assert len(bootstrap.requests) == 1
+        assert bootstrap.requests[0].startswith(b"GET /query HTTP/1.1\r\n")
+        assert b"authorization" not in bootstrap.requests[0].lower()
+        found = {one.engine_id for one in scene.results}
+        assert found == {"e", "f"}
+        for result, request in zip(scene.results, engine.requests, strict=True):
+            assert b"x-data-parallel-rank: %d\r\n" % "ef".index(result.engine_id) in request.lower()
+        monkeypatch.setattr(scene.prefills, "_clock", lambda: scene.clock() + prefills._KNOWN_S)
+        scene.start("t-9", query_port=port)
+        await scene.result(9)
+        assert len(bootstrap.requests) == 2
+
+
+async def test_after_a_failed_prefill_the_id_is_asked_for_again() -> None:
+    engine = Engine(answer(b"", "500 Internal Server Error"), answer())
+    one, other = (b'{"0": {"engine_id": "%b"}}' % name for name in (b"e", b"f"))
+    async with bootstrap_of(answer(one), answer(other)) as (bootstrap, port), scene_of(engine) as scene:
+        for number, name in enumerate("ef", 1):
+            scene.start(f"t-{number}", query_port=port)
+            assert (await scene.result(number)).engine_id == name
+        assert len(bootstrap.requests) == 2
+        # a single rank need not be named
+        assert b"x-data-parallel-rank" not in engine.requests[1].lower()
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        (b"", "unreachable"),
+        (None, "unreachable"),
+        (answer(b"{}"), "unreadable"),
+        (answer(RANKS, "404 Not Found"), "unreadable"),
+        (answer(b" " * (1024 * 1024 + 1)), "unreadable"),
+        (answer(b"", "307 Temporary Redirect", "location: http://127.0.0.1:1/\r\n"), "unreadable"),
+    ],
+)
+async def test_an_engine_whose_id_is_unknown_prefills_nothing(
+    given: bytes | None, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.setattr(prefills, "_QUERY_TIMEOUT_S", 0.3)
+    engine = Engine(answer())
+    async with bootstrap_of(given) as (_, port), scene_of(engine) as scene:
+        scene.start(query_port=port)
+        found = await scene.result()
+        assert found.failure == failure
+        assert found.detail
+        assert not engine.requests

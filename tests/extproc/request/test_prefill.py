@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from extproc.engines.answers import PrefillAnswer, Unreadable, prefill_in
+from extproc.engines.answers import KnownEngine, PrefillAnswer, Unreadable, known_engines, prefill_in
 from extproc.protocol import Api
 from extproc.request import anthropic, openai, tokens
 from extproc.request.prefill import PROTOCOLS, WHOLE, Try, why_whole
@@ -27,7 +27,7 @@ STORES: Final[tuple[Connector, ...]] = (
     "FlexKVConnectorV1",
 )
 NIXL: Final[tuple[Connector, ...]] = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
-TRY: Final = Try("t-1-1", "10.0.0.11", 5710)
+TRY: Final = Try("t-1-1", "10.0.0.11", 5710, "7c0d")
 # As vLLM 0.32 has it.
 ASKED: Final = {
     "do_remote_decode": True,
@@ -185,6 +185,81 @@ def test_what_joins_both_engines_is_written_for_each(
         if api is Api.GENERATE:
             assert sent["sampling_params"].pop("extra_args") == {"kv_transfer_params": parameters}
         assert sent == rest
+
+
+ASKED_BY_MOONCAKE: Final = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-t-1-1"}
+TOLD_BY_MOONCAKE: Final = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "transfer_id": "xfer-t-1-1",
+    "remote_engine_id": "7c0d",
+    "remote_bootstrap_addr": "http://10.0.0.11:5710",
+}
+CUT: Final = PrefillAnswer(is_cut=True)
+
+
+@pytest.mark.parametrize(("api", "body", "expected"), CASES)
+def test_nothing_stops_a_prefill_that_mooncake_would_otherwise_drop(
+    api: Api, body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    stops = {"stop_token_ids": [7], "stop": ["x"]}
+    given = {**body, **stops, "stop_sequences": ["y"]}
+    if api is Api.GENERATE:
+        given = {**body, "sampling_params": {**body["sampling_params"], **stops}}
+    sent, more = prefill(api, "MooncakeConnector", given), {"ignore_eos": True, "min_tokens": 1}
+    assert sent.pop("kv_transfer_params") == ASKED_BY_MOONCAKE
+    rest = {name: value for name, value in expected.items() if name != "stop"}
+    if api is Api.GENERATE:
+        assert sent["sampling_params"].pop("extra_args") == {"kv_transfer_params": ASKED_BY_MOONCAKE}
+        assert sent == {**rest, "sampling_params": {**rest["sampling_params"], **more}}
+    else:
+        assert sent == {**rest, **({} if api is Api.MESSAGES else more)}
+
+
+@pytest.mark.parametrize(("api", "body", "expected"), CASES)
+def test_mooncakes_decode_engine_gets_the_clients_request_and_its_transfer(
+    api: Api, body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert expected
+    sent = json.loads(decode(api, "MooncakeConnector", body, CUT) or b"")
+    assert sent.pop("kv_transfer_params") == TOLD_BY_MOONCAKE
+    if api is Api.GENERATE:
+        assert sent["sampling_params"].pop("extra_args") == {"kv_transfer_params": TOLD_BY_MOONCAKE}
+    assert sent == body
+
+
+@pytest.mark.parametrize(
+    ("body", "is_cut"),
+    [
+        ('{"choices": [{"finish_reason": "length"}]}', True),
+        ('{"choices": [{"finish_reason": "stop"}]}', False),
+        ('{"choices": [{}]}', False),
+        ('{"choices": null}', False),
+        ('{"stop_reason": "max_tokens"}', True),
+        ('{"stop_reason": "end_turn"}', False),
+        ('{"status": "incomplete"}', True),
+        ('{"status": "completed"}', False),
+    ],
+)
+def test_what_mooncake_has_dropped_no_decode_engine_waits_for(body: str, *, is_cut: bool) -> None:
+    answer = prefill_in(body.encode())
+    assert answer.is_cut == is_cut
+    assert (decode(Api.CHAT, "MooncakeConnector", CASES[0][1], answer) is not None) == is_cut
+
+
+def test_mooncakes_bootstrap_server_lists_an_engine_by_rank() -> None:
+    first = b'{"engine_id": "e", "worker_addr": {"0": {"0": "tcp://10.0.0.11:40001"}}}'
+    assert known_engines(b'{"0": %b}' % first) == (KnownEngine("e"),)
+    second = first.replace(b'"e"', b'"f"')
+    assert known_engines(b'{"1": %b, "0": %b}' % (second, first)) == (KnownEngine("e", 0), KnownEngine("f", 1))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[]", b'{"0": {}}', b'{"0": {"engine_id": ""}}', b'{"0": {"engine_id": 3}}', b'{"x": {}}']
+)
+def test_a_list_of_another_form_is_unreadable(body: bytes) -> None:
+    with pytest.raises(Unreadable):
+        known_engines(body)
 
 
 def test_a_client_keeps_its_own_extra_arguments() -> None:
