@@ -178,6 +178,13 @@ CASES: Final = (
         None,
     ),
     Case(
+        "the gateway's leg and its connector fit",
+        "ModelServer",
+        _server(pdGroup=_OWN_LEG),
+        ("pdGroup", "connector"),
+        "MoRIIOConnector",
+    ),
+    Case(
         "the gateway's leg is vLLM's",
         "ModelServer",
         _server(pdGroup=_OWN_LEG),

@@ -68,7 +68,10 @@ Connector = Literal[
     "FlexKVConnectorV1",
     "OffloadingConnector",
     "MooncakeConnector",
+    "MoRIIOConnector",
 ]
+# Of these the gateway makes no leg.
+SIDECAR_CONNECTORS: Final[frozenset[Connector]] = frozenset({"MoRIIOConnector"})
 
 
 class Activation(Spec, frozen=True):
@@ -143,7 +146,13 @@ class PdGroup(Spec, frozen=True):
     ``on_prefill_failure``, ``prefill_timeout``, ``lease``: of the gateway's leg. ``lease``: how long a prefill engine
     keeps what another has not fetched, vLLM's ``kv_lease_duration``."""
 
-    CEL: ClassVar = (Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),)
+    CEL: ClassVar = (
+        Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),
+        Rule(
+            "self.leg != 'Gateway' || !has(self.connector) || self.connector != 'MoRIIOConnector'",
+            "MoRIIOConnector asks both engines at once, which a sidecar does; leave leg out",
+        ),
+    )
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
     decode_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -390,6 +399,8 @@ def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Findi
     yield from check_duration(group.lease, (*path, "lease"))
     if group.has_own_leg and group.connector is None:
         yield (*path, "connector"), "leg: Gateway needs it; write the engines' kv_connector, or leave leg out"
+    if group.has_own_leg and group.connector in SIDECAR_CONNECTORS:
+        yield (*path, "leg"), f"{group.connector} asks both engines at once; leave leg out, and run a sidecar"
     if group.has_own_leg and spec.engine != "vLLM":
         yield (*path, "leg"), f"extproc makes no leg for {spec.engine} yet; leave it out, and run a sidecar"
 

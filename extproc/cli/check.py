@@ -619,12 +619,13 @@ def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
         spec, name = server.spec, server.metadata.key
         if (group := spec.pd_group) is None:
             continue
-        if group.connector is not None and not group.has_own_leg:
+        if group.connector in PROTOCOLS and not group.has_own_leg:
             yield (
                 f"ModelServer {name}: pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway, so that"
-                " extproc requests prefills itself, or leave connector out"
+                " extproc requests prefills itself, or leave connector out, as LMCache's prefill and decode over NIXL"
+                " need a sidecar"
             )
-        protocol = None if group.connector is None or not group.has_own_leg else PROTOCOLS[group.connector]
+        protocol = None if group.connector is None or not group.has_own_leg else PROTOCOLS.get(group.connector)
         if group.transfer_port is not None and (protocol is None or not protocol.port):
             yield (
                 f"ModelServer {name}: pdGroup.transferPort has no effect with this leg and connector: extproc writes no"

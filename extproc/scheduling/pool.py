@@ -187,7 +187,7 @@ class Pool:
         self.readiness = readiness_of(self.table, spec.pd_group)
         group = spec.pd_group
         connector = group.connector if group is not None and group.has_own_leg else None
-        self.prefill_protocol = None if connector is None else PROTOCOLS[connector]
+        self.prefill_protocol = None if connector is None else PROTOCOLS.get(connector)
         self.transfers = picker.transfers if isinstance(picker, PrefillDecodePairs) else None
 
     def price_at(self, wall_s: float) -> Price | None:

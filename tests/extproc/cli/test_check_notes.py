@@ -317,6 +317,8 @@ def test_a_connector_of_a_leg_that_extproc_does_not_make(check: Check) -> None:
     assert "pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway" in note
     assert check(ModelServer=pairs("a", "a", connector="NixlConnector", leg="Gateway")) == []
     assert check(ModelServer=pairs("a", "a")) == []
+    # of which no other leg is possible
+    assert check(ModelServer=pairs("a", "a", connector="MoRIIOConnector")) == []
 
 
 def test_a_port_that_extproc_writes_to_no_engine(check: Check) -> None:
