@@ -185,11 +185,18 @@ CASES: Final = (
         "MoRIIOConnector",
     ),
     Case(
-        "the gateway's leg is vLLM's",
+        "the gateway makes no leg of SGLang",
         "ModelServer",
         _server(pdGroup=_OWN_LEG),
         ("engine",),
         "SGLang",
+    ),
+    Case(
+        "the connector of the gateway's leg is the engine's",
+        "ModelServer",
+        _server(engine="TensorRT-LLM", pdGroup={**_OWN_LEG, "connector": "context_first"}),
+        ("pdGroup", "connector"),
+        "NixlConnector",
     ),
     Case(
         "adapters on demand without pdGroup",

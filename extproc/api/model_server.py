@@ -57,6 +57,7 @@ MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt
 # All fields by which gateways steer engines.
 InternalField = Literal[SteeringField, MarkingField]
 # How engines hand KV caches over, by vLLM's names: one engine to another, or by way of a store that all of them read.
+# context_first: TensorRT-LLM's name of it.
 Connector = Literal[
     "NixlConnector",
     "NixlPullConnector",
@@ -69,6 +70,7 @@ Connector = Literal[
     "OffloadingConnector",
     "MooncakeConnector",
     "MoRIIOConnector",
+    "context_first",
 ]
 # Of these the gateway makes no leg.
 SIDECAR_CONNECTORS: Final[frozenset[Connector]] = frozenset({"MoRIIOConnector"})
@@ -273,8 +275,13 @@ class ModelServerSpec(Spec, frozen=True):
         together("workloadSelector", "workloadPort"),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
-            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.engine) || self.engine == 'vLLM'",
-            "leg: Gateway has connectors of vLLM only; leave leg out",
+            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.engine) || self.engine != 'SGLang'",
+            "leg: Gateway has connectors of vLLM and TensorRT-LLM only; leave leg out",
+        ),
+        Rule(
+            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
+            " || (self.pdGroup.connector == 'context_first') == (has(self.engine) && self.engine == 'TensorRT-LLM')",
+            "connector context_first is that of engine TensorRT-LLM, which has no other",
         ),
         Rule(
             "!has(self.adapterLoading) || !has(self.pdGroup)",
@@ -401,7 +408,9 @@ def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Findi
         yield (*path, "connector"), "leg: Gateway needs it; write the engines' kv_connector, or leave leg out"
     if group.has_own_leg and group.connector in SIDECAR_CONNECTORS:
         yield (*path, "leg"), f"{group.connector} asks both engines at once; leave leg out, and run a sidecar"
-    if group.has_own_leg and spec.engine != "vLLM":
+    if group.has_own_leg and (group.connector == "context_first") != (spec.engine == "TensorRT-LLM"):
+        yield (*path, "connector"), "context_first is the connector of engine TensorRT-LLM, which has no other"
+    if group.has_own_leg and spec.engine == "SGLang":
         yield (*path, "leg"), f"extproc makes no leg for {spec.engine} yet; leave it out, and run a sidecar"
 
 

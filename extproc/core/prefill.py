@@ -116,7 +116,8 @@ class Leg(msgspec.Struct, frozen=True):
 
 def why_served_whole(arrival: Arrival) -> str:
     """As ``why_whole``; empty also where extproc makes no leg."""
-    return "" if arrival.pool.prefill_protocol is None else why_whole(arrival.request, arrival.body)
+    protocol = arrival.pool.prefill_protocol
+    return "" if protocol is None else why_whole(arrival.request, arrival.body, protocol)
 
 
 def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
@@ -177,8 +178,7 @@ def judge_prefill(leg: Leg, result: PrefillResult, *, age_s: float, lease_s: flo
         return Judged("expired", tokens=answer, detail=f"it is {age_s:.3g} s old, of a lease of {lease_s:g} s")
     body = leg.decode_body(answer, result.engine_id)
     if body is None:
-        what = "does not end at its limit of tokens" if leg.protocol.needs_engine_id else "has no kv_transfer_params"
-        return Judged("no_parameters", detail=f"the answer {what}")
+        return Judged("no_parameters", detail="the answer ended early, or the engine has another connector")
     return Judged("prefilled", body, answer)
 
 

@@ -33,6 +33,8 @@ _NOT_ALLOWED: Final = frozenset({401, 403})
 _BUSY: Final = frozenset({409, 429, 503})
 # Of 4xx, those that an engine answers because it has too much to do.
 _OVERLOADED: Final = frozenset({408, 429})
+# How answers of the APIs end at their limit of tokens. TensorRT-LLM has not finished where it answers only a prompt.
+_CUT: Final = frozenset({"length", "not_finished", "max_tokens", "incomplete"})
 _MOST_MODELS: Final = 4_096
 # vLLM lists a model with an object of permissions in it. Objects take tens of times their bytes in memory.
 _MOST_OBJECTS: Final = 4 * _MOST_MODELS
@@ -164,12 +166,15 @@ def is_unloaded(status: int, body: bytes) -> bool:
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
     """What an engine answers to a prefill for another. ``parameters``: an object by which the other finds the KV cache,
-    empty if there is none. ``is_cut``: it ends at its limit of tokens, and not by a stop. The tokens: of the prompt,
-    None if they are not reported.
+    empty if there is none. ``is_cut``: it ends at its limit of tokens, and not by a stop. ``context``: as
+    ``parameters``, of TensorRT-LLM. ``token_ids``: of the prompt, empty if they are not answered. The tokens: of the
+    prompt, None if they are not reported.
     """
 
     parameters: msgspec.Raw = msgspec.Raw()
     is_cut: bool = False
+    context: msgspec.Raw = msgspec.Raw()
+    token_ids: msgspec.Raw = msgspec.Raw()
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
 
@@ -190,12 +195,14 @@ class _Usage(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     finish_reason: Any = None
+    disaggregated_params: msgspec.Raw = msgspec.Raw()
 
 
 class _PrefillBody(msgspec.Struct):
     """How an answer ended is in ``choices``, in Anthropic's ``stop_reason``, or in the ``status`` of a response."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
     choices: list[_Choice] | None = None
     stop_reason: Any = None
     status: Any = None
@@ -205,18 +212,29 @@ class _PrefillBody(msgspec.Struct):
 def prefill_in(body: bytes) -> PrefillAnswer:
     """A prefill engine's answer of any API. Raises Unreadable."""
     found = parse_json(_prefilled, body, "the answer to a prefill")
-    # a copy: the whole answer would stay with it
-    parameters = bytes(found.kv_transfer_params)
-    parameters = msgspec.Raw(parameters if parameters.startswith(b"{") else b"")
-    is_cut = found.stop_reason == "max_tokens" or found.status == "incomplete"
-    is_cut = is_cut or any(one.finish_reason == "length" for one in found.choices or ())
+    choice = next(iter(found.choices or ()), _Choice())
+    reasons = (choice.finish_reason, found.stop_reason, found.status)
+    answer = PrefillAnswer(
+        _copy(found.kv_transfer_params, b"{"),
+        is_cut=any(isinstance(one, str) and one in _CUT for one in reasons),
+        context=_copy(choice.disaggregated_params, b"{"),
+        token_ids=_copy(found.prompt_token_ids, b"["),
+    )
     usage = found.usage or _Usage()
     details = usage.prompt_tokens_details or usage.input_tokens_details
     if usage.prompt_tokens is not None or usage.cache_read_input_tokens is None:
         tokens = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        return PrefillAnswer(parameters, is_cut, tokens, None if details is None else details.cached_tokens)
-    cached = usage.cache_read_input_tokens
-    return PrefillAnswer(parameters, is_cut, (usage.input_tokens or 0) + cached, cached)
+        cached = None if details is None else details.cached_tokens
+    else:
+        cached = usage.cache_read_input_tokens
+        tokens = (usage.input_tokens or 0) + cached
+    return msgspec.structs.replace(answer, prompt_tokens=tokens, cached_tokens=cached)
+
+
+def _copy(value: msgspec.Raw, mark: bytes) -> msgspec.Raw:
+    """The value if it begins with ``mark``, else empty. Without the copy the whole answer would stay with it."""
+    content = bytes(value)
+    return msgspec.Raw(content if content.startswith(mark) else b"")
 
 
 class _Rank(msgspec.Struct):

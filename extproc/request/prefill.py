@@ -11,6 +11,8 @@ A prefill engine gets the request itself, for one token and not streamed, so tha
 | `store` of `/v1/responses` | `false`: the answer is nobody's |
 | all others | byte for byte: the prompt depends on them |
 
+That is so of vLLM. Of TensorRT-LLM see ``ContextFirst``.
+
 With NIXL the prefill engine answers ``kv_transfer_params``, by which the decode engine finds the KV cache: they are
 copied unread. Other connectors join both engines by an id that is new for each try. By way of a shared store both get
 the request, and nothing joins them but the prompt.
@@ -18,6 +20,7 @@ the request, and nothing joins them but the prompt.
 
 from __future__ import annotations
 
+import hashlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
 
 _PARAMETERS: Final = "kv_transfer_params"
+_CONTEXT: Final = "disaggregated_params"
+_LEAST_NUMBER: Final = 2**42
 _SAMPLING: Final = "sampling_params"
 _EXTRA: Final = "extra_args"
 _MINIMA: Final = ("min_tokens", "min_completion_tokens")
@@ -45,6 +50,8 @@ _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 _TRUE: Final = msgspec.Raw(b"true")
 _UNSTOPPED: Final[Mapping[str, msgspec.Raw]] = MappingProxyType({"ignore_eos": _TRUE, "min_tokens": _ONE})
+# Those that write an answer to a prompt.
+_APIS: Final = frozenset({one for one in Api if one.spec.limits})
 _OFF: Final = frozenset({b"false", b"0", b"null", b""})
 _ASKED: Final = {
     "do_remote_decode": True,
@@ -57,7 +64,7 @@ _ASKED: Final = {
 # Why a request is served whole, by the name in metrics.
 WHOLE: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "api": "its API writes no answer to a prompt",
+        "api": "its API writes no answer to a prompt, or its connector does not take it",
         "prompts": "it has several prompts",
         "answers": "it requests several answers to a prompt",
         "no_answer": "it requests no answer",
@@ -97,13 +104,14 @@ class PrefillProtocol(Protocol):
     ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
     finds it, and a prompt that is not found is computed again. ``port``: ``Try.port`` if no other is configured.
     ``joins_by_request_id``: engines take requests with the same ``x-request-id`` for the same prompt.
-    ``needs_engine_id``: ``Try.engine_id`` must be known for the decode engine.
+    ``needs_engine_id``: ``Try.engine_id`` must be known for the decode engine. ``apis``: whose prompts it takes.
     """
 
     has_lease: bool
     port: int
     joins_by_request_id: bool
     needs_engine_id: bool
+    apis: frozenset[Api]
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """For the prefill engine. ``fields``: of the body."""
@@ -124,6 +132,7 @@ class Nixl:
     has_lease = True
     port = 0
     needs_engine_id = False
+    apis = _APIS
 
     def __init__(self, *, joins_by_request_id: bool = False) -> None:
         self.joins_by_request_id = joins_by_request_id
@@ -159,6 +168,7 @@ class PeerToPeer:
     # vLLM's VLLM_P2P_SIDE_CHANNEL_PORT
     port = 5710
     joins_by_request_id = needs_engine_id = False
+    apis = _APIS
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept under the id."""
@@ -188,6 +198,7 @@ class Mooncake:
     port = 8998
     joins_by_request_id = False
     needs_engine_id = True
+    apis = _APIS
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, whichever it is, and the KV cache is kept for the transfer."""
@@ -217,12 +228,46 @@ class Mooncake:
         return Changes(_with_parameters(request, fields, _raw(parameters)))
 
 
+class ContextFirst:
+    """TensorRT-LLM's ``context_first``: the server that generates fetches the KV cache of the context server's answer.
+
+    The context server cuts its answer to the first token itself, and answers the prompt's token ids, which the other
+    one gets in place of the prompt. An answer that ends with its first token has no KV cache.
+    """
+
+    has_lease = True
+    port = 0
+    joins_by_request_id = needs_engine_id = False
+    apis = frozenset({Api.CHAT, Api.COMPLETIONS})
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:  # noqa: ARG002 - as other connectors
+        """The context alone."""
+        asked = _raw({"request_type": "context_only", "disagg_request_id": _number(this)})
+        stream = {"stream": _FALSE} if "stream" in fields else {}
+        return Changes({**stream, _CONTEXT: asked}, ("stream_options",))
+
+    def decode_changes(
+        self,
+        request: InferenceRequest,
+        fields: Mapping[str, msgspec.Raw],  # noqa: ARG002 - as other connectors
+        this: Try,  # noqa: ARG002
+        answer: PrefillAnswer,
+    ) -> Changes | None:
+        """What the context server has answered, and the prompt as it has read it."""
+        if not (answer.is_cut and answer.context and answer.token_ids):
+            return None
+        told = _raw({**_members(answer.context), "request_type": "generation_only"})
+        prompt = "prompt" if request.api is Api.COMPLETIONS else "prompt_token_ids"
+        return Changes({prompt: answer.token_ids, _CONTEXT: told})
+
+
 class SharedStore:
     """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
     port = 0
     joins_by_request_id = needs_engine_id = False
+    apis = _APIS
 
     def prefill_changes(
         self,
@@ -256,13 +301,14 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
         "FlexKVConnectorV1": SharedStore(),
         "OffloadingConnector": PeerToPeer(),
         "MooncakeConnector": Mooncake(),
+        "context_first": ContextFirst(),
     }
 )
 
 
-def why_whole(request: InferenceRequest, body: bytes) -> str:
+def why_whole(request: InferenceRequest, body: bytes, protocol: PrefillProtocol) -> str:
     """Why one engine must serve the request whole, as a key of WHOLE; empty: another one may prefill its prompt."""
-    if request.api is None or not request.api.spec.limits:
+    if request.api not in protocol.apis:
         return "api"
     found = {
         "prompts": request.prompts.count > 1,
@@ -329,6 +375,12 @@ def _with_parameters(
 
 def _raw(value: Mapping[str, object]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _number(this: Try) -> int:
+    """Its id as TensorRT-LLM must have one: 2^42 or more, and of 63 bits."""
+    digest = hashlib.blake2b(this.id.encode(), digest_size=8).digest()
+    return _LEAST_NUMBER + int.from_bytes(digest) % (2**63 - _LEAST_NUMBER)
 
 
 def _transfer_id(this: Try) -> str:

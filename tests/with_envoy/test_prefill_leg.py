@@ -96,7 +96,8 @@ async def scene_of(
     in place of the pair's, which then has no role. ``dead``: of a prefill engine that does not answer.
     """
     extra = {"shared_storage_path": str(directory / "store")}
-    async with running(connector, speed=speed, extra=extra) as pair:
+    is_tensorrt = connector == "context_first"
+    async with running("TensorRT-LLM" if is_tensorrt else connector, speed=speed, extra=extra) as pair:
         endpoints: list[dict[str, object]] = [
             {"address": engine.url.removeprefix("http://"), "labels": {"role": role}}
             for engine, role in ((pair.prefill, "prefill"), (pair.decode, "decode"))
@@ -108,15 +109,17 @@ async def scene_of(
         if decode:
             endpoints[1]["labels"] = {}
             endpoints.append({"address": decode, "labels": {"role": "decode"}})
-        more = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs(connector, **group)}
+        more: dict[str, object] = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs(connector, **group)}
+        if is_tensorrt:
+            more |= {"engine": "TensorRT-LLM", "metricsPath": "/metrics"}
         async with gateway_on(directory, more=more) as gateway:
             scene = Scene(pair, gateway)
             async with scene.openai, scene.anthropic:
                 yield scene
 
 
-async def ask_all(open_ai: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic) -> list[str]:
-    """The texts of chats and completions, whole and streamed, and of messages, in this order."""
+async def ask_openai(open_ai: openai.AsyncOpenAI) -> list[str]:
+    """The texts of chats and completions, whole and streamed."""
     texts = list[str]()
     chat = await open_ai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=6)  # type: ignore[arg-type]
     texts.append(chat.choices[0].message.content or "")
@@ -133,6 +136,12 @@ async def ask_all(open_ai: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic)
     texts.append(completion.choices[0].text)
     pieces = await open_ai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, stream=True)
     texts.append("".join([chunk.choices[0].text async for chunk in pieces if chunk.choices]))
+    return texts
+
+
+async def ask_all(open_ai: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic) -> list[str]:
+    """The same, and of messages."""
+    texts = await ask_openai(open_ai)
     message = await claude.messages.create(model=MODEL, max_tokens=6, messages=CHAT)  # type: ignore[arg-type]
     texts.append(message.content[0].text)  # type: ignore[union-attr]
     async with claude.messages.stream(model=MODEL, max_tokens=6, messages=CHAT) as stream:  # type: ignore[arg-type]
@@ -180,6 +189,18 @@ async def test_answers_are_those_of_a_whole_engine_and_the_decode_engine_compute
         assert first["prefill_leg"]["outcome"] == "prefilled"
         assert first["prefill_leg"]["address"] == scene.pair.prefill.url.removeprefix("http://")
         assert first["prefill_wait_s"] > 0
+
+
+async def test_tensorrt_llms_context_comes_first(tmp_path: Path) -> None:
+    async with running("NixlConnector") as whole, scene_of(tmp_path, connector="context_first") as scene:
+        async with openai.AsyncOpenAI(base_url=f"{whole.decode.url}/v1", api_key="none", timeout=60) as one:
+            assert await ask_openai(scene.openai) == await ask_openai(one)
+        assert await scene.legs("prefilled") == 4
+        assert await scene.pair.decode.computed() == 0
+        await scene.pair.are_free()
+        # an API that it does not take
+        await scene.anthropic.messages.create(model=MODEL, max_tokens=6, messages=CHAT)  # type: ignore[arg-type]
+        assert await scene.whole("api") == 1
 
 
 async def test_requests_that_a_client_gives_the_same_id_get_their_own_prompts(tmp_path: Path) -> None:

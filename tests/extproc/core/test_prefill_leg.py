@@ -561,7 +561,7 @@ def test_a_prefill_that_ends_early_is_of_no_use_to_mooncake() -> None:
     body = b'{"choices": [{"finish_reason": "stop"}]}'
     effects = scene.answer(asked.ticket, 0.5, body=body, engine_id="7c0d")
     assert (leg(effects).leg.outcome, decision(effects).prefilled_by) == ("no_parameters", "")
-    assert "limit of tokens" in leg(effects).leg.detail
+    assert "ended early" in leg(effects).leg.detail
 
 
 def test_where_requests_join_by_their_ids_both_legs_have_one_that_no_client_can_repeat() -> None:

@@ -11,7 +11,7 @@ import pytest
 from extproc.engines.answers import KnownEngine, PrefillAnswer, Unreadable, known_engines, prefill_in
 from extproc.protocol import Api
 from extproc.request import anthropic, openai, tokens
-from extproc.request.prefill import PROTOCOLS, WHOLE, Try, why_whole
+from extproc.request.prefill import PROTOCOLS, WHOLE, Try, _number, why_whole
 from extproc.request.rewrite import fields_of, with_changes
 
 if TYPE_CHECKING:
@@ -304,13 +304,13 @@ def test_a_long_body_is_not_read_again() -> None:
 )
 def test_what_one_engine_must_serve_whole(api: Api, more: dict[str, Any], reason: str) -> None:
     raw = json.dumps({"model": "m", **api.spec.example, **more}).encode()
-    assert why_whole(PARSERS[api](raw), raw) == reason
+    assert why_whole(PARSERS[api](raw), raw, PROTOCOLS["NixlConnector"]) == reason
     assert not reason or reason in WHOLE
 
 
 def test_apis_without_an_answer_have_no_leg() -> None:
     body = b'{"model": "m", "input": "hello"}'
-    assert why_whole(openai.embeddings(body), body) == "api"
+    assert why_whole(openai.embeddings(body), body, PROTOCOLS["NixlConnector"]) == "api"
 
 
 @pytest.mark.parametrize(
@@ -338,3 +338,63 @@ def test_only_an_object_has_parameters(value: str) -> None:
 def test_an_answer_of_another_form_is_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         prefill_in(body)
+
+
+CONTEXT: Final = (
+    b'{"choices": [{"finish_reason": "length", "disaggregated_params": {"request_type": "context_only", '
+    b'"ctx_request_id": 7, "first_gen_tokens": [42], "encoded_opaque_state": "AA==", '
+    b'"disagg_request_id": 9223372036854775807}}], "prompt_token_ids": [1, 2, 3]}'
+)
+GENERATION: Final = {
+    "request_type": "generation_only",
+    "ctx_request_id": 7,
+    "first_gen_tokens": [42],
+    "encoded_opaque_state": "AA==",
+    "disagg_request_id": 9223372036854775807,
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "more"),
+    [
+        (Api.CHAT, {"model": "m", "messages": MESSAGES, "max_tokens": 9}, {"prompt_token_ids": [1, 2, 3]}),
+        (Api.COMPLETIONS, {"model": "m", "prompt": "once", "max_tokens": 9}, {"prompt": [1, 2, 3]}),
+    ],
+)
+def test_tensorrt_llm_gets_the_context_first(api: Api, body: dict[str, Any], more: dict[str, Any]) -> None:
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    asked = prefill(api, "context_first", streamed)
+    params = asked.pop("disaggregated_params")
+    assert asked == {**body, "stream": False}
+    assert params.pop("request_type") == "context_only"
+    assert 2**42 <= params.pop("disagg_request_id") < 2**63
+    assert not params
+    told = json.loads(decode(api, "context_first", streamed, prefill_in(CONTEXT)) or b"")
+    assert told == {**streamed, **more, "disaggregated_params": GENERATION}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"length"', b'"stop"'),
+        (b'"prompt_token_ids": [1, 2, 3]', b'"prompt_token_ids": null'),
+        (b"disaggregated_params", b"other_params"),
+    ],
+)
+def test_an_answer_without_a_context_is_of_no_use(old: bytes, new: bytes) -> None:
+    assert old in CONTEXT
+    for api, body in ((Api.CHAT, CASES[0][1]), (Api.COMPLETIONS, CASES[3][1])):
+        assert decode(api, "context_first", body, prefill_in(CONTEXT.replace(old, new))) is None
+
+
+def test_ids_of_tries_are_numbers_of_their_own() -> None:
+    ids = {_number(Try(f"t-{number}-1", "h")) for number in range(1000)}
+    assert len(ids) == 1000
+    assert min(ids) >= 2**42
+    assert max(ids) < 2**63
+
+
+def test_tensorrt_llm_takes_prompts_of_two_apis() -> None:
+    for api, reason in ((Api.CHAT, ""), (Api.COMPLETIONS, ""), (Api.RESPONSES, "api"), (Api.MESSAGES, "api")):
+        raw = json.dumps({"model": "m", **api.spec.example}).encode()
+        assert why_whole(PARSERS[api](raw), raw, PROTOCOLS["context_first"]) == reason
