@@ -29,6 +29,12 @@ _MODEL: Final = "--model"
 _NAME: Final = "--served-model-name"
 _EVENTS: Final = "--kv-events-config"
 _TRANSFERS: Final = "--kv-transfer-config"
+# Where an engine gives KV caches to others: what its variables begin with, and the port without them.
+_NIXL: Final = ("VLLM_NIXL_SIDE_CHANNEL", "5600")
+_SIDE_CHANNELS: Final = {
+    "MooncakeConnector": ("VLLM_MOONCAKE_BOOTSTRAP", "8998"),
+    "OffloadingConnector": ("VLLM_P2P_SIDE_CHANNEL", "5710"),
+}
 
 
 def translate_arguments(words: Sequence[str]) -> list[str]:
@@ -73,8 +79,9 @@ def _one(flag: str, value: str) -> Iterator[str]:
                 yield f"{option}={config[name].rpartition(':')[2]}"
     elif flag == _TRANSFERS and json.loads(value).get("kv_connector") in get_args(Connector):
         yield f"{_TRANSFERS}={value}"
-        yield f"--side-channel-port={os.environ.get('VLLM_NIXL_SIDE_CHANNEL_PORT', '5600')}"
-        if host := os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        variables, port = _SIDE_CHANNELS.get(json.loads(value)["kv_connector"], _NIXL)
+        yield f"--side-channel-port={os.environ.get(f'{variables}_PORT', port)}"
+        if host := os.environ.get(f"{variables}_HOST"):
             yield f"--side-channel-host={host}"
 
 

@@ -74,6 +74,14 @@ def test_an_engine_of_a_pair_has_the_side_channel_of_its_environment(monkeypatch
     options = parser().parse_args(translate_arguments(["--model=m", f"--kv-transfer-config={config}"]))
     assert options.kv_transfer_config[0].kv_role == "kv_producer"
     assert (options.side_channel_host, options.side_channel_port) == ("127.0.0.7", [5700])
+    for connector, port, variable in (
+        ("MooncakeConnector", 8998, "VLLM_MOONCAKE_BOOTSTRAP_PORT"),
+        ("OffloadingConnector", 5710, "VLLM_P2P_SIDE_CHANNEL_PORT"),
+    ):
+        given = ["--model=m", f"--kv-transfer-config={config.replace('NixlConnector', connector)}"]
+        assert parser().parse_args(translate_arguments(given)).side_channel_port == [port]
+        monkeypatch.setenv(variable, "7777")
+        assert parser().parse_args(translate_arguments(given)).side_channel_port == [7777]
     # one that the simulator does not know is left out: the engine serves whole requests
     other = translate_arguments(["--model=m", '--kv-transfer-config={"kv_connector":"MultiConnector"}'])
     assert parser().parse_args(other).kv_transfer_config is None
