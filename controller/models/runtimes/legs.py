@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from controller.api.serving_runtime import Connector, Engine
     from extproc.api.model_server import Connector as OwnConnector
 
-# The connectors of extproc's own leg. SGLang's engines must have a request both at once, and TensorRT-LLM's decode
-# engines need more than parameters: extproc has neither yet.
+# The connectors of extproc's own leg. SGLang's engines must have a request both at once, which extproc does not do yet.
+# TensorRT-LLM's 1.0.0, the image of our preset, refuses the disagg_request_id of extproc's context_first.
 OWN_LEGS: Final[Mapping[tuple[Engine, Connector], OwnConnector]] = MappingProxyType(
-    {("vLLM", "NIXL"): "NixlConnector", ("vLLM", "LMCache"): "LMCacheConnectorV1"}
+    {
+        ("vLLM", "NIXL"): "NixlConnector",
+        ("vLLM", "LMCache"): "LMCacheConnectorV1",
+        ("vLLM", "Mooncake"): "MooncakeConnector",
+    }
 )
 
 

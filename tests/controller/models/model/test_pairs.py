@@ -67,6 +67,7 @@ def test_the_gateway_requests_prefills_of_a_model_that_says_nothing_of_it() -> N
     [
         ("vLLM", "NIXL", ("Gateway", "NixlConnector")),
         ("vLLM", "LMCache", ("Gateway", "LMCacheConnectorV1")),
+        ("vLLM", "Mooncake", ("Gateway", "MooncakeConnector")),
         ("SGLang", "NIXL", ("Sidecar", None)),
         ("SGLang", "Mooncake", ("Sidecar", None)),
         ("TensorRT-LLM", "NIXL", ("Sidecar", None)),
