@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from bench.engine.formats import Job, TokenId, error_response
 from bench.engine.request import Request
@@ -161,7 +162,10 @@ def audio_handlers(compute: Compute) -> dict[Api, Handler]:
         return web.Response(body=_silence(done.produced), content_type="audio/wav")
 
     async def transcribe(http: web.Request) -> web.StreamResponse:
-        form = await http.post()
+        try:
+            form = await http.post()
+        except (ValueError, HttpProcessingError) as error:
+            return error_response(f"the form cannot be read: {error}")
         model, file = form.get("model"), form.get("file")
         if not isinstance(model, str) or not isinstance(file, web.FileField):
             return error_response("'model' and 'file' are required")

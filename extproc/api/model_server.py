@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
@@ -27,7 +28,7 @@ from extproc.api.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from extproc.api.errors import Finding, Path
 
@@ -72,6 +73,11 @@ Connector = Literal[
     "MoRIIOConnector",
     "context_first",
 ]
+# Ports of prefill engines, where decode engines ask for KV caches, unless transferPort says another: vLLM's
+# VLLM_P2P_SIDE_CHANNEL_PORT and VLLM_MOONCAKE_BOOTSTRAP_PORT. extproc writes no port of other connectors.
+TRANSFER_PORTS: Final[Mapping[Connector, int]] = MappingProxyType(
+    {"OffloadingConnector": 5710, "MooncakeConnector": 8998}
+)
 # Of these the gateway makes no leg.
 SIDECAR_CONNECTORS: Final[frozenset[Connector]] = frozenset({"MoRIIOConnector"})
 
@@ -176,6 +182,12 @@ class PdGroup(Spec, frozen=True):
     # Of prefill engines, where decode engines ask for KV caches. Without it, 5710 with OffloadingConnector, that of its
     # tier p2p, and 8998 with MooncakeConnector, that of its bootstrap server. Other connectors need none.
     transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+    @property
+    def own_transfer_port(self) -> int:
+        """``transferPort`` or its default; 0 if extproc writes none to engines."""
+        default = TRANSFER_PORTS.get(self.connector, 0) if self.has_own_leg and self.connector is not None else 0
+        return default and (self.transfer_port or default)
 
     @property
     def has_own_leg(self) -> bool:

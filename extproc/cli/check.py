@@ -20,6 +20,7 @@ from extproc.api.gateway_config import unreachable_listener
 from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.load import Loader, load_directory, max_bytes
 from extproc.api.matches import ANY_HOST, have_common_hosts
+from extproc.api.model_server import SIDECAR_CONNECTORS
 from extproc.api.picker_config import PICKER_KIND
 from extproc.api.references import backend_key, backend_refs
 from extproc.api.schema import suggest
@@ -35,7 +36,6 @@ from extproc.cli.system import hard_limit, pluralize, print_mistakes
 from extproc.prefix import kv_events
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
-from extproc.request.prefill import PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -619,14 +619,13 @@ def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
         spec, name = server.spec, server.metadata.key
         if (group := spec.pd_group) is None:
             continue
-        if group.connector in PROTOCOLS and not group.has_own_leg:
+        if group.connector not in {None, *SIDECAR_CONNECTORS} and not group.has_own_leg:
             yield (
                 f"ModelServer {name}: pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway, so that"
                 " extproc requests prefills itself, or leave connector out, as LMCache's prefill and decode over NIXL"
                 " need a sidecar"
             )
-        protocol = None if group.connector is None or not group.has_own_leg else PROTOCOLS.get(group.connector)
-        if group.transfer_port is not None and (protocol is None or not protocol.port):
+        if group.transfer_port is not None and not group.own_transfer_port:
             yield (
                 f"ModelServer {name}: pdGroup.transferPort has no effect with this leg and connector: extproc writes no"
                 " port to an engine; leave it out"

@@ -70,12 +70,8 @@ class Leg(msgspec.Struct, frozen=True):
     def this_try(self) -> Try:
         """Tickets are unique, so its id is."""
         group = self.arrival.pool.spec.pd_group
-        port = None if group is None else group.transfer_port
-        return Try(
-            f"{self.ticket}-{1 + len(self.failed)}",
-            parse_endpoint(self.address).host,
-            self.protocol.port if port is None else port,
-        )
+        port = 0 if group is None else group.own_transfer_port
+        return Try(f"{self.ticket}-{1 + len(self.failed)}", parse_endpoint(self.address).host, port)
 
     @property
     def request_id(self) -> str:

@@ -102,13 +102,12 @@ class PrefillProtocol(Protocol):
     """What a connector wants of the one who makes the leg.
 
     ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
-    finds it, and a prompt that is not found is computed again. ``port``: ``Try.port`` if no other is configured.
-    ``joins_by_request_id``: engines take requests with the same ``x-request-id`` for the same prompt.
-    ``needs_engine_id``: ``Try.engine_id`` must be known for the decode engine. ``apis``: whose prompts it takes.
+    finds it, and a prompt that is not found is computed again. ``joins_by_request_id``: engines take requests with the
+    same ``x-request-id`` for the same prompt. ``needs_engine_id``: ``Try.engine_id`` must be known for the decode
+    engine. ``apis``: whose prompts it takes.
     """
 
     has_lease: bool
-    port: int
     joins_by_request_id: bool
     needs_engine_id: bool
     apis: frozenset[Api]
@@ -130,7 +129,6 @@ class Nixl:
     """
 
     has_lease = True
-    port = 0
     needs_engine_id = False
     apis = _APIS
 
@@ -165,8 +163,6 @@ class PeerToPeer:
     """
 
     has_lease = True
-    # vLLM's VLLM_P2P_SIDE_CHANNEL_PORT
-    port = 5710
     joins_by_request_id = needs_engine_id = False
     apis = _APIS
 
@@ -194,8 +190,6 @@ class Mooncake:
     """
 
     has_lease = True
-    # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT
-    port = 8998
     joins_by_request_id = False
     needs_engine_id = True
     apis = _APIS
@@ -236,7 +230,6 @@ class ContextFirst:
     """
 
     has_lease = True
-    port = 0
     joins_by_request_id = needs_engine_id = False
     apis = frozenset({Api.CHAT, Api.COMPLETIONS})
 
@@ -265,7 +258,6 @@ class SharedStore:
     """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
-    port = 0
     joins_by_request_id = needs_engine_id = False
     apis = _APIS
 

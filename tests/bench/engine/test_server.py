@@ -272,3 +272,14 @@ async def test_running_requests_are_cut_when_the_engine_is_told_to_end(engine: E
         engine.server.cancel()
         with pytest.raises(httpx.RemoteProtocolError):
             b"".join([one async for one in chunks])
+
+
+async def test_a_form_that_cannot_be_read_is_the_clients_mistake(engine: Engine) -> None:
+    part = b'content-disposition: form-data; name="file"; filename="a.wav"\r\ncontent-type: audio/\x1b\xb8wav'
+    answer = await engine.http.post(
+        "/v1/audio/transcriptions",
+        content=b"--cut\r\n" + part + b"\r\n\r\nRIFF\r\n--cut--\r\n",
+        headers={"content-type": "multipart/form-data; boundary=cut"},
+    )
+    assert answer.status_code == 400
+    assert "the form cannot be read" in answer.text
