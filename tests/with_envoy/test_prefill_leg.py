@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from bench.stack.processes import free_ports
+from extproc.api.model_server import TRANSFER_PORTS
 from extproc.request.prefill import PROTOCOLS
 from tests.bench.engine.test_exchange import Engine, Pair, running
 from tests.certificates import Authority
@@ -104,7 +105,7 @@ async def scene_of(
         ]
         if dead:
             endpoints.append({"address": dead, "labels": {"role": "prefill"}})
-        if PROTOCOLS[connector].port:
+        if connector in TRANSFER_PORTS:
             group["transferPort"] = pair.prefill.side_port
         if decode:
             endpoints[1]["labels"] = {}
