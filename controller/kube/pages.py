@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
@@ -261,6 +261,8 @@ class _DemandPage:
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         """One request of the page."""
+        if request.method == hdrs.METH_HEAD:
+            return web.Response(content_type="application/x-ndjson")
         if "watch" in request.query and len(self._streams) >= _MOST_WATCHERS:
             return web.Response(status=503, text="too many follow this page already\n")
         async with aiohttp.ClientSession() as http:

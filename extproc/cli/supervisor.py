@@ -139,7 +139,8 @@ class Process:
             self._process.send_signal(number)
 
     def order(self, line: str) -> None:
-        """Tell a spare process what it is to be."""
+        """Tell a spare process what it is to be: it lives from now on."""
+        self._began_s = asyncio.get_running_loop().time()
         if self._process.stdin is not None:
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.close()
@@ -257,7 +258,16 @@ class Child:
         pause_s = 0.0
         serving: Process | None = None
         while True:
-            process = await self._start(group)
+            try:
+                process = await self._start(group)
+            except OSError as error:
+                self._is_restarting = False
+                self._changed.set()
+                pause_s = next_pause(pause_s, lived_s=0.0)
+                log.warning("%s cannot be started, and is tried again in %g s: %s", self.program.name, pause_s, error)
+                if await _is_set_within(self._stopped, pause_s):
+                    return 0
+                continue
             await process.settled.wait()
             self._is_restarting = False
             self._changed.set()

@@ -55,7 +55,8 @@ async def _supervise(words: Sequence[str], count: int, sockets: Sequence[Sequenc
     command = (sys.executable, "-m", "extproc", *words, "--worker")
     with tempfile.TemporaryDirectory(prefix="attache-") as directory:
         folder, children = Path(directory), list[Child]()
-        spare = Spare(Program("spare", (*command, AWAITED), descriptors), folder)
+        # as an orphan, too, it may be a worker by then
+        spare = Spare(Program("spare", (*command, AWAITED), descriptors, orphaned=signal.SIGUSR1), folder)
         for number in range(count):
             listening, metrics, health = own = [one[number].fileno() if one else None for one in sockets]
             others = tuple(one for one in descriptors if one not in own)

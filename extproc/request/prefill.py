@@ -61,6 +61,8 @@ _ASKED: Final = {
     "remote_host": None,
     "remote_port": None,
 }
+# Values of tool_choice, or of its member type.
+_UNFORCED: Final = frozenset({b'"auto"', b'"none"'})
 # Why a request is served whole, by the name in metrics.
 WHOLE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -71,6 +73,7 @@ WHOLE: Final[Mapping[str, str]] = MappingProxyType(
         "stored_prompt": "its prompt begins with one that an engine has stored",
         "background": "it runs in the background",
         "prompt_logprobs": "the engine that answers must compute the prompt's log probabilities",
+        "forced_call": "its answer must call a tool, which one token cannot be",
         "beam_search": "beam search writes several answers side by side",
         "embeddings": "its prompt is not made of tokens",
         "steering": "its client chooses engines itself, by a field in allowedFields",
@@ -319,9 +322,18 @@ def _why_whole_by_fields(request: InferenceRequest, body: bytes) -> str:
     echoes = _is_on(options, "echo") and is_given(options.get("logprobs", msgspec.Raw()))
     if echoes or is_given(options.get("prompt_logprobs", msgspec.Raw())):
         return "prompt_logprobs"
+    if _forces_call(fields):
+        return "forced_call"
     if _is_on(options, "use_beam_search"):
         return "beam_search"
     return "embeddings" if is_given(options.get("prompt_embeds", msgspec.Raw())) else ""
+
+
+def _forces_call(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Several versions of vLLM answer 400 or 500 to a forced call that one token has cut: vllm issue 38911."""
+    choice = fields.get("tool_choice", msgspec.Raw())
+    kind = _members(choice).get("type", choice)
+    return is_given(choice) and bytes(kind) not in _UNFORCED
 
 
 def _is_on(fields: Mapping[str, msgspec.Raw], name: str) -> bool:

@@ -522,13 +522,12 @@ class App:
         grace_s = 0.0 if succeeded.is_set() else self._settings.grace_s
         taken = f"requests are taken for {grace_s:g} s more, then " if grace_s else ""
         log.info("draining: %srunning streams may take up to %g s", taken, drain_s)
-        signals.stop.clear()
         notify(STOPPING, os.environ)
         if not succeeded.is_set():
             # gateways notice, and send new streams elsewhere
             self._server.health.set_ready(is_ready=False)
-            await _first_of(signals.stop, succeeded, within_s=grace_s)
-        await self._server.stop(drain_s=drain_s, hurry=signals.stop)
+            await _first_of(signals.hurry, succeeded, within_s=grace_s)
+        await self._server.stop(drain_s=drain_s, hurry=signals.hurry)
         log.info("drained")
 
     def _report(self) -> ConfigReport:
@@ -612,14 +611,19 @@ def trim_heap() -> None:
 
 
 class _Signals:
-    """``stop``: the process is to end. ``succeeded``: a successor takes new requests."""
+    """``stop``: the process is to end. ``hurry``: a second time, so its requests are not waited for. ``succeeded``: a
+    successor takes new requests.
+    """
 
     def __init__(self) -> None:
-        self.stop, self.succeeded = asyncio.Event(), asyncio.Event()
+        self.stop, self.hurry, self.succeeded = asyncio.Event(), asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop.set)
+            loop.add_signal_handler(number, self._end)
         loop.add_signal_handler(signal.SIGUSR1, self.succeeded.set)
+
+    def _end(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
 
 
 async def _first_of(*events: asyncio.Event, within_s: float | None = None) -> None:

@@ -8,7 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, SLO_PATH
@@ -195,6 +195,8 @@ async def _in_pieces(request: web.Request, pieces: Iterator[str], content_type: 
     except ConnectionError:
         # the reader has left, which is nothing to log
         return answer
+    if request.method == hdrs.METH_HEAD:
+        return answer
     for piece in pieces:
         if piece and not await _written(request, answer, piece.encode()):
             break
@@ -216,6 +218,8 @@ async def _written(request: web.Request, answer: web.StreamResponse, content: by
 
 async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamResponse:
     """Lines until the client or the process goes."""
+    if request.method == hdrs.METH_HEAD:
+        return web.Response(content_type="application/x-ndjson")
     if not demand.accepts_followers:
         return web.Response(text="too many follow this page already\n", status=503)
     answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})

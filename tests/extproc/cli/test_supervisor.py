@@ -18,6 +18,7 @@ from extproc.cli.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     Child,
+    Process,
     Program,
     Spare,
     next_pause,
@@ -225,6 +226,33 @@ async def test_a_spare_process_takes_the_place_of_one_that_is_killed(
             await eventually(lambda: len(pids(tmp_path)) == 2)
             await child.ready.wait()
     assert "one ended by SIGKILL; the spare process takes over" in caplog.text
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There may be no memory, or no process, for a moment."""
+    child, start, failures = Child(program(tmp_path), tmp_path), Process.start, [OSError("full"), OSError("full")]
+
+    async def fails_twice(one: Program, folder: Path) -> Process:
+        if failures:
+            raise failures.pop()
+        return await start(one, folder)
+
+    monkeypatch.setattr(Process, "start", fails_twice)
+    async with running(child):
+        assert len(pids(tmp_path)) == 1
+    assert caplog.text.count("one cannot be started, and is tried again in 0.") == 2
+
+
+async def test_the_life_of_a_spare_process_begins_when_it_is_taken(tmp_path: Path) -> None:
+    """So a program that keeps ending is started after longer and longer pauses."""
+    async with standing_by(tmp_path) as spare:
+        await asyncio.sleep(1.0)
+        taken = spare.take(msgspec.structs.replace(program(tmp_path), order="one"))
+        assert taken is not None
+        assert taken.lived_s < 1.0
+        taken.send(signal.SIGTERM)
 
 
 async def test_a_spare_process_that_ends_is_replaced(tmp_path: Path) -> None:

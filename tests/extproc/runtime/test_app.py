@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
 import grpc
@@ -285,6 +286,15 @@ async def test_a_unix_socket_will_do(tmp_path: Path, guard: Guard) -> None:
     await again.channel.close()
 
 
+async def is_page_without_streams(one: ExtprocProcess) -> bool:
+    """As of a successor."""
+    try:
+        return "attache_open_streams 0.0" in (await one.page("/metrics")).text
+    except httpx.TransportError:
+        # the event loop closes a connection that it accepts in the turn in which it stops listening
+        return False
+
+
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_a_successor_has_the_port_and_the_pages_while_its_predecessor_ends_what_it_has_begun(
     tmp_path: Path, guard: Guard, kind: str
@@ -298,22 +308,36 @@ async def test_a_successor_has_the_port_and_the_pages_while_its_predecessor_ends
     (predecessor,) = workers_of(supervisor)
     one.process.send_signal(signal.SIGUSR1)
 
-    async def is_page_of_successor() -> bool:
-        try:
-            return "attache_open_streams 0.0" in (await one.page("/metrics")).text
-        except httpx.TransportError:
-            # the event loop closes a connection that it accepts in the turn in which it stops listening
-            return False
-
-    await eventually(is_page_of_successor)
-    assert (await decide(one.open_stream(), CHAT)).WhichOneof("response") == "request_body"
+    await eventually(partial(is_page_without_streams, one))
+    late = one.open_stream()
+    assert (await decide(late, CHAT)).WhichOneof("response") == "request_body"
     assert len(workers_of(supervisor)) == 2
+    # the predecessor may have got it, too, if that has not closed its connections yet
+    await late.done_writing()
     await begun.done_writing()
     assert await begun.read() == grpc.aio.EOF
     await eventually(lambda: predecessor not in workers_of(supervisor))
     await one.channel.close()
     one.process.send_signal(signal.SIGTERM)
     assert await one.process.wait() == 0
+    guard.remove(supervisor)
+
+
+async def test_a_predecessor_is_not_hurried_by_the_end_of_its_supervisor(tmp_path: Path, guard: Guard) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    one = await start(tmp_path, f"127.0.0.1:{free_port()}", guard, more=("--workers", "1", "--grace", "0s"))
+    supervisor = one.process.pid
+    begun = one.open_stream()
+    assert (await decide(begun, CHAT)).WhichOneof("response") == "request_body"
+    (predecessor,) = workers_of(supervisor)
+    one.process.send_signal(signal.SIGUSR1)
+    await eventually(partial(is_page_without_streams, one))
+    one.process.send_signal(signal.SIGTERM)
+    await eventually(lambda: workers_of(supervisor) == [predecessor])
+    await begun.done_writing()
+    assert await begun.read() == grpc.aio.EOF
+    assert await one.process.wait() == 0
+    await one.channel.close()
     guard.remove(supervisor)
 
 

@@ -98,6 +98,18 @@ async def test_web_pages_cannot_read_the_pages_of_a_developers_machine(monkeypat
                 assert answer.status == expected
 
 
+async def test_a_head_request_gets_no_page_behind_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (port, _, _):
+        for path in ("/metrics", "/demand?watch=changes"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for method in ("HEAD", "HEAD"):
+                writer.write(f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.write(b"GET /readyz HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+
 async def test_nothing_is_written_for_a_reader_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extproc.runtime.pages._SLOWEST_S", 0.2)
     is_taken, write = list[bool](), pages._written
