@@ -47,8 +47,8 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
     ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
-    ``decode``: that one. ``next``: the address of the prefill engine that is asked now; empty: the decode engine gets
-    the request.
+    ``decode``: that one. ``next``: the address of the prefill engine that is asked now, and ``decode`` is nowhere yet;
+    empty: the decode engine gets the request.
     """
 
     ticket: str

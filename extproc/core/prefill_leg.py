@@ -15,6 +15,7 @@ from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of
 from extproc.core.record import PrefillLeg
 from extproc.core.states import Event, State
 from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
+from extproc.scheduling.pool import DecodePlace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from extproc.core.dispatch import Dispatcher, PendingDecision
     from extproc.core.record import PrefillResult, Record, Run
     from extproc.core.running import RunningRequests
-    from extproc.scheduling.pool import DecodePlace, Pool
+    from extproc.scheduling.pool import Pool
 
 
 class NextTry(msgspec.Struct, frozen=True):
@@ -73,7 +74,7 @@ class PrefillLegs:
             is_done=is_done,
             is_leased=is_done and asked.protocol.has_lease,
             waited_s=record.held_s + took_s,
-            decode=_decode_of(record, run, now, out, is_prefilled=is_done),
+            decode=_decode_of(record, run, now, out, is_prefilled=is_done) if then is None else DecodePlace(""),
             next="" if then is None else then.leg.address,
         )
         refusal = None

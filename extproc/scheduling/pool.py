@@ -490,10 +490,11 @@ class Pool:
         others = [one for one in assignment.addresses if one != address and table.row_of(one) is not None]
         row = table.row_of(address) if address else None
         addresses = tuple(others) if row is None else (address, *others[: max(0, len(assignment.addresses) - 1)])
-        if row is not None and (address != endpoint.address or not table.is_current(endpoint)):
+        moves = address != endpoint.address or not table.is_current(endpoint)
+        if row is not None and moves:
             rest = self._unpin(rest, endpoint, now)
             rest[row] = self.caches.pin(row, chain, now)
-        if row is not None and (work or address != endpoint.address or not table.is_current(endpoint)):
+        if row is not None and (work or moves):
             end_request(table, endpoint, now, assignment.tokens)
             endpoint = begin_request(table, row, work=work, tokens=assignment.tokens, now=now)
             ahead = float(table.backlog_tokens[row]) if work else 0.0
