@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Of a stream: how much of a request may come before the caller has read any of it. Whole prompts at once.
 WINDOW: Final = 4 * 1024 * 1024
+# Of a connection: how much may be on its way here. Envoy closes a connection on which 10,000 frames wait to be sent
+# (``max_outbound_frames``), and makes none of more than 16 KiB: this window takes 2,048 of those.
+CONNECTION_WINDOW: Final = 32 * 1024 * 1024
 _LARGEST_WINDOW: Final = 2**31 - 1
 _FIRST_WINDOW: Final = 65_535
 _LARGEST_FRAME: Final = 16_384
@@ -155,7 +158,7 @@ _GREETING: Final = frame(
     + _SETTING.pack(_MAX_CONCURRENT_STREAMS, MOST_STREAMS)
     + _SETTING.pack(_INITIAL_WINDOW_SIZE, WINDOW)
     + _SETTING.pack(_MAX_HEADER_LIST_SIZE, _MOST_HEADER_BYTES),
-) + _window_update(0, _LARGEST_WINDOW - _FIRST_WINDOW)
+) + _window_update(0, CONNECTION_WINDOW - _FIRST_WINDOW)
 
 
 class Http2Connection:
@@ -172,7 +175,7 @@ class Http2Connection:
         self._blocks = HeaderBlocks(_MOST_HEADER_BYTES)
         # a block in several frames: its stream, whether the request ends with it, what has come
         self._block: tuple[int, bool, bytearray] | None = None
-        self._incoming = _LARGEST_WINDOW
+        self._incoming = CONNECTION_WINDOW
         self._outgoing = _FIRST_WINDOW
         self._first_outgoing = _FIRST_WINDOW
         self._largest_frame = _LARGEST_FRAME
@@ -286,12 +289,10 @@ class Http2Connection:
     def _receive_data(self, flags: int, stream: int, payload: bytes) -> None:
         size = len(payload)
         self._incoming -= size
-        if self._incoming < 0:
-            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, "more than the connection's window")
-        if self._incoming < _LARGEST_WINDOW // 2:
+        if self._incoming < CONNECTION_WINDOW // 2:
             # what may wait here is bounded by the windows of streams
-            self._output.append(_window_update(0, _LARGEST_WINDOW - self._incoming))
-            self._incoming = _LARGEST_WINDOW
+            self._output.append(_window_update(0, CONNECTION_WINDOW - self._incoming))
+            self._incoming = CONNECTION_WINDOW
         found = self._streams.get(stream)
         if found is None:
             self._expect_known(stream)

@@ -279,12 +279,16 @@ spec: {{model: base, scrapeInterval: 0s, {"pickerConfig: picker.yaml, " if picke
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """URLs of Envoy, one for each subset hint, and of extproc's metrics; the address of extproc; its configuration."""
+    """URLs of Envoy, one for each subset hint, of its administration, and of extproc's metrics; extproc's address,
+    configuration and process.
+    """
 
     urls: tuple[str, ...]
+    admin: str
     metrics: str
     extproc: str
     config: Path
+    pid: int
 
     @property
     def url(self) -> str:
@@ -356,9 +360,11 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
             except aiohttp.ClientError:
                 return False
 
-        await processes.start("extproc", [*command, *flags])
+        pid = await processes.start("extproc", [*command, *flags])
         await processes.start("envoy", envoy_command(bundle))
         await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{admin}/ready"))
         urls = tuple(f"http://127.0.0.1:{port}" for port in listen)
-        yield Gateway(urls, f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}", config)
+        yield Gateway(
+            urls, f"http://127.0.0.1:{admin}", f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}", config, pid
+        )

@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import signal
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import grpc
@@ -299,6 +302,37 @@ async def test_kgateways_whole_bodies_go_to_the_one_address_in_the_header(tmp_pa
         ):
             told = (await http.request(method, made.url + path, content=content)).json()
             assert (told["path"], told["headers"]["x-gateway-destination-endpoint"]) == (path, told["served"])
+
+
+async def test_bodies_that_wait_for_extproc_do_not_break_the_connection_that_all_requests_share(tmp_path: Path) -> None:
+    """Envoy lets 10,000 frames wait on a connection; the bodies have more."""
+    body = chat(900_000)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    whole = head.encode() + body
+    async with (
+        engines(1) as addresses,
+        gateway(tmp_path, addresses, mode=WHOLE_BODIES) as made,
+        httpx.AsyncClient(timeout=30) as http,
+    ):
+        host, _, port = made.url.removeprefix("http://").partition(":")
+
+        async def all_received() -> bool:
+            name = "http.gateway.downstream_cx_rx_bytes_total"
+            text = (await http.get(f"{made.admin}/stats", params={"filter": name})).text
+            return int(text.rpartition(":")[2]) >= 200 * len(whole)
+
+        os.kill(made.pid, signal.SIGSTOP)
+        try:
+            clients = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+            for _, writer in clients:
+                writer.write(whole)
+            await eventually(all_received)
+        finally:
+            os.kill(made.pid, signal.SIGCONT)
+        answers = Counter([(await reader.readline()).strip() for reader, _ in clients])
+        for _, writer in clients:
+            writer.close()
+    assert answers == {b"HTTP/1.1 200 OK": 200}
 
 
 REPORTER = """

@@ -209,6 +209,10 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
                         explicit_http_config=ExplicitHttp(
                             http2_protocol_options=Http2ProtocolOptions(
                                 max_concurrent_streams=MOST_STREAMS,
+                                # Beyond these Envoy closes the connection, and with it all requests, as one to a
+                                # server that does not read. Pings tell whether extproc does.
+                                max_outbound_frames=_UNLIMITED,
+                                max_outbound_control_frames=_UNLIMITED,
                                 connection_keepalive=KeepaliveSettings(
                                     interval=seconds(_PING_S), timeout=seconds(_PING_ANSWER_S)
                                 ),

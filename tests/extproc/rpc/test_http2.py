@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from extproc.protocol import MOST_STREAMS
 from extproc.rpc import http2
 from extproc.rpc.http2 import (
+    CONNECTION_WINDOW,
     PREFACE,
     WINDOW,
     Code,
@@ -198,6 +199,18 @@ def test_a_body_that_nobody_reads_stops_at_the_window() -> None:
     client.server.open_window(stream, 1)
     client.flush()
     assert client.h2.local_flow_control_window(stream) == WINDOW
+
+
+def test_the_window_of_a_connection_opens_again_though_nobody_reads_its_bodies() -> None:
+    client = Client()
+    for _ in range(CONNECTION_WINDOW // WINDOW):
+        stream = client.ask(is_whole=False)
+        for _ in range(WINDOW // 16_384):
+            client.h2.send_data(stream, b"a" * 16_384)
+        client.exchange()
+        client.flush()
+    stream = client.ask(b"more", is_whole=False)
+    assert client.events[-1] == Received(stream, b"more")
 
 
 def test_an_answer_that_ends_before_its_request_ends_the_stream() -> None:
