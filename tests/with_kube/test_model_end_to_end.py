@@ -35,6 +35,7 @@ from controller.kube.resources import (
     PODS,
     SERVICES,
 )
+from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from extproc.llmd.pickers import InstalledPlugins
 from tests.waiting import eventually
@@ -109,10 +110,18 @@ class Site(msgspec.Struct, frozen=True):
     async def count(self, resource: Resource) -> int:
         return len((await self.client.list(resource, self.namespace)).items)
 
-    async def ask(self) -> httpx.Response:
-        question = {"model": "llama", "max_tokens": 5, "messages": [{"role": "user", "content": "Who are you?"}]}
+    async def ask(self, prompt: str = "Who are you?") -> httpx.Response:
+        question = {"model": "llama", "max_tokens": 5, "messages": [{"role": "user", "content": prompt}]}
         async with httpx.AsyncClient(timeout=30) as http:
             return await http.post(f"{self.url}/v1/chat/completions", json=question)
+
+    async def tokens(self, role: str, source: str) -> float:
+        """Of the prompts of all engines of a role, those from a source, as the engines count them."""
+        pods = (await self.client.list(PODS, self.namespace, labels=f"{names.ROLE}={role}")).items
+        async with httpx.AsyncClient(timeout=30) as http:
+            pages = [(await http.get(f"http://{one['status']['podIP']}:8000/metrics")).text for one in pods]
+        counted = [line for page in pages for line in page.splitlines() if f'source="{source}"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in counted)
 
     async def answers(self) -> bool:
         try:
@@ -272,8 +281,8 @@ async def test_prefill_and_decode_in_two_groups_of_four_pods_answer(site: Site) 
         return (await site.status())["transitionStatus"] == "UpToDate"
 
     await eventually(are_all_ready, timeout_s=PATIENCE_S, pause_s=0.5)
-    names = {one["metadata"]["name"] for one in (await site.client.list(PODS, site.namespace)).items}
-    assert names == {
+    pods = {one["metadata"]["name"] for one in (await site.client.list(PODS, site.namespace)).items}
+    assert pods == {
         f"llama-apart-{group}-{role}-{replica}-0"
         for group in range(2)
         for role in ("prefill", "decode")
@@ -282,3 +291,13 @@ async def test_prefill_and_decode_in_two_groups_of_four_pods_answer(site: Site) 
     await eventually(site.answers, timeout_s=PATIENCE_S, pause_s=0.2)
     said = await site.status()
     assert said["backends"][0]["readyReplicas"] == 2
+
+    answer = await site.ask("a long prompt " * 8_000)
+    assert answer.is_success, answer.text
+    # all but the last token, which a decode engine computes itself
+    whole = answer.json()["usage"]["prompt_tokens"] - 1
+
+    async def is_transferred() -> bool:
+        return await site.tokens("decode", "external_kv_transfer") >= whole
+
+    await eventually(is_transferred, timeout_s=PATIENCE_S, pause_s=0.2)
