@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from asyncio.sslproto import SSLProtocol
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -44,6 +46,8 @@ class PageServer(web.AppRunner):
         """``end_s``: for requests that run at ``cleanup``."""
         self.limits = limits or PageLimits()
         self._is_full = False
+        # connections that are in the handshake of TLS
+        self.greeting: set[asyncio.BaseProtocol] = set()
         # first what ends the wait for headers; last, and so for those who may ask, the wait for a body
         app.middlewares.insert(0, _note_begin)
         app.middlewares.append(self._wait_for_body)
@@ -57,13 +61,13 @@ class PageServer(web.AppRunner):
         await site.start()
         return site
 
-    def connected(self) -> asyncio.Protocol:
+    def connected(self) -> _Connection:
         """The other end of a connection."""
         return _Connection(self, cast("web.Server", self.server))
 
     def has_capacity(self) -> bool:
         """Whether one connection more is taken. Of many in a row that are not, the first is logged."""
-        count, most = len(cast("web.Server", self.server).connections), self.limits.connections
+        count, most = len(cast("web.Server", self.server).connections) + len(self.greeting), self.limits.connections
         if count >= most and not self._is_full:
             log.warning("%d connections to %s are open: further ones are refused", count, self.addresses)
         self._is_full = count >= most or (self._is_full and count > most / 2)
@@ -100,12 +104,36 @@ class _Site(web.BaseSite):
     async def start(self) -> None:
         await super().start()
         create = asyncio.get_running_loop().create_server
-        connected, tls = self._pages.connected, self._ssl_context
-        handshake_s = None if tls is None else self._pages.limits.begin_s
+        pages, tls = self._pages, self._ssl_context
+        connected = pages.connected if tls is None else partial(_TlsConnection, pages, tls)
         if isinstance(self._at, socket.socket):
-            self._server = await create(connected, sock=self._at, ssl=tls, ssl_handshake_timeout=handshake_s)
+            self._server = await create(connected, sock=self._at)
         else:
-            self._server = await create(connected, *self._at, ssl=tls, ssl_handshake_timeout=handshake_s)
+            self._server = await create(connected, *self._at)
+
+
+class _TlsConnection(SSLProtocol):
+    """As the event loop would make one, but it counts from the moment at which it is accepted."""
+
+    def __init__(self, pages: PageServer, tls: ssl.SSLContext) -> None:
+        self._pages = pages
+        self._connection = pages.connected()
+        # nobody waits for the end of the handshake; the types that others have written know whole seconds only
+        waiter: Any = None
+        most_s: Any = pages.limits.begin_s
+        loop = asyncio.get_running_loop()
+        super().__init__(loop, self._connection, tls, waiter, server_side=True, ssl_handshake_timeout=most_s)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not self._pages.has_capacity():
+            cast("asyncio.Transport", transport).abort()
+            return
+        self._pages.greeting.add(self._connection)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._pages.greeting.discard(self._connection)
+        super().connection_lost(exc)
 
 
 class _Connection(web.RequestHandler):
@@ -120,6 +148,7 @@ class _Connection(web.RequestHandler):
         self.late: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._pages.greeting.discard(self)
         self.late = asyncio.get_running_loop().call_later(self._pages.limits.begin_s, self.force_close)
         if not self._pages.has_capacity():
             self.force_close()

@@ -2,9 +2,9 @@
 """Child processes of one command: started again when they end, reported when all are ready, replaced one by one.
 
 A child reports to the socket of ``NOTIFY_SOCKET``, as systemd's services do. ``READY=1``: it serves. ``STOPPING=1``: a
-successor is to take over. ``WATCHDOG=1``: it is alive; a child that has sent this and goes silent before its end hangs,
-and is killed. A successor starts beside its predecessor. Once it is ready, SIGUSR1 tells the predecessor to finish what
-it has begun. The kernel ends children whose supervisor dies.
+successor is to take over. ``WATCHDOG=1``: it is alive. A child hangs, and is killed, if it sends this too late after
+its start, or has sent it and goes silent before its end. A successor starts beside its predecessor. Once it is ready,
+SIGUSR1 tells the predecessor to finish what it has begun. The kernel ends children whose supervisor dies.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ LONGEST_PAUSE_S: Final = 10.0
 # no ping for 3 s, and counts it as unhealthy after 5 s.
 _SILENCE_S: Final = 3.0
 _CHECK_S: Final = 0.5
+# Before its first report a child loads code and the configuration: with 88,200 endpoints it computes for 23 s, with
+# four times as many for 150 s. So the time in which it computes counts a tenth.
+_START_S: Final = 60.0
+_COMPUTING_COUNTS: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 _serials: Final = itertools.count()
@@ -53,6 +57,7 @@ def next_pause(pause_s: float, *, lived_s: float) -> float:
 class Program(msgspec.Struct, frozen=True):
     """``name``: in the log. ``descriptors``: of listening sockets, which its processes inherit. ``order``: the line
     that makes a spare process one of this program. ``orphaned``: the signal to a process whose supervisor has died.
+    ``is_watched``: its processes report that they are alive; others are watched if they do.
     """
 
     name: str
@@ -60,13 +65,14 @@ class Program(msgspec.Struct, frozen=True):
     descriptors: tuple[int, ...] = ()
     order: str = ""
     orphaned: signal.Signals = signal.SIGTERM
+    is_watched: bool = False
 
 
 class Process:
     """One process: its reports, and its end."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, reports: socket.socket) -> None:
-        self.name = name
+    def __init__(self, program: Program, process: asyncio.subprocess.Process, reports: socket.socket) -> None:
+        self.name = program.name
         self.is_ready = self.is_stopping = False
         # called when it is ready, stopping, or has ended
         self.changed: Callable[[], None] = _ignore
@@ -75,10 +81,11 @@ class Process:
         self._process = process
         self._reports = reports
         self._began_s = asyncio.get_running_loop().time()
-        # checks since it has reported that it is alive, and how long it had waited for a processor by then; None: it
-        # need not report
-        self._missed: int | None = None
-        self._waited_s = 0.0
+        # checks since its start, or since it has reported that it is alive; None: it need not report
+        self._missed = 0 if program.is_watched else None
+        self._has_reported = False
+        # what did not count by the first of these checks
+        self._excused_s = 0.0
 
     @classmethod
     async def start(cls, program: Program, folder: Path, stdin: int | None = None) -> Process:
@@ -97,7 +104,7 @@ class Process:
                 preexec_fn=partial(_end_with_parent, program.orphaned),
             )
             opened.pop_all()
-        return cls(program.name, process, reports)
+        return cls(program, process, reports)
 
     @property
     def status(self) -> int | None:
@@ -125,7 +132,7 @@ class Process:
     def report(self, *reports: bytes) -> None:
         """It reports by its socket, or somebody has asked it."""
         if ALIVE in reports:
-            self._missed = 0
+            self._missed, self._has_reported = 0, True
         if STOPPING in reports:
             self.is_stopping = True
         if READY in reports:
@@ -138,11 +145,12 @@ class Process:
         if self.status is None:
             self._process.send_signal(number)
 
-    def order(self, line: str) -> None:
+    def become(self, program: Program) -> None:
         """Tell a spare process what it is to be: it lives from now on."""
+        self.name, self._missed = program.name, 0 if program.is_watched else None
         self._began_s = asyncio.get_running_loop().time()
         if self._process.stdin is not None:
-            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.write(f"{program.order}\n".encode())
             self._process.stdin.close()
 
     def _receive(self) -> None:
@@ -151,16 +159,19 @@ class Process:
 
     def _check(self) -> None:
         """Count checks, not seconds: while the machine sleeps, or is too busy for the supervisor, there are none. Nor
-        does it count that the process waits for a processor.
+        does it count that the process waits for a processor, or most of what it computes before its first report.
         """
         if self._missed is None:
             return
-        waited_s = _waited_s(self._process.pid)
+        ran_s, waited_s = _scheduled_s(self._process.pid)
+        excused_s = waited_s if self._has_reported else waited_s + ran_s * (1.0 - _COMPUTING_COUNTS)
         if not self._missed:
-            self._waited_s = waited_s
+            self._excused_s = excused_s
         self._missed += 1
-        if self._missed * _CHECK_S - (waited_s - self._waited_s) >= _SILENCE_S:
-            log.warning("%s has not reported for %g s, and is killed", self.name, _SILENCE_S)
+        most_s = _SILENCE_S if self._has_reported else _START_S
+        if self._missed * _CHECK_S - (excused_s - self._excused_s) >= most_s:
+            since = f"for {most_s:g} s" if self._has_reported else "since its start"
+            log.warning("%s has not reported %s, and is killed", self.name, since)
             self._missed = None
             self.send(signal.SIGKILL)
 
@@ -214,15 +225,15 @@ class Spare:
         process, self._waiting = self._waiting, None
         if process is None or process.status is not None:
             return None
-        process.name = program.name
-        process.order(program.order)
+        process.become(program)
         return process
 
     def renew(self) -> None:
         """Start another in place of the one that waits: the code may have changed since it was loaded."""
         process, self._waiting = self._waiting, None
         if process is not None:
-            process.send(signal.SIGTERM)
+            # it has nothing to end, and may hang
+            process.send(signal.SIGKILL)
 
     def stop(self) -> None:
         """End the one that waits, and start no other."""
@@ -268,7 +279,7 @@ class Child:
                 if await _is_set_within(self._stopped, pause_s):
                     return 0
                 continue
-            await process.settled.wait()
+            await self._until_settled(process, serving)
             self._is_restarting = False
             self._changed.set()
             if process.is_ready:
@@ -298,6 +309,17 @@ class Child:
         if self._stopped.is_set():
             process.send(signal.SIGTERM)
         return process
+
+    async def _until_settled(self, process: Process, predecessor: Process | None) -> None:
+        """Until the newest process is ready or has ended; its predecessor may end before."""
+        if predecessor is not None and predecessor.status is None:
+            await self._until(lambda: process.settled.is_set() or predecessor.status is not None)
+            if not process.settled.is_set():
+                self.ready.clear()
+                log.warning(
+                    "%s ended %s; its successor is not ready yet", self.program.name, _how_it_ended(predecessor)
+                )
+        await process.settled.wait()
 
     def _on_ready(self, predecessor: Process | None) -> None:
         """The newest process is ready, and its predecessor may run."""
@@ -348,12 +370,15 @@ class Child:
             await self._changed.wait()
 
 
-def _waited_s(pid: int) -> float:
-    """How long the main thread of a process has waited for a processor; 0 where the kernel does not count it."""
+def _scheduled_s(pid: int) -> tuple[float, float]:
+    """How long the main thread of a process has run, and has waited for a processor; 0 where the kernel does not count
+    it.
+    """
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+        ran, waited = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0
 
 
 def _ignore() -> None:

@@ -63,7 +63,9 @@ async def _supervise(words: Sequence[str], count: int, sockets: Sequence[Sequenc
             worker = Worker(number, count, directory, listening, metrics, health, others)
             order = msgspec.json.encode(worker).decode()
             # an orphan leaves everything to the next supervisor's workers at once
-            program = Program(f"worker-{number}", (*command, order), descriptors, order, signal.SIGUSR1)
+            program = Program(
+                f"worker-{number}", (*command, order), descriptors, order, signal.SIGUSR1, is_watched=True
+            )
             children.append(Child(program, folder, spare=spare))
 
         def stop(number: signal.Signals) -> None:

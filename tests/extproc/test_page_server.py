@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
@@ -22,7 +23,7 @@ from extproc.streams.tls import FollowedCertificate
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
 NOW = dt.datetime.now(dt.UTC)
 HEAD = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
@@ -94,9 +95,13 @@ async def is_answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         return False
 
 
-async def has_capacity(port: int) -> bool:
-    async with connected(port) as (reader, writer):
-        return await is_answered(reader, writer)
+async def has_capacity(port: int, tls: ssl.SSLContext | None = None) -> bool:
+    try:
+        async with connected(port, tls) as (reader, writer):
+            return await is_answered(reader, writer)
+    except ConnectionError:
+        # in the handshake
+        return False
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD])
@@ -161,6 +166,27 @@ async def test_connections_beyond_the_bound_are_closed_and_there_is_room_once_on
             assert await is_answered(reader, writer)
         await eventually(partial(has_capacity, port))
     assert caplog.text.count("2 connections to ") == 1
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_connections_count_before_their_handshake_of_tls(run: Callable[[Coroutine[None, None, None]], None]) -> None:
+    async def fill() -> None:
+        shown = ssl._create_unverified_context()  # noqa: S323 - the certificate is the test's own
+        limits = PageLimits(connections=3, begin_s=PATIENT_S)
+        async with served(limits, context()) as port, connected(port, shown) as honest:
+            async with connected(port), connected(port):
+                assert not await has_capacity(port, shown)
+                assert await is_answered(*honest)
+            await eventually(partial(has_capacity, port, shown))
+            assert await is_answered(*honest)
+
+    run(fill())
+
+
+async def test_a_late_handshake_of_tls_makes_way_for_other_connections() -> None:
+    shown = ssl._create_unverified_context()  # noqa: S323 - the certificate is the test's own
+    async with served(PageLimits(connections=1, begin_s=1.0), context()) as port, connected(port):
+        await eventually(partial(has_capacity, port, shown))
 
 
 async def test_the_end_of_the_server_ends_connections_that_have_not_begun() -> None:

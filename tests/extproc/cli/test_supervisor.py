@@ -54,12 +54,22 @@ REPORTS = WAITS.replace("notify(READY", "notify(ALIVE, os.environ)\nnotify(READY
 DRAINS = REPORTS.replace("(signal.SIGTERM, signal.SIGUSR1)", "[signal.SIGTERM]").replace(
     "notify(ALIVE", "signal.signal(signal.SIGUSR1, lambda *_: notify(STOPPING, os.environ))\nnotify(ALIVE", 1
 )
+# until there is a file
+HANGS = 'while not os.path.exists(sys.argv[1] + ".go"): signal.sigtimedwait([], 0.1)'
 # the same as WAITS once it has read a line
 WAITS_FOR_LINE = f"import sys\nsys.stdin.readline() or sys.exit(0)\n{WAITS}"
 
 
 def program(tmp_path: Path, script: str = WAITS, name: str = "one") -> Program:
     return Program(name, (sys.executable, "-c", script, str(tmp_path / name)))
+
+
+def watched(tmp_path: Path, second_does: str) -> Program:
+    """Its processes report; the second does something else before its first report."""
+    script = REPORTS.replace(
+        "notify(ALIVE", f"if len(open(sys.argv[1]).readlines()) == 2:\n    {second_does}\nnotify(ALIVE", 1
+    )
+    return msgspec.structs.replace(program(tmp_path, script), is_watched=True)
 
 
 def pids(tmp_path: Path, name: str = "one") -> list[int]:
@@ -210,6 +220,96 @@ async def test_a_process_may_take_its_time_to_stop_and_is_killed_if_it_hangs_mea
         await eventually(lambda: not is_running(stopping))
         assert is_running(pids(tmp_path)[1])
     assert caplog.text.count("one has not reported for 2 s, and is killed") == 1
+
+
+@pytest.mark.parametrize("hangs", [HANGS, "while True: pass"])
+async def test_a_process_that_hangs_before_its_first_report_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: str
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_S", 2.0)
+    monkeypatch.setattr(supervisor, "_COMPUTING_COUNTS", 0.5)
+    child = Child(watched(tmp_path, hangs), tmp_path)
+    async with running(child):
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        await eventually(lambda: len(pids(tmp_path)) == 3)
+        await child.ready.wait()
+    assert caplog.text.count("one has not reported since its start, and is killed") == 1
+    assert "one ended by SIGKILL; it is started again in " in caplog.text
+
+
+async def test_a_process_may_compute_for_longer_before_its_first_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that loads a large configuration."""
+    monkeypatch.setattr(supervisor, "_START_S", 2.0)
+    computes = "import time\n    while time.process_time() < 3.0: pass"
+    child = Child(watched(tmp_path, computes), tmp_path)
+    async with running(child):
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        await eventually(lambda: len(pids(tmp_path)) == 2)
+        await child.ready.wait()
+        assert len(pids(tmp_path)) == 2
+    assert "has not reported" not in caplog.text
+
+
+async def test_a_successor_that_hangs_before_its_first_report_leaves_the_predecessor_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_S", 2.0)
+    child = Child(watched(tmp_path, HANGS), tmp_path)
+    async with running(child):
+        await child.restart()
+        assert child.ready.is_set()
+        assert is_running(pids(tmp_path)[0])
+        assert not is_running(pids(tmp_path)[1])
+    assert "one goes on, its successor ended by SIGKILL" in caplog.text
+
+
+async def test_a_predecessor_that_hangs_while_its_successor_starts_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_SILENCE_S", 2.0)
+    child = Child(watched(tmp_path, HANGS), tmp_path)
+    async with running(child):
+        restart = asyncio.create_task(child.restart())
+        await eventually(lambda: len(pids(tmp_path)) == 2)
+        predecessor, successor = pids(tmp_path)
+        os.kill(predecessor, signal.SIGSTOP)
+        await eventually(lambda: not child.ready.is_set())
+        assert not is_running(predecessor)
+        (tmp_path / "one.go").touch()
+        await child.ready.wait()
+        await restart
+        assert pids(tmp_path) == [predecessor, successor]
+    assert "one ended by SIGKILL; its successor is not ready yet" in caplog.text
+
+
+async def test_a_spare_process_that_hangs_before_it_is_taken_is_killed_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_S", 2.0)
+    first = msgspec.structs.replace(program(tmp_path, REPORTS), order="one", is_watched=True)
+    waits = f"{RECORDS}\nsys.stdin.readline() or sys.exit(0)\n{REPORTS}"
+    spare = Spare(program(tmp_path, waits, "spare"), tmp_path)
+    run = asyncio.create_task(spare.run())
+    await eventually(lambda: len(pids(tmp_path, "spare")) == 1)
+    child = Child(first, tmp_path, spare=spare)
+    hung = pids(tmp_path, "spare")[0]
+    os.kill(hung, signal.SIGSTOP)
+    async with running(child):
+        assert not is_running(hung)
+    spare.stop()
+    await run
+    assert "one has not reported since its start, and is killed" in caplog.text
+
+
+async def test_a_spare_process_that_hangs_delays_no_end(tmp_path: Path) -> None:
+    spare = Spare(program(tmp_path, f"{RECORDS}\nsys.stdin.readline()"), tmp_path)
+    run = asyncio.create_task(spare.run())
+    await eventually(lambda: len(pids(tmp_path)) == 1)
+    os.kill(pids(tmp_path)[0], signal.SIGSTOP)
+    spare.stop()
+    await eventually(run.done)
 
 
 async def test_a_spare_process_takes_the_place_of_one_that_is_killed(

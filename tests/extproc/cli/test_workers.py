@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of ``--workers N`` and their supervisor, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from extproc.cli import supervisor
+from extproc.cli.workers import _supervise
+from extproc.ports import listen
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+CONFIG = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: llama, endpoints: [{address: 127.0.0.1:8000}]}
+"""
+
+
+async def test_a_worker_that_hangs_before_its_first_report_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_S", 2.0)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "all.yaml").write_text(CONFIG)
+    # nobody reads it, so whoever opens it to write waits for ever
+    os.mkfifo(tmp_path / "decisions")
+    words = ["--config", str(tmp_path / "config"), "--metrics", "off", "--decision-log", str(tmp_path / "decisions")]
+    address = f"unix:{tmp_path / 'streams'}"
+    with closing(listen(address)) as listening:
+        run = asyncio.create_task(_supervise([*words, "--listen", address, "--workers", "1"], 1, [[listening], [], []]))
+        await eventually(lambda: "worker-0 has not reported since its start, and is killed" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await run
