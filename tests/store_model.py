@@ -21,6 +21,8 @@ class Store:
         self.is_there = True
         self.buckets: dict[str, Bucket] = {}
         self._paid: dict[tuple[str, str], float] = {}
+        # when each bucket was born, and with how much it began
+        self._born: dict[str, tuple[float, float]] = {}
         self._first_epoch = 0
 
     def forget(self) -> None:
@@ -33,9 +35,16 @@ class Store:
         key, limit = charge.key, charge.limit
         if key not in self.buckets:
             self._first_epoch += 1_000_000
-            self.buckets[key] = Bucket(min(limit.capacity, stated.most_left), now, epoch=self._first_epoch)
+            began = min(limit.capacity, stated.most_left)
+            self.buckets[key], self._born[key] = Bucket(began, now, epoch=self._first_epoch), (now, began)
         bucket = self.buckets[key]
         bucket.fill(limit, now)
+        born_at_s, began = self._born[key]
+        inflow = limit.rate * (now - born_at_s)
+        less = min(limit.capacity, began + inflow) - stated.most_left
+        if 0 < stated.seen_at_s < born_at_s and less > 0:
+            bucket.level -= less
+            self._born[key] = born_at_s, stated.most_left - inflow
         paid = self._paid.get((key, process), 0.0)
         debt = max(0.0, stated.owed - max(paid, stated.told))
         bucket.level -= min(debt, stated.uncovered)

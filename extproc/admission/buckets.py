@@ -164,12 +164,14 @@ class Statement(msgspec.Struct, frozen=True):
     ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used
     without the store, ever. ``told``: how many of these are already subtracted from ``most_left``. ``uncovered``: how
     many of the others inflow has not covered: in a long outage the store's bucket is full, and more inflow is lost.
+    ``seen_at_s``: of the answer that ``most_left`` follows from, by the store's clock; 0: of none.
     """
 
     most_left: float
     owed: float = 0.0
     told: float = 0.0
     uncovered: float = math.inf
+    seen_at_s: float = 0.0
 
 
 class _Debt(msgspec.Struct):
@@ -203,7 +205,8 @@ class StoreMemory:
     answers are lost. Every message carries a Statement with running totals: all tokens that the process has used
     without the store, and how many of them are subtracted from its copy of the level. The store keeps the total that it
     was charged for, and charges the difference. A store that comes back empty begins with the process's copy of the
-    level, and charges the tokens that are not subtracted from it.
+    level, and charges the tokens that are not subtracted from it. If another process has a lower copy from before, the
+    difference is subtracted, too.
 
     A store that was away for longer than its bucket takes to fill has lost inflow that paid for a part of them. So it
     charges only what inflow has not covered, had this process been alone.
@@ -225,11 +228,11 @@ class StoreMemory:
 
     def most_left(self, key: str, limit: Limit, now: float) -> float:
         """Tokens that the bucket can have at most, before what is owed to it."""
-        known = self._of_budgets.get(limit.ends_at_s) if limit.ends_at_s else self._seen
-        seen = known.get(key) if known else None
+        seen = self._last_seen(key, limit)
         if seen is None:
             return limit.capacity
-        return min(limit.capacity, seen.level + limit.rate * max(0.0, now - seen.at_s))
+        more = 0.0 if seen.limit is None else limit.capacity - seen.limit.capacity
+        return min(limit.capacity, seen.level + more + limit.rate * max(0.0, now - seen.at_s))
 
     def record_overdraft(self, key: str, limit: Limit, amount: float, now: float) -> None:
         """Record tokens used of the bucket while the store was unreachable; negative: fewer than recorded before."""
@@ -258,13 +261,15 @@ class StoreMemory:
     def state(self, key: str, limit: Limit, now: float) -> Statement:
         """The Statement for a message that is sent now."""
         most_left, debt = self.most_left(key, limit, now), self._debts.get(key)
+        seen = self._last_seen(key, limit)
+        seen_at_s = 0.0 if seen is None else seen.store_at_s
         if debt is None:
-            return Statement(most_left)
+            return Statement(most_left, seen_at_s=seen_at_s)
         debt.sent = debt.owed
         if limit.ends_at_s:
-            return Statement(most_left, debt.owed, debt.told)
+            return Statement(most_left, debt.owed, debt.told, seen_at_s=seen_at_s)
         debt.own.fill(limit, now)
-        return Statement(most_left, debt.owed, debt.told, max(0.0, most_left - debt.own.level))
+        return Statement(most_left, debt.owed, debt.told, max(0.0, most_left - debt.own.level), seen_at_s)
 
     def lower(self, key: str, limit: Limit, level: float, now: float) -> None:
         """A budget has no more than ``level`` left, from another source than the store."""
@@ -313,6 +318,10 @@ class StoreMemory:
             for key, one in known.items()
             if one.limit is not None
         ]
+
+    def _last_seen(self, key: str, limit: Limit) -> _Seen | None:
+        known = self._of_budgets.get(limit.ends_at_s) if limit.ends_at_s else self._seen
+        return known.get(key) if known else None
 
     def _forget(self, key: str) -> None:
         self._begin = max(self._begin, self._debts.pop(key).owed)

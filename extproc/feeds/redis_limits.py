@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from extproc.metrics.registry import Metrics
 
 # fill() reads a bucket, adds the inflow until now and subtracts the process's debt. A bucket that does not exist is
-# full, or Redis has lost it: it begins with the most that the process states is left. Its first epoch is the time, so
-# that no reservation of a lost bucket is worth anything in this one. "paid:PROCESS" is the running total that this
-# bucket was charged for (StoreMemory). A key expires some time after its bucket would be full; that of a budget a day
-# after its window has ended. The bucket of a budget whose maximum changes keeps what was used. ``a``: where the
-# bucket's arguments begin, of which each script gives the same seven first: rate to uncovered.
+# full, or Redis has lost it: it begins with the most that the process states is left. Another process may have seen
+# less of the lost bucket: once it states that, the difference is taken. "born" and "began" are the time and the amount
+# for this. A bucket's first epoch is the time, so that no reservation of a lost bucket is worth anything in this one.
+# "paid:PROCESS" is the running total that this bucket was charged for (StoreMemory). A key expires some time after its
+# bucket would be full; that of a budget a day after its window has ended. The bucket of a budget whose maximum changes
+# keeps what was used. ``a``: where the bucket's arguments begin, of which each script gives the same eight first: rate
+# to seen.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -51,7 +53,7 @@ local function amount_of(text)
 end
 -- a key that somebody else has written is a lost bucket
 local function held_in(key)
-  local held = redis.pcall('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field)
+  local held = redis.pcall('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field, 'born', 'began')
   if held.err then
     redis.call('DEL', key)
     return {}
@@ -66,21 +68,34 @@ end
 local function fill(key, a)
   local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
   local owed, told, ends_at = amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5])
+  local seen = amount_of(ARGV[a + 7])
   local held = held_in(key)
   local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, paid = 0, debt = 0}
   b.rate, b.capacity, b.ends_at = rate, capacity, ends_at
   b.epoch = math.floor(now * 1000000)
   b.is_new = not held[1]
+  b.born, b.began, b.has_less = now, b.level, b.is_new and b.level < capacity
   if held[1] then
     b.level, b.at, b.claims = held[1], held[2], held[3]
     b.shrink, b.epoch, b.paid = held[4], held[5], amount_of(held[6])
+    b.born, b.began = amount_of(held[7]), tonumber(held[8])
+    -- without it, or after the clock was set back, what was seen may be of this bucket
+    if not b.began or b.began ~= b.began or math.abs(b.began) == math.huge or b.born > now then
+      b.born, b.began = 0, 0
+    end
     if ends_at > 0 then
-      b.level = b.level + capacity - (tonumber(redis.call('HGET', key, 'capacity')) or capacity)
+      local more = capacity - (tonumber(redis.call('HGET', key, 'capacity')) or capacity)
+      b.level, b.began = b.level + more, b.began + more
     end
     b.level = math.min(capacity, b.level + rate * math.max(0, now - b.at))
     -- a clock that ran ahead, and was set back since, must not stop the inflow until then
     if b.at > now + 1 then redis.call('HSET', key, 'at', string.format('%.17g', now)) end
     if b.at < now or b.at > now + 1 then b.at = now end
+    local since = rate * (now - b.born)
+    local less = math.min(capacity, b.began + since) - most
+    if seen > 0 and seen < b.born and less > 0 then
+      b.level, b.began, b.has_less = b.level - less, most - since, true
+    end
     local left = capacity - b.level
     if b.claims > left then
       b.shrink = b.shrink * left / b.claims
@@ -98,7 +113,8 @@ end
 local function store(key, b)
   redis.call('HSET', key, 'level', string.format('%.17g', b.level), 'at', string.format('%.17g', b.at),
     'claims', string.format('%.17g', b.claims), 'shrink', string.format('%.17g', b.shrink),
-    'epoch', string.format('%.0f', b.epoch))
+    'epoch', string.format('%.0f', b.epoch), 'born', string.format('%.17g', b.born),
+    'began', string.format('%.17g', b.began))
   if b.debt > 0 then redis.call('HSET', key, paid_field, string.format('%.17g', b.paid)) end
   if b.ends_at > 0 then
     redis.call('HSET', key, 'capacity', string.format('%.17g', b.capacity))
@@ -109,27 +125,27 @@ local function store(key, b)
 end
 """
 # ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
-# uncovered, amount. What is owed is taken in any case. Returns 1 if granted, else 0; the time; 1 if a budget's bucket
-# is new, else 0; then level, shrink, epoch for each key.
+# uncovered, when what is left was seen, amount. What is owed is taken in any case. Returns 1 if granted, else 0; the
+# time; 1 if a budget's bucket is new, else 0; then level, shrink, epoch for each key.
 RESERVE: Final = (
     _FILL
     + """
 local buckets, granted = {}, 1
 for i, key in ipairs(KEYS) do
-  local a = 8 * i - 6
+  local a = 9 * i - 7
   local b = fill(key, a)
   buckets[i] = b
-  if amount_of(ARGV[a + 7]) > b.level + 1e-6 then granted = 0 end
+  if amount_of(ARGV[a + 8]) > b.level + 1e-6 then granted = 0 end
 end
 local answer = {granted, string.format('%.17g', now), 0}
 for i, key in ipairs(KEYS) do
-  local a, b = 8 * i - 6, buckets[i]
+  local a, b = 9 * i - 7, buckets[i]
   if b.is_new and b.ends_at > 0 then answer[3] = 1 end
   if granted == 1 then
-    b.level = b.level - amount_of(ARGV[a + 7])
-    b.claims = b.claims + amount_of(ARGV[a + 7])
+    b.level = b.level - amount_of(ARGV[a + 8])
+    b.claims = b.claims + amount_of(ARGV[a + 8])
   end
-  if granted == 1 or b.debt > 0 then store(key, b) end
+  if granted == 1 or b.debt > 0 or b.has_less then store(key, b) end
   answer[#answer + 1] = string.format('%.17g', b.level)
   answer[#answer + 1] = string.format('%.17g', b.shrink)
   answer[#answer + 1] = string.format('%.0f', b.epoch)
@@ -138,18 +154,19 @@ return answer
 """
 )
 # ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
-# uncovered, the claim's amount, shrink and epoch, used. Returns the time; then the level for each key.
+# uncovered, when what is left was seen, the claim's amount, shrink and epoch, used. Returns the time; then the level
+# for each key.
 SETTLE: Final = (
     _FILL
     + """
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
-  local a = 11 * i - 9
+  local a = 12 * i - 10
   local b = fill(key, a)
-  local amount, held = amount_of(ARGV[a + 7]), 0
-  if tonumber(ARGV[a + 9]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 8]) end
+  local amount, held = amount_of(ARGV[a + 8]), 0
+  if tonumber(ARGV[a + 10]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 9]) end
   b.claims = math.max(0, b.claims - held)
-  b.level = b.level + math.min(amount - amount_of(ARGV[a + 10]), held)
+  b.level = b.level + math.min(amount - amount_of(ARGV[a + 11]), held)
   store(key, b)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
@@ -157,15 +174,16 @@ return answer
 """
 )
 # Budgets have no more left than another source knows. ARGV: the process; then for each key rate, capacity, what is left
-# at most, owed, told, when its window ends, uncovered, and the level. Returns the time; then the level for each key.
+# at most, owed, told, when its window ends, uncovered, when what is left was seen, and the level. Returns the time;
+# then the level for each key.
 LOWER: Final = (
     _FILL
     + """
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
-  local a = 8 * i - 6
+  local a = 9 * i - 7
   local b = fill(key, a)
-  b.level = math.min(b.level, tonumber(ARGV[a + 7]))
+  b.level = math.min(b.level, tonumber(ARGV[a + 8]))
   store(key, b)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
@@ -463,7 +481,8 @@ def _numbers_in(answer: object, count: int) -> list[float]:
 def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:
     """With which a script's arguments for a bucket begin."""
     uncovered = min(stated.uncovered, max(0.0, stated.owed - stated.told))
-    return limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s, uncovered
+    known = limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s, uncovered
+    return (*known, stated.seen_at_s)
 
 
 def _settled(grant: Grant, used: Usage | None, stated: Sequence[Statement]) -> list[float]:

@@ -128,14 +128,19 @@ class SavedLevels:
 
 
 def replace_state(file: Path, content: bytes) -> None:
-    """Raises OSError, with the file as it was."""
+    """Raises OSError, with the file as it was, and nothing left of what was written."""
     fresh = file.with_suffix(".new")
     # the file was left by a process that was killed; opening a pipe would block
     fresh.unlink(missing_ok=True)
     # names of tenants are private
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-        opened.write(content)
-    fresh.replace(file)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+        fresh.replace(file)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def read_state(file: Path) -> bytes:

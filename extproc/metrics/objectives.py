@@ -197,6 +197,12 @@ class ObjectiveSeries(PiecewiseCollector):
                 if hours is not None:
                     hours.fill(one for one in found.hours if 0 <= one[0] <= newest)
 
+    def remove(self, kept: Iterable[ObjectiveCounts]) -> None:
+        """Take out hours that were restored or reported before."""
+        self.restore(
+            msgspec.structs.replace(one, hours=[(hour, -good, -bad) for hour, good, bad in one.hours]) for one in kept
+        )
+
     def clear(self) -> None:
         """Count from zero: a successor goes on with what was counted."""
         self._counters.clear()

@@ -322,6 +322,28 @@ async def test_a_settlement_does_not_fill_a_redis_that_comes_back_empty(limits: 
     assert await level(limits[1], charge(0)) == pytest.approx(30, abs=0.01)
 
 
+async def test_a_redis_that_lost_a_bucket_gives_nothing_back_that_any_process_knows_of(
+    limits: list[RedisLimits],
+) -> None:
+    idle, busy, new, _ = limits
+    await reserve(idle, charge(10))
+    await reserve(busy, charge(20))
+    await busy._redis.flushall()
+    assert await level(new, charge(0)) == 100
+    await reserve(idle, charge(30))
+    for one in (busy, idle, busy, new):
+        assert await level(one, charge(0)) == pytest.approx(40, abs=0.01)
+
+
+async def test_a_lost_bucket_that_was_empty_is_kept_though_nothing_is_granted(limits: list[RedisLimits]) -> None:
+    idle, busy, *_ = limits
+    await reserve(idle, charge(10))
+    await reserve(busy, charge(90))
+    await busy._redis.flushall()
+    assert isinstance(await ask(busy, charge(1)), RateLimited)
+    assert isinstance(await ask(idle, charge(1)), RateLimited)
+
+
 async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> None:
     """With next to no inflow: virtual and real time need not agree."""
     rng, store, now = random.Random(7), Store(), 0.0
@@ -331,7 +353,9 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
         now += 1e-6
         told = rng.choice([0.0, 5.0, 10.0])
         owed, uncovered = told + rng.choice([0.0, 0.0, 5.0]), rng.choice([0.0, 3.0, math.inf])
-        stated = Statement(rng.uniform(20, 100), owed, told, uncovered)
+        # of no answer, of an earlier life of the bucket, or of this one
+        seen_at_s = rng.choice([0.0, 0.0, 1e-9, 1e12])
+        stated = Statement(rng.uniform(20, 100), owed, told, uncovered, seen_at_s)
         if rng.random() < 0.05:
             await one._redis.flushall()
             store.forget()

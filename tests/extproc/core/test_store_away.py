@@ -200,6 +200,42 @@ def test_what_is_left_is_divided_while_the_store_is_away(processes: int) -> None
     assert 0.9 * (100 + 100 * LIMIT.rate) < granted <= 100 + 100 * LIMIT.rate + ROUNDING
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_process_that_speaks_first_to_an_empty_store_does_not_give_back_what_others_have_used(*, knows: bool) -> None:
+    store = Store()
+    first, busy = Process(store, 1, "first"), Process(store, 1, "busy")
+    if knows:
+        assert first.ask(10.0, 1.0) is not None
+    assert busy.ask(60.0, 1.1) is not None
+    store.forget()
+    assert first.ask(20.0, 1.2) is not None
+    left = busy.memory.most_left("k", LIMIT, 1.3) - 20.0
+    for now in (1.3, 1.4, 1.5):
+        for one in (busy, first):
+            # what the first knew is lowered once, however often both ask
+            assert one.ask(left + 5.0, now) is None
+            # a bucket that begins full loses no inflow as soon as something is taken from it
+            more = store.buckets["k"].level - left - LIMIT.rate * (now - 1.3)
+            assert -ROUNDING <= more <= LIMIT.rate * 0.1 + ROUNDING
+    assert busy.ask(left, 1.5) is not None
+
+
+def test_what_a_process_knows_of_a_store_that_was_not_lost_lowers_nothing() -> None:
+    store = Store()
+    idle, busy = Process(store, 1, "idle"), Process(store, 1, "busy")
+    assert busy.ask(50.0, 1.0) is not None
+    assert idle.ask(10.0, 1.1) is not None
+    assert busy.ask(20.0, 1.2) is not None
+    assert idle.ask(5.0, 1.3) is not None
+    assert store.buckets["k"].level == pytest.approx(15.0 + LIMIT.rate * 0.3)
+
+
+def test_a_budget_that_was_raised_since_the_last_answer_has_more_left() -> None:
+    memory, before, now = StoreMemory(), Limit(0.0, 100.0, 1000.0), Limit(0.0, 150.0, 1000.0)
+    memory.on_store_answer("k", memory.state("k", before, 1.0), 20.0, store_at_s=1.0, now=1.0, budget=before)
+    assert memory.most_left("k", now, 2.0) == 70.0
+
+
 def test_a_request_that_is_larger_than_a_part_is_granted_and_paid_off() -> None:
     store = Store()
     one = Process(store, 3)

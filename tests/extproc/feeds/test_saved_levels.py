@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from extproc.admission.buckets import Limit
 from extproc.admission.limits import Charge, Usage
 from extproc.admission.local_limits import LocalLimits
 from extproc.errors import RateLimited
-from extproc.feeds.saved_levels import SavedLevels
+from extproc.feeds.saved_levels import SavedLevels, replace_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,6 +130,20 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "state" / "limits-0.new").rmdir()
     process.saved.save()
     assert Process(tmp_path / "state", 1e9).granted() == 0
+
+
+def test_half_a_file_does_not_stay_on_a_disk_that_is_full(tmp_path: Path) -> None:
+    file = tmp_path / "limits-0.json"
+    file.write_bytes(b"before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # beyond it the kernel writes a part and then fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+            replace_state(file, bytes(200_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"before"]
 
 
 @pytest.mark.parametrize("name", ["limits-0.json", "limits-0.new"])

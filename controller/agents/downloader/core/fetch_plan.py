@@ -238,25 +238,27 @@ def journal_head(listing: Listing, digest: str) -> str:
 
 
 def journal_line(file: int, span: Span) -> str:
-    """Records that these bytes of a file are on the disk."""
-    return f"{file} {span.start} {span.end}\n"
+    """Records that these bytes of a file are on the disk. The line before may have been cut short: the newline leads,
+    and only a whole line ends with the dot.
+    """
+    return f"\n{file} {span.start} {span.end} ."
 
 
 def forgetting_line(file: int) -> str:
     """Records that nothing of a file is on the disk any more."""
-    return f"{file} 0 0\n"
+    return journal_line(file, Span(0, 0))
 
 
 def read_journal(text: str, head: str) -> dict[int, list[Span]] | None:
-    """The ranges on the disk, by file. None: the journal is of another listing. A last line cut short by a crash is
-    left out.
+    """The ranges on the disk, by file. None: the journal is of another listing. Lines cut short by a crash or a full
+    disk are left out.
     """
     if not text.startswith(head):
         return None
     there: dict[int, list[Span]] = {}
-    for line in text[len(head) :].splitlines(keepends=True):
-        words = line.split()
-        if not line.endswith("\n") or len(words) != 3 or not all(word.isdecimal() for word in words):
+    for line in text[len(head) :].splitlines():
+        *words, last = line.split() or [""]
+        if last != "." or len(words) != 3 or not all(word.isdecimal() for word in words):
             continue
         file, start, end = map(int, words)
         if end == 0:

@@ -186,6 +186,15 @@ def test_a_journal_that_a_crash_cut_short_never_says_more_than_is_there(
     assert read_journal(whole, head.replace("digest", "other")) is None
 
 
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_what_is_written_behind_a_line_that_was_cut_short_counts(cut: int) -> None:
+    """The disk was full, or the machine crashed."""
+    head = journal_head(Listing("r", ()), "d")
+    text = head + journal_line(1, Span(0, 64)) + journal_line(1, Span(64, 128))[:-cut]
+    assert read_journal(text + journal_line(2, Span(0, 9)), head) == {1: [Span(0, 64)], 2: [Span(0, 9)]}
+    assert read_journal(text + forgetting_line(1), head) == {1: []}
+
+
 def test_a_file_that_was_removed_is_forgotten() -> None:
     head = journal_head(Listing("r", ()), "d")
     text = head + journal_line(0, Span(0, 9)) + forgetting_line(0) + journal_line(0, Span(2, 4))
