@@ -89,19 +89,23 @@ class Scene:
         self.table = self.core.pools[SERVER].table
         self.arrivals = 0
 
-    def arrive(self, now: float = 0.0, words: int = 400, **fields: object) -> tuple[Held, Prefill, list[Effect]]:
-        own, effects = self.enter(now, words, **fields)
+    def arrive(
+        self, now: float = 0.0, words: int = 400, *, headers: Mapping[str, str] = HEADERS, **fields: object
+    ) -> tuple[Held, Prefill, list[Effect]]:
+        own, effects = self.enter(now, words, headers=headers, **fields)
         assert isinstance(own, Held)
         assert own.state is State.PREFILLING
         (asked,) = [one for one in effects if isinstance(one, Prefill)]
         return own, asked, effects
 
-    def enter(self, now: float = 0.0, words: int = 400, **fields: object) -> tuple[Any, list[Effect]]:
+    def enter(
+        self, now: float = 0.0, words: int = 400, *, headers: Mapping[str, str] = HEADERS, **fields: object
+    ) -> tuple[Any, list[Effect]]:
         # no prompt is cached
         self.arrivals += 1
         content = f"{self.arrivals} is the number of this. " + "word " * words
         body = {"model": "chat", "messages": [{"role": "user", "content": content}], **fields}
-        head = Head("POST", "/v1/chat/completions", HEADERS, has_body=True)
+        head = Head("POST", "/v1/chat/completions", headers, has_body=True)
         return self.core.arrive(self.core.builder.by_model(head, json.dumps(body).encode()), now, wants_reasons=True)
 
     def answer(self, ticket: str, now: float, parameters: bytes = PARAMETERS, **fields: object) -> list[Effect]:
@@ -577,6 +581,16 @@ def test_where_requests_join_by_their_ids_both_legs_have_one_that_no_client_can_
         for answer in (whole, pieces):
             sent = {one.header.key: one.header.raw_value for one in answer.response.header_mutation.set_headers}
             assert (sent["x-request-id"], sent["x-envoy-max-retries"]) == (name.encode(), b"0")
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
+@pytest.mark.parametrize("value", ["a\x01b", "a\tb", "\xff", "a\r\nb: c"])
+def test_of_a_clients_headers_the_prefill_engine_gets_what_can_be_sent(value: str, connector: str) -> None:
+    scene = Scene(config(connector=connector))
+    _, asked, _ = scene.arrive(headers=dict.fromkeys(("authorization", "tracestate", "x-request-id"), value))
+    ticket = asked.ticket
+    assert asked.headers == {"x-request-id": ticket if connector == "NixlConnector" else f"{ticket}-{ticket}"}
+    assert decision(scene.answer(ticket, 0.5)).prefilled_by == P
 
 
 def test_a_request_whose_prefill_has_failed_keeps_its_id() -> None:
