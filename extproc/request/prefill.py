@@ -253,8 +253,10 @@ class ContextFirst:
         if not (answer.is_cut and answer.context and answer.token_ids):
             return None
         told = _raw({**_members(answer.context), "request_type": "generation_only"})
-        prompt = "prompt" if request.api is Api.COMPLETIONS else "prompt_token_ids"
-        return Changes({prompt: answer.token_ids, _CONTEXT: told})
+        if request.api is Api.COMPLETIONS:
+            return Changes({"prompt": answer.token_ids, _CONTEXT: told})
+        # a client's own would go before these
+        return Changes({"prompt_token_ids": answer.token_ids, _CONTEXT: told}, ("prompt_token_ids_b64",))
 
 
 class SharedStore:
