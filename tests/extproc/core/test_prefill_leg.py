@@ -120,6 +120,12 @@ class Scene:
         assert row is not None
         return int(self.table.in_flight[row]), float(self.table.prefill_queues[row].work)
 
+    def holders(self, chain: list[int]) -> set[str]:
+        """The engines with the whole prompt, by the prefix index."""
+        index = self.core.pools[SERVER].caches.index
+        found = [one.holders for one in index.match(chain) if one.blocks == len(chain)]
+        return {self.table.addresses[row] for row in self.table.active_rows if any(one >> row & 1 for one in found)}
+
     @property
     def is_free(self) -> bool:
         """Whether no engine counts anything."""
@@ -651,16 +657,16 @@ class Crowd:
 
     def _arrive(self) -> Prefill:
         _, asked, effects = self.one.arrive(stream=True)
-        self._tell(effects, 0.0)
+        self.tell(effects, 0.0)
         return asked
 
-    def _tell(self, effects: list[Effect], now: float) -> None:
+    def tell(self, effects: list[Effect], now: float) -> None:
         self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
 
     def decode(self, **result: object) -> str:
         """The engine that gets the request when the prefill ends; the other process counts it there, too."""
         effects = self.one.answer(self.asked.ticket, 0.5, **result)
-        self._tell(effects, 0.5)
+        self.tell(effects, 0.5)
         for address in (P, D, E):
             assert self.one.load(address) == self.other.load(address)
         (record,) = self.one.core.requests()
@@ -676,6 +682,35 @@ def test_the_decode_engine_is_chosen_again_by_load_if_another_is_clearly_better(
 ) -> None:
     crowd = Crowd(there, elsewhere)
     assert crowd.decode(failure=failure) == (crowd.second if moves else crowd.picked)
+
+
+@pytest.mark.parametrize("failure", ["", "not_asked"])
+@pytest.mark.parametrize("there", [0, 10])
+def test_the_prompt_is_found_where_it_went_and_not_where_it_was_to_go(there: int, failure: str) -> None:
+    crowd = Crowd(there)
+    chosen = crowd.decode(failure=failure)
+    for scene in (crowd.one, crowd.other):
+        (chain,) = [one.run.sent.chain for one in scene.core.requests() if one.run is not None]
+        assert scene.holders(chain) == {P, chosen}
+    crowd.one.core.on_stream_closed(crowd.asked.ticket, 1.0)
+    assert crowd.one.holders(chain) == {P, chosen}
+
+
+def test_a_decode_engine_that_a_request_does_not_reach_has_not_its_prompt() -> None:
+    crowd = Crowd(0)
+    (chain,) = [one.run.sent.chain for one in crowd.one.core.requests() if one.run is not None]
+    assert crowd.one.holders(chain) == crowd.other.holders(chain) == {P, crowd.picked}
+    crowd.tell(crowd.one.core.on_disconnect(crowd.asked.ticket, 0.5), 0.5)
+    assert crowd.one.is_free
+    assert crowd.one.holders(chain) == crowd.other.holders(chain) == {P}
+
+
+def test_a_sidecars_engines_both_have_its_prompt() -> None:
+    scene = Scene(config().replace(b"leg: Gateway, connector: NixlConnector,", b""))
+    own, _ = scene.enter()
+    (chain,) = [one.run.sent.chain for one in scene.core.requests() if one.run is not None]
+    scene.core.on_stream_closed(own.ticket, 1.0)
+    assert scene.holders(chain) == {P, D}
 
 
 def test_what_cannot_be_compared_stays_where_it_was_picked(monkeypatch: pytest.MonkeyPatch) -> None:
