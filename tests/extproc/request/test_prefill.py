@@ -42,6 +42,7 @@ ANSWERED: Final = (
     b' "remote_engine_id": "7c0d", "remote_request_id": "chatcmpl-1-1a2b3c4d", "remote_host": "10.0.0.11",'
     b' "remote_port": 5600, "tp_size": 2, "remote_blocks_expiry_time": null, "transfer_mode": "pull", "x": 1.50}'
 )
+EMBEDDINGS: Final = {"type": "prompt_embeds", "data": "AAAA"}
 PARSERS: Final = {
     Api.CHAT: openai.chat,
     Api.COMPLETIONS: openai.completion,
@@ -301,6 +302,8 @@ def test_a_long_body_is_not_read_again() -> None:
         (Api.COMPLETIONS, {"echo": True}, ""),
         (Api.COMPLETIONS, {"echo": True, "logprobs": 1}, "prompt_logprobs"),
         (Api.COMPLETIONS, {"prompt_embeds": "AAAA"}, "embeddings"),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [EMBEDDINGS]}]}, "embeddings"),
+        (Api.CHAT, {"prompt_token_ids": [1, 2]}, ""),
         (Api.RESPONSES, {"previous_response_id": "resp_1"}, "stored_prompt"),
         (Api.RESPONSES, {"background": True}, "background"),
         (Api.GENERATE, {"sampling_params": {"n": 2}}, "answers"),
