@@ -17,7 +17,7 @@ ANTHROPIC_VERSION: Final = "anthropic-version"
 MODELS_PATH: Final = "/v1/models"
 _MESSAGES: Final = ({"role": "user", "content": "hello"},)
 _TEMPLATED: Final = "`documents`, `chat_template` and its arguments"
-_CHAT_PROMPT: Final = f"messages with all their texts, tools, {_TEMPLATED}"
+_CHAT_PROMPT: Final = f"messages with all their texts, tokens sent in their place, tools, {_TEMPLATED}"
 _WRITTEN: Final = "what is written"
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and the key's namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"

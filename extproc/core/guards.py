@@ -120,6 +120,8 @@ def event_of(arrival: Arrival, ticket: str, source: str) -> Event:
     }
     if not _is_json(arrival):
         return Event({**attributes, "omitted": "not-json"}, None)
+    if not request.is_readable:
+        attributes["unreadable"] = "tokens"
     body = arrival.body
     if not is_plain(body, request.contents):
         body = with_changes(body, {}, request.contents)

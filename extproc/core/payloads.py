@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from extproc.api.payload_log import PayloadLog, Step, compile_pattern, parse_path
+from extproc.request.model import CHAT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ _PIECES: Final = frozenset(
 )
 # What has a text again, in tokens or, of a transcription, in words: no pattern finds a secret in it.
 _TOKENS: Final = frozenset(
-    {"logprobs", "prompt_logprobs", "top_logprobs", "token_ids", "prompt_token_ids", "bytes", "tokens", "words"}
+    {"logprobs", "prompt_logprobs", "top_logprobs", "token_ids", "bytes", "tokens", "words", *CHAT_TOKENS}
 )
 # A text, or its tokens.
 _PROMPTS: Final = frozenset({"prompt", "input"})
@@ -254,11 +255,9 @@ class Redactor:
 
 def _has_tokens(name: str, value: object) -> bool:
     """Whether the member is a text in pieces: a request's ``"logprobs": true`` is not."""
-    return (
-        bool(value)
-        and isinstance(value, dict | list)
-        and (name in _TOKENS or (name in _PROMPTS and isinstance(value, list) and _are_numbers(value)))
-    )
+    if not value or not isinstance(value, dict | list):
+        return bool(value) and isinstance(value, str) and name in CHAT_TOKENS
+    return name in _TOKENS or (name in _PROMPTS and isinstance(value, list) and _are_numbers(value))
 
 
 def _are_numbers(values: list[object]) -> bool:

@@ -31,6 +31,8 @@ from extproc.request.prefill import Changes, PrefillProtocol, Try, why_whole
 from extproc.request.rewrite import fields_of, with_changes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.core.effects import Effect
     from extproc.core.peers import RequestPrefilled
     from extproc.core.record import PrefillResult, Record
@@ -76,7 +78,7 @@ class Leg(msgspec.Struct, frozen=True):
     @property
     def request_id(self) -> str:
         """Of both legs. A client may use its own a second time."""
-        own = self.arrival.head.headers.get(REQUEST_ID) or self.ticket
+        own = _sendable(self.arrival.head.headers, REQUEST_ID) or self.ticket
         return f"{own}-{self.ticket}" if self.protocol.joins_by_request_id else own
 
     def at(self, address: str) -> Leg:
@@ -121,7 +123,7 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
     arrival, group = leg.arrival, leg.arrival.pool.spec.pd_group
     if group is not None:
         record.answer_by_s = min(record.answer_by_s, now + float(group.prefill_timeout))
-    headers = {name: value for name in _HEADERS if (value := arrival.head.headers.get(name))}
+    headers = {name: value for name in _HEADERS if (value := _sendable(arrival.head.headers, name))}
     headers[REQUEST_ID] = leg.request_id
     if record.trace is not None:
         headers["traceparent"] = f"00-{record.trace.parent.trace_id}-{record.trace.parent.span_id}-01"
@@ -138,6 +140,12 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
         timeout_s=try_s(left_s, expected_s) if leg.another(now) else left_s,
         query_port=leg.this_try.port if leg.protocol.needs_engine_id else 0,
     )
+
+
+def _sendable(headers: Mapping[str, str], name: str) -> str:
+    """A client's header; empty if it has none, or one that our HTTP client would refuse or encode anew."""
+    value = headers.get(name, "")
+    return value if value.isascii() and value.isprintable() else ""
 
 
 def try_s(left_s: float, expected_s: float | None) -> float:

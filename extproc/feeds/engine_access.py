@@ -211,7 +211,8 @@ class EngineHttp:
         """``body`` is JSON. ``agent_port``: of the agent beside the engine, which speaks plain HTTP, in its place.
         ``headers``: beside the usual ones.
 
-        Raises OSError without an answer, TimeoutError included, and Unreadable for an answer of another form.
+        Raises OSError without an answer, TimeoutError included, Unreadable for an answer of another form, and another
+        ValueError for what cannot be sent.
         """
         call = self._request(spec, address, path, body, agent_port, headers)
         return await _answer_to(call, f"{address}{path}", timeout_s, most_bytes)
@@ -238,7 +239,10 @@ class EngineHttp:
         agent_port: int | None,
         headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
-        access = await self._access.of(spec, address)
+        try:
+            access = await self._access.of(spec, address)
+        except OSError as error:
+            raise ValueError(f"the TLS files or the key of engines cannot be used: {error}") from error
         is_plain = agent_port is not None or access.tls is None
         host = address if agent_port is None else f"{address.rpartition(':')[0]}:{agent_port}"
         own = _HEADERS | ({"authorization": access.authorization} if access.authorization else {})

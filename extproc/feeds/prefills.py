@@ -5,8 +5,10 @@ Beyond these bounds a prefill is not asked for, and the request goes on as after
 ends the call, and the engine sees that: it computes the prompt no further.
 
 Mooncake's engines choose an id when they start, and their bootstrap servers answer it (``GET /query``). It is asked for
-before a prefill, and known for some seconds: no engine restarts in so little time. After a failure it is asked for
-again.
+before a prefill, once for all that wait for it, and known for some seconds: no engine restarts in so little time. After
+a prefill that finds no engine it is asked for again.
+
+What cannot be sent is no fault of the engine: its prefill counts as not asked for.
 """
 
 from __future__ import annotations
@@ -14,26 +16,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 from zlib import crc32
 
 import aiohttp
+import msgspec
 
 from extproc.core.record import PrefillResult
-from extproc.engines.answers import Unreadable, known_engines
+from extproc.engines.answers import KnownEngine, Unreadable, known_engines
 from extproc.failures import FailureLog
 from extproc.feeds.engine_access import EngineHttp
 from extproc.protocol import DATA_PARALLEL_RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from extproc.api.model_server import ModelServerSpec
     from extproc.core.core import Core
     from extproc.core.effects import Prefill
-    from extproc.engines.answers import KnownEngine
     from extproc.feeds.engine_access import EngineAccess, EngineResponse
 
 log = logging.getLogger(__name__)
@@ -46,8 +49,81 @@ MOST_ANSWER_BYTES: Final = 4 * 1024 * 1024
 _MOST_QUERY_BYTES: Final = 1024 * 1024
 _QUERY_TIMEOUT_S: Final = 2.0
 _KNOWN_S: Final = 5.0
+# As long as an endpoint is avoided after its first failure.
+_FAILED_S: Final = 1.0
+# By which what stands before an engine says that there is none.
+_NO_ENGINE: Final = frozenset({502, 503, 504})
 # A connection that is kept may just be closed by the engine.
 _TRIES: Final = 2
+
+
+class _Query(msgspec.Struct, frozen=True):
+    """What a bootstrap server has answered, or the failure, until ``until_s``."""
+
+    until_s: float
+    ranks: Sequence[KnownEngine] = ()
+    failure: Literal["", "unreachable", "unreadable"] = ""
+    detail: str = ""
+
+
+class _EngineIds:
+    """What engines are called by others. A bootstrap server is asked by one request at a time."""
+
+    def __init__(self, http: EngineHttp, clock: Callable[[], float]) -> None:
+        self._http = http
+        self._clock = clock
+        # by address and port
+        self._known: dict[tuple[str, int], _Query] = {}
+        self._asking: dict[tuple[str, int], asyncio.Task[_Query]] = {}
+
+    async def of(self, spec: ModelServerSpec, address: str, port: int) -> _Query:
+        """The ranks of the engine at ``address``. A client that leaves ends no other client's query."""
+        place = address, port
+        known = self._known.get(place)
+        if known is not None and self._clock() < known.until_s:
+            return known
+        asking = self._asking.get(place)
+        if asking is None:
+            asking = self._asking[place] = asyncio.get_running_loop().create_task(self._ask(spec, address, port))
+        return await asyncio.shield(asking)
+
+    def forget(self, query: _Query) -> None:
+        """The engine may have restarted since it answered this."""
+        self._known = {place: one for place, one in self._known.items() if one is not query}
+
+    async def close(self) -> None:
+        """End all queries."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, spec: ModelServerSpec, address: str, port: int) -> _Query:
+        try:
+            found = await self._query(spec, address, port)
+        finally:
+            del self._asking[address, port]
+        now = self._clock()
+        self._known = {place: one for place, one in self._known.items() if now < one.until_s}
+        self._known[address, port] = found
+        return found
+
+    async def _query(self, spec: ModelServerSpec, address: str, port: int) -> _Query:
+        place = f"port {port} of {address}"
+        try:
+            answer = await self._http.get(
+                spec, address, port, "/query", timeout_s=_QUERY_TIMEOUT_S, most_bytes=_MOST_QUERY_BYTES
+            )
+            if answer.status != HTTPStatus.OK:
+                raise Unreadable(f"{place} answers {answer.status} to /query; see whether transferPort is right")
+            return _Query(self._clock() + _KNOWN_S, known_engines(answer.body))
+        except TimeoutError:
+            detail = f"{place}: no answer to /query within {_QUERY_TIMEOUT_S:g} s"
+            return _Query(self._clock() + _FAILED_S, failure="unreachable", detail=detail)
+        except OSError as error:
+            return _Query(self._clock() + _FAILED_S, failure="unreachable", detail=str(error) or type(error).__name__)
+        except Unreadable as error:
+            return _Query(self._clock() + _FAILED_S, failure="unreadable", detail=str(error))
 
 
 class Prefills:
@@ -70,8 +146,7 @@ class Prefills:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._of_engines: Counter[str] = Counter()
         self._held_bytes = 0
-        # by address: until when they are known
-        self._engines: dict[str, tuple[float, Sequence[KnownEngine]]] = {}
+        self._ids = _EngineIds(self._http, clock)
         self._failures = FailureLog(log)
 
     def start(self, ask: Prefill) -> None:
@@ -94,6 +169,7 @@ class Prefills:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ids.close()
         await self._http.close()
 
     def _full(self, ask: Prefill) -> str:
@@ -123,21 +199,44 @@ class Prefills:
             except Exception as error:  # noqa: BLE001 - whatever it is, a request waits for the result
                 self._failures.note("a prefill could not be requested", error)
                 result = PrefillResult(ask.ticket, "not_asked", detail=f"our own code fails: {error!r}")
-        if result.failure or result.status != HTTPStatus.OK:
-            self._engines.pop(ask.address, None)
         self._deliver(result)
 
     async def _result_of(self, ask: Prefill) -> PrefillResult:
         try:
             async with asyncio.timeout(ask.timeout_s):
-                engine = await self._engine_of(ask)
-                answer = await self._post(ask, engine)
+                return await self._prefill(ask)
         except TimeoutError:
             return PrefillResult(ask.ticket, "timeout", detail=f"no answer within {ask.timeout_s:g} s")
         except Unreadable as error:
             return PrefillResult(ask.ticket, "unreadable", detail=str(error))
-        except (OSError, ValueError) as error:
+        except OSError as error:
             return PrefillResult(ask.ticket, "unreachable", detail=str(error) or type(error).__name__)
+        except ValueError as error:
+            self._failures.note("a prefill cannot be requested", error, is_ours=False)
+            return PrefillResult(ask.ticket, "not_asked", detail=str(error))
+
+    async def _prefill(self, ask: Prefill) -> PrefillResult:
+        """Raises OSError, Unreadable, and ValueError for what cannot be sent."""
+        pool = self._core.pools.get(ask.server)
+        if not ask.query_port or pool is None:
+            return await self._answer(ask, None)
+        query = await self._ids.of(pool.spec, ask.address, ask.query_port)
+        if query.failure:
+            return PrefillResult(ask.ticket, query.failure, detail=query.detail)
+        try:
+            result = await self._answer(ask, query.ranks[crc32(ask.ticket.encode()) % len(query.ranks)])
+        except ConnectionError:
+            self._ids.forget(query)
+            raise
+        if result.status in _NO_ENGINE:
+            self._ids.forget(query)
+        return result
+
+    async def _answer(self, ask: Prefill, engine: KnownEngine | None) -> PrefillResult:
+        """``engine``: what it is called by others, and which of its ranks is to prefill; None: this need not be
+        known.
+        """
+        answer = await self._post(ask, engine)
         if answer is None:
             return PrefillResult(ask.ticket, "not_asked", detail="its ModelServer has left the configuration")
         return PrefillResult(
@@ -147,32 +246,6 @@ class Prefills:
             answered_at_s=self._clock() - answer.read_s,
             engine_id="" if engine is None else engine.id,
         )
-
-    async def _engine_of(self, ask: Prefill) -> KnownEngine | None:
-        """What the engine is called by others, and which of its ranks is to prefill. None: this need not be known, or
-        the engine's ModelServer is not configured any more. Raises OSError and Unreadable.
-        """
-        pool, now = self._core.pools.get(ask.server), self._clock()
-        if not ask.query_port or pool is None:
-            return None
-        until_s, engines = self._engines.get(ask.address, (0.0, ()))
-        if until_s <= now:
-            engines = await self._query(pool.spec, ask.address, ask.query_port)
-            known = {address: one for address, one in self._engines.items() if one[0] > now}
-            self._engines = {**known, ask.address: (now + _KNOWN_S, engines)}
-        return engines[crc32(ask.ticket.encode()) % len(engines)]
-
-    async def _query(self, spec: ModelServerSpec, address: str, port: int) -> Sequence[KnownEngine]:
-        place = f"port {port} of {address}"
-        try:
-            answer = await self._http.get(
-                spec, address, port, "/query", timeout_s=_QUERY_TIMEOUT_S, most_bytes=_MOST_QUERY_BYTES
-            )
-        except TimeoutError:
-            raise ConnectionError(f"{place}: no answer to /query within {_QUERY_TIMEOUT_S:g} s") from None
-        if answer.status != HTTPStatus.OK:
-            raise Unreadable(f"{place} answers {answer.status} to /query; see whether transferPort is right")
-        return known_engines(answer.body)
 
     async def _post(self, ask: Prefill, engine: KnownEngine | None) -> EngineResponse | None:
         """None: the engine's ModelServer is not configured any more."""

@@ -18,7 +18,7 @@ import numpy as np
 from extproc.engines.answers import Unreadable, parse_json
 from extproc.feeds.engine_access import EngineHttp
 from extproc.request.anthropic import chat_in
-from extproc.request.model import TokenId
+from extproc.request.model import CHAT_TOKENS, TokenId
 from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _KEPT_FIELDS: Final = (
     *("add_generation_prompt", "continue_final_message"),
 )
 # These decide on a chat's tokens, too, and /tokenize does not take them.
-_NOT_TOKENIZED: Final = ("documents", "input_ids")
+_NOT_TOKENIZED: Final = ("documents", *CHAT_TOKENS)
 _PATH: Final = "/tokenize"
 # Of an answer: a token with its comma and spaces, and the members beside the list.
 _TOKEN_BYTES: Final = 16
@@ -321,7 +321,7 @@ class LocalTokenizer:
         """Tokenize as vLLM does: chats with the template, completions with the leading special tokens."""
         body = msgspec.json.decode(arrival.body)
         chat = chat_in(body, arrival.request)
-        if body.get("chat_template") or body.get("input_ids"):
+        if any(body.get(name) for name in ("chat_template", *CHAT_TOKENS)):
             return None
         if chat is not None:
             return await self._encode(self._template.render(chat), special=False)

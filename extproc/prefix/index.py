@@ -167,7 +167,7 @@ class _Segment(msgspec.Struct, eq=False):
     """A run of blocks. ``first``: position of the first one in its chain. ``parent``: the segment before it.
 
     ``requests``: in flight with this segment in their chain. ``used_at_s``: when the last request ended, or, of a
-    segment in use, when it began to be in use.
+    segment in use, when it began to be in use. ``is_sole``: one request only has ever used it.
     """
 
     blocks: list[int]
@@ -175,6 +175,7 @@ class _Segment(msgspec.Struct, eq=False):
     parent: _Segment | None
     requests: int
     used_at_s: float
+    is_sole: bool = False
 
 
 class Pin(msgspec.Struct, frozen=True, eq=False):
@@ -253,7 +254,10 @@ class HeldBlocks:
                     del self._idle[segment]
                     self._idle_blocks -= len(segment.blocks)
             segment.requests += 1
+            segment.is_sole = False
             segment = segment.parent
+        if last is not None and new:
+            last.is_sole = True
         return Pin(self, last), new
 
     def unpin(self, pin: Pin, now: float) -> None:
@@ -266,6 +270,19 @@ class HeldBlocks:
                 self._idle[segment] = None
                 self._idle_blocks += len(segment.blocks)
             segment = segment.parent
+
+    def withdraw(self, pin: Pin, now: float) -> list[int]:
+        """The request never came here: drop and return the blocks that no other one has used."""
+        segment, dropped = pin.last, list[int]()
+        while segment is not None and segment.is_sole:
+            if self._segments.get(segment.blocks[0]) is segment:
+                del self._segments[segment.blocks[0]]
+            self._blocks -= len(segment.blocks)
+            self.units -= COVERED_UNITS[segment.first + len(segment.blocks)] - COVERED_UNITS[segment.first]
+            dropped += segment.blocks
+            segment = segment.parent
+        self.unpin(Pin(self, segment), now)
+        return dropped
 
     def evict(self) -> int:
         """Drop and return the block whose last use is the longest ago; there must be one that no request uses."""
@@ -298,7 +315,9 @@ class HeldBlocks:
     def _split(self, segment: _Segment, size: int) -> _Segment:
         """Make the first ``size`` blocks a segment of its own, which is to be pinned at once; returns it."""
         blocks = segment.blocks
-        head = _Segment(blocks[:size], segment.first, segment.parent, segment.requests, segment.used_at_s)
+        head = _Segment(
+            blocks[:size], segment.first, segment.parent, segment.requests, segment.used_at_s, segment.is_sole
+        )
         segment.blocks, segment.first, segment.parent = blocks[size:], segment.first + size, head
         self._segments[head.blocks[0]], self._segments[segment.blocks[0]] = head, segment
         if segment in self._idle:
@@ -413,6 +432,14 @@ class PrefixIndex:
         # if not: the endpoint has lost its cache since
         if held is not None and held.blocks is pin.held:
             held.blocks.unpin(pin, now)
+            self._shrink(row, held)
+
+    def withdraw(self, row: int, pin: Pin, now: float) -> None:
+        """The request has not been sent to ``row``: what it alone would have used is not there."""
+        held = self._held.get(row)
+        if held is not None and held.blocks is pin.held:
+            for block in held.blocks.withdraw(pin, now):
+                self._drop_bit(row, held, block)
             self._shrink(row, held)
 
     def record_turn(self, row: int, chain: Sequence[int], turn: Turn) -> None:

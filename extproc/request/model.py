@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import ceil
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final, get_args
@@ -64,6 +65,8 @@ _KINDS: Final = (
     ("audio_embeds", "audio"),
     ("video_url", "video"),
 )
+# In base64, of a token of the smallest models.
+_EMBEDDING_BYTES: Final = 2_048
 _LIST: Final = ord("[")
 # All that is no whole number from 0 on has one of them: fractions, texts, objects, true, false and null.
 _MARKS_OF_OTHERS: Final = (b"-", b".", b"e", b"E", b"l", b'"', b"{")
@@ -78,6 +81,8 @@ _TRUE = frozenset({b"true", b'"true"', b"1"})
 # Refused unless the ModelServer allows them; the others are removed.
 STEERING_FIELDS: tuple[str, ...] = get_args(SteeringField)
 INTERNAL_FIELDS: tuple[str, ...] = get_args(InternalField)
+# In a chat, the prompt in tokens: engines read it in place of the messages.
+CHAT_TOKENS: Final = ("input_ids", "prompt_token_ids", "prompt_token_ids_b64")
 ABSENT: Final = msgspec.Raw(b"")
 _NULL: Final = msgspec.Raw(b"null")
 # Shorter bodies are rewritten as a whole: finding the span of the content would cost more than it saves.
@@ -92,14 +97,21 @@ _internal_values: Final = attrgetter(*INTERNAL_FIELDS, "vllm_xargs")
 
 
 class Media(msgspec.Struct, frozen=True):
-    """The parts of a prompt that are not text. ``tokens``: estimated; ``size_bytes``: how long they are in the body."""
+    """The parts of a prompt that are not text. ``tokens``: estimated; ``size_bytes``: how long they are in the body.
+    ``replaces_text``: some are tokens or embeddings, which say what text would.
+    """
 
     tokens: int = 0
     size_bytes: int = 0
+    replaces_text: bool = False
 
     def plus(self, other: Media) -> Media:
         """Both together."""
-        return Media(self.tokens + other.tokens, self.size_bytes + other.size_bytes)
+        return Media(
+            self.tokens + other.tokens,
+            self.size_bytes + other.size_bytes,
+            self.replaces_text or other.replaces_text,
+        )
 
 
 NO_MEDIA: Final = Media()
@@ -116,6 +128,9 @@ class _Part(msgspec.Struct, gc=False):
     audio_url: msgspec.Raw = msgspec.Raw(b"")
     audio_embeds: msgspec.Raw = msgspec.Raw(b"")
     video_url: msgspec.Raw = msgspec.Raw(b"")
+    type: msgspec.Raw = msgspec.Raw(b"")
+    # of vLLM's ``prompt_embeds``
+    data: msgspec.Raw = msgspec.Raw(b"")
     # of the responses API: a message within ``input``
     content: msgspec.Raw = msgspec.Raw(b"")
 
@@ -126,7 +141,7 @@ def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
     ``deepest``: how many levels of ``content`` within parts count. The responses API has one; searching each costs as
     much as reading all that is below it, so a client must not choose how many there are.
     """
-    tokens = size_bytes = 0
+    found = NO_MEDIA
     for content in contents:
         # read without a copy: most contents are plain strings, and long
         view = memoryview(content)
@@ -138,15 +153,15 @@ def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
             # not parts: the engine reports the mistake
             continue
         for part in parts:
-            inner = media_in([part.content], deepest=deepest - 1) if part.content and deepest else NO_MEDIA
-            tokens += inner.tokens
-            size_bytes += inner.size_bytes
+            if part.content and deepest:
+                found = found.plus(media_in([part.content], deepest=deepest - 1))
+            if part.data and part.type and msgspec.json.decode(part.type) == "prompt_embeds":
+                found = found.plus(embeddings_sent(part.data))
             for name, kind in _KINDS:
                 value: msgspec.Raw = getattr(part, name)
                 if value and bytes(memoryview(value)[:4]) != b"null":
-                    tokens += MEDIA_TOKENS[kind]
-                    size_bytes += memoryview(value).nbytes
-    return Media(tokens, size_bytes)
+                    found = found.plus(Media(MEDIA_TOKENS[kind], memoryview(value).nbytes))
+    return found
 
 
 class Prompts(msgspec.Struct, frozen=True):
@@ -247,6 +262,11 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         return not (prompts.token_ids or prompts.repeated_bytes or self.media.tokens or self.has_stored_prompt)
 
     @property
+    def is_readable(self) -> bool:
+        """Whether its prompt is text, but for pictures and the like."""
+        return not (self.prompts.token_ids or self.media.replaces_text)
+
+    @property
     def text_bytes(self) -> int:
         """The bytes of its prompt that become tokens in proportion."""
         if self.prompts.token_ids:
@@ -333,10 +353,17 @@ def template_texts(fields: Templated) -> list[msgspec.Raw]:
     return texts
 
 
-def tokens_listed(value: msgspec.Raw) -> Media:
-    """A list of tokens that engines read in place of, or beside, the prompt's text."""
-    view = memoryview(value)
-    return Media(bytes(view).count(b",") + 1, view.nbytes) if is_given(value) else NO_MEDIA
+def tokens_sent(value: msgspec.Raw) -> Media:
+    """Tokens that engines read in place of the prompt's text: a list, or base64 of 4 bytes each."""
+    content = bytes(value)
+    tokens = content.count(b",") + 1 if content[0] == _LIST else ceil(len(content) * 3 / 16)
+    return Media(tokens, len(content), replaces_text=True)
+
+
+def embeddings_sent(value: msgspec.Raw) -> Media:
+    """Embeddings in base64."""
+    size_bytes = memoryview(value).nbytes
+    return Media(ceil(size_bytes / _EMBEDDING_BYTES), size_bytes, replaces_text=True) if is_given(value) else NO_MEDIA
 
 
 def request_of(

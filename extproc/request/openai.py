@@ -6,7 +6,6 @@ Only the fields on which a decision depends are read and checked; the engine che
 
 from __future__ import annotations
 
-from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -15,14 +14,15 @@ import msgspec
 from extproc.protocol import Api
 from extproc.request.model import (
     ABSENT,
+    CHAT_TOKENS,
     LARGE_BYTES,
     Answers,
     Common,
     InferenceRequest,
-    Media,
     OutputTokens,
     OutputTokensOrNone,
     Templated,
+    embeddings_sent,
     given,
     is_given,
     large_contents,
@@ -31,7 +31,7 @@ from extproc.request.model import (
     prompts_in,
     request_of,
     template_texts,
-    tokens_listed,
+    tokens_sent,
 )
 from extproc.request.rewrite import span_of
 
@@ -43,14 +43,13 @@ _THINKING: Final = b"\nthinking\n"
 _others: Final = attrgetter(
     "name", "tools", "reasoning", "reasoning_content", "tool_calls", "function_call", "tool_call_id"
 )
+_tokens: Final = attrgetter(*CHAT_TOKENS)
 # What comes before the input, in this order.
 _previous: Final = attrgetter(
     "prompt", "conversation", "previous_response_id", "previous_input_messages", "previous_response"
 )
 # What engines read as false: they are lenient.
 _FALSE: Final = frozenset({b"false", b"0", b"0.0", b'"false"', b'"0"', b'"no"', b'"off"', b'"n"', b'"f"'})
-# In base64, of a token of the smallest models.
-_EMBEDDING_BYTES: Final = 2_048
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -68,11 +67,15 @@ class _Message(msgspec.Struct, gc=False):
 
 
 class _Chat(Templated, kw_only=True, gc=False):
-    """``input_ids``: SGLang's; it reads them in place of the messages."""
+    """``input_ids``: SGLang's; ``prompt_token_ids`` and, in base64, ``prompt_token_ids_b64``: TensorRT-LLM's. They read
+    these in place of the messages.
+    """
 
     messages: list[_Message]
     tools: msgspec.Raw = ABSENT
     input_ids: msgspec.Raw = ABSENT
+    prompt_token_ids: msgspec.Raw = ABSENT
+    prompt_token_ids_b64: msgspec.Raw = ABSENT
     max_tokens: OutputTokens = None
     max_completion_tokens: OutputTokens = None
     n: Answers = None
@@ -119,12 +122,14 @@ def chat(body: bytes) -> InferenceRequest:
     # given both, vLLM and TensorRT-LLM take max_completion_tokens, SGLang max_tokens
     limit = max(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
     contents = _chat_contents(request, body) if len(body) >= LARGE_BYTES else None
-    media = media_in([message.content for message in request.messages]).plus(tokens_listed(request.input_ids))
+    media = media_in([message.content for message in request.messages])
+    for tokens in given(*_tokens(request)):
+        media = media.plus(tokens_sent(tokens))
     return request_of(Api.CHAT, request, _chat_prompt(request), limit, contents, answers=request.n or 1, media=media)
 
 
 def _chat_prompt(chat: _Chat) -> bytes:
-    parts: list[bytes | msgspec.Raw] = [*template_texts(chat), *given(chat.input_ids, chat.tools)]
+    parts: list[bytes | msgspec.Raw] = [*template_texts(chat), *given(*_tokens(chat), chat.tools)]
     for message in chat.messages:
         heading = _HEADINGS.get(message.role) or f"\n{message.role}\n".encode()
         others = _others(message)
@@ -160,7 +165,7 @@ def completion(body: bytes) -> InferenceRequest:
         large_contents(request.prompt, body),
         answers=prompts.count * max(request.n or 1, request.best_of or 1),
         prompts=prompts,
-        media=Media(ceil(len(embeds) / _EMBEDDING_BYTES), len(embeds)),
+        media=embeddings_sent(request.prompt_embeds),
     )
 
 

@@ -17,7 +17,6 @@ from extproc.request.model import (
     ABSENT,
     Common,
     InferenceRequest,
-    Media,
     Prompts,
     given,
     large_contents,
@@ -82,7 +81,7 @@ def _compared(api: Api, fields: _Compared, body: bytes, query: msgspec.Raw, docu
     prompts = Prompts(max(count, queries), repeated_bytes=repeated)
     prompt = b"\n".join((*instructions, open_json_prefix(query), open_json_prefix(documents)))
     one, many = media_in([_listed(query)]), media_in([_listed(documents)])
-    media = Media((count if queries == 1 else 1) * one.tokens + many.tokens, one.size_bytes + many.size_bytes)
+    media = msgspec.structs.replace(one, tokens=(count if queries == 1 else 1) * one.tokens).plus(many)
     return request_of(
         api, fields, prompt, None, large_contents(documents, body), answers=0, prompts=prompts, media=media
     )

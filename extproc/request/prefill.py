@@ -28,7 +28,7 @@ import msgspec
 
 from extproc.api.addresses import join_host_port
 from extproc.protocol import Api
-from extproc.request.model import STEERING_FIELDS, is_given
+from extproc.request.model import CHAT_TOKENS, STEERING_FIELDS, is_given
 from extproc.request.rewrite import fields_of
 
 if TYPE_CHECKING:
@@ -253,8 +253,10 @@ class ContextFirst:
         if not (answer.is_cut and answer.context and answer.token_ids):
             return None
         told = _raw({**_members(answer.context), "request_type": "generation_only"})
-        prompt = "prompt" if request.api is Api.COMPLETIONS else "prompt_token_ids"
-        return Changes({prompt: answer.token_ids, _CONTEXT: told})
+        if request.api is Api.COMPLETIONS:
+            return Changes({"prompt": answer.token_ids, _CONTEXT: told})
+        # a client's own would go before these
+        return Changes({"prompt_token_ids": answer.token_ids, _CONTEXT: told}, ("prompt_token_ids_b64",))
 
 
 class SharedStore:
@@ -326,7 +328,8 @@ def _why_whole_by_fields(request: InferenceRequest, body: bytes) -> str:
         return "forced_call"
     if _is_on(options, "use_beam_search"):
         return "beam_search"
-    return "embeddings" if is_given(options.get("prompt_embeds", msgspec.Raw())) else ""
+    sends_tokens = any(is_given(fields.get(name, msgspec.Raw())) for name in CHAT_TOKENS)
+    return "embeddings" if request.media.replaces_text and not sends_tokens else ""
 
 
 def _forces_call(fields: Mapping[str, msgspec.Raw]) -> bool:

@@ -334,7 +334,11 @@ class Pool:
 
     def release(self, assignment: Assignment, pins: Mapping[int, Pin], now: float) -> None:
         """The request has ended: remove its load. Its endpoints may now evict its blocks."""
-        for row, pin in pins.items():
+        rest = pins
+        if assignment.prefill is not None and self.prefill_protocol is not None:
+            # the decode endpoint would have got it after the prefill
+            rest = self._withdraw(pins, assignment.endpoint, now)
+        for row, pin in rest.items():
             self.caches.index.unpin(row, pin, now)
         end_request(self.table, assignment.endpoint, now, assignment.tokens)
         if assignment.prefill is not None:
@@ -466,6 +470,12 @@ class Pool:
             self.caches.index.unpin(endpoint.row, pins[endpoint.row], now)
         return {row: pin for row, pin in pins.items() if row != endpoint.row}
 
+    def _withdraw(self, pins: Mapping[int, Pin], endpoint: EndpointRef, now: float) -> dict[int, Pin]:
+        """The pins of other endpoints, as that one does not get the request."""
+        if endpoint.row in pins:
+            self.caches.index.withdraw(endpoint.row, pins[endpoint.row], now)
+        return {row: pin for row, pin in pins.items() if row != endpoint.row}
+
     def end_prefill(
         self,
         assignment: Assignment,
@@ -492,7 +502,7 @@ class Pool:
         addresses = tuple(others) if row is None else (address, *others[: max(0, len(assignment.addresses) - 1)])
         moves = address != endpoint.address or not table.is_current(endpoint)
         if row is not None and moves:
-            rest = self._unpin(rest, endpoint, now)
+            rest = self._withdraw(rest, endpoint, now)
             rest[row] = self.caches.pin(row, chain, now)
         if row is not None and (work or moves):
             end_request(table, endpoint, now, assignment.tokens)

@@ -125,6 +125,8 @@ LONG = "word " * TOKENS
         (CHAT, {"chat_template": LONG}),
         (CHAT, {"chat_template_kwargs": {"rules": LONG}}),
         (CHAT, {"input_ids": [1] * TOKENS}),
+        (CHAT, {"prompt_token_ids": [1] * TOKENS}),
+        (CHAT, {"prompt_token_ids_b64": "AQAA" * (4 * TOKENS // 3 + 1)}),
         (COMPLETIONS, {"prompt": "hello", "suffix": LONG}),
         ("/v1/responses", {"input": "hello", "previous_response": {"output": [LONG]}}),
         ("/v1/responses", {"input": "hello", "prompt": {"id": "1", "variables": {"rules": LONG}}}),

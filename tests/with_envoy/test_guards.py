@@ -221,6 +221,30 @@ async def test_a_form_is_shown_without_its_content(guarded: Guarded) -> None:
     assert (shown["ce-omitted"], content) == ("not-json", b"")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"prompt_token_ids": [1, 2]}),
+        ("/v1/chat/completions", {"input_ids": [1, 2]}),
+        ("/v1/completions", {"prompt": [1, 2]}),
+        ("/v1/completions", {"prompt": "hi", "prompt_embeds": "AAAA"}),
+    ],
+)
+async def test_a_guard_of_texts_can_refuse_what_is_no_text(
+    guarded: Guarded, path: str, fields: dict[str, object]
+) -> None:
+    guarded.answer = {"action": "refuse", "status": 422, "message": "text, please"}
+    answer = await guarded.post(path, json={**guarded.chat("hi"), **fields})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "guard_refused")
+    ((shown, content),) = guarded.asked
+    assert shown["ce-unreadable"] == "tokens"
+    assert fields.items() <= json.loads(content).items()
+    assert guarded.gateway.engine.body == b""
+    guarded.answer = ALLOW
+    await guarded.post(json=guarded.chat("hi"))
+    assert "ce-unreadable" not in guarded.asked[-1][0]
+
+
 async def test_a_guard_that_hangs_costs_its_time_and_no_more(guarded: Guarded) -> None:
     guarded.answer, left = None, guarded.left
     answer = await guarded.post(json=guarded.chat("hi", stream=True))

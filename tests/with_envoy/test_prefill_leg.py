@@ -223,6 +223,28 @@ async def test_requests_that_a_client_gives_the_same_id_get_their_own_prompts(tm
         await scene.pair.are_free()
 
 
+async def test_headers_that_no_library_sends_are_no_fault_of_the_prefill_engine(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, connector="NixlPushConnector") as scene:
+        host, port = scene.gateway.url.removeprefix("http://").split(":")
+        body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 2}).encode()
+
+        async def ask(value: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            lines = [b"%b: %b" % (name, value) for name in (b"authorization", b"tracestate", b"x-request-id")]
+            lines += [b"host: a", b"connection: close", b"content-length: %d" % len(body)]
+            writer.write(b"\r\n".join([b"POST /v1/completions HTTP/1.1", *lines, b"", body]))
+            answer = await reader.read()
+            writer.close()
+            return answer.split(b" ", 2)[1]
+
+        # Envoy refuses control characters itself
+        assert [await ask(value) for value in (b"a\x01b", b"a\x7fb")] == [b"400", b"400"]
+        assert [await ask(value) for value in (b"\xff", b"a\tb", "é".encode())] == [b"200"] * 3
+        assert await scene.legs("prefilled") == 3
+        assert await scene.pair.decode.computed() == 0
+        await scene.pair.are_free()
+
+
 async def test_mooncakes_engine_that_has_restarted_is_known_by_its_new_id(tmp_path: Path) -> None:
     async with scene_of(tmp_path, connector="MooncakeConnector") as scene:
         sent = 0

@@ -262,6 +262,16 @@ def test_what_the_guard_gets_is_what_the_engine_reads() -> None:
     assert json.loads(event.data)["messages"] == json.loads(own.body)["messages"]
 
 
+@pytest.mark.parametrize(("fields", "marks"), [({}, set[str]()), ({"prompt_token_ids": [1, 2]}, {"unreadable"})])
+def test_a_prompt_that_is_no_text_is_marked(fields: dict[str, object], marks: set[str]) -> None:
+    core = guarded()
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+    ask = asked(core, core.builder.by_model(Head("POST", CHAT, {}, has_body=True), body))
+    event = event_of(ask.arrival, ask.ticket, "urn:x")
+    assert event.attributes.keys() & {"unreadable"} == marks
+    assert event.data == body
+
+
 def test_a_form_is_shown_without_its_content_and_cannot_be_changed() -> None:
     core = guarded()
     parts = ('name="model"\r\n\r\nm', 'name="file"; filename="a.wav"\r\n\r\nRIFF')

@@ -114,6 +114,8 @@ PIECES = [
         ("prompt_logprobs", [None, {"7": {"logprob": -0.1, "decoded_token": "sk"}}]),
         ("token_ids", [7, 8]),
         ("prompt_token_ids", [7, 8]),
+        ("prompt_token_ids_b64", "BwAAAAgAAAA="),
+        ("input_ids", [7, 8]),
         ("tokens", [7, 8]),
         ("words", [{"word": "sk", "start": 0.1}]),
         ("prompt", [7, 8]),

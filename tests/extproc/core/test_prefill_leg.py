@@ -89,19 +89,23 @@ class Scene:
         self.table = self.core.pools[SERVER].table
         self.arrivals = 0
 
-    def arrive(self, now: float = 0.0, words: int = 400, **fields: object) -> tuple[Held, Prefill, list[Effect]]:
-        own, effects = self.enter(now, words, **fields)
+    def arrive(
+        self, now: float = 0.0, words: int = 400, *, headers: Mapping[str, str] = HEADERS, **fields: object
+    ) -> tuple[Held, Prefill, list[Effect]]:
+        own, effects = self.enter(now, words, headers=headers, **fields)
         assert isinstance(own, Held)
         assert own.state is State.PREFILLING
         (asked,) = [one for one in effects if isinstance(one, Prefill)]
         return own, asked, effects
 
-    def enter(self, now: float = 0.0, words: int = 400, **fields: object) -> tuple[Any, list[Effect]]:
+    def enter(
+        self, now: float = 0.0, words: int = 400, *, headers: Mapping[str, str] = HEADERS, **fields: object
+    ) -> tuple[Any, list[Effect]]:
         # no prompt is cached
         self.arrivals += 1
         content = f"{self.arrivals} is the number of this. " + "word " * words
         body = {"model": "chat", "messages": [{"role": "user", "content": content}], **fields}
-        head = Head("POST", "/v1/chat/completions", HEADERS, has_body=True)
+        head = Head("POST", "/v1/chat/completions", headers, has_body=True)
         return self.core.arrive(self.core.builder.by_model(head, json.dumps(body).encode()), now, wants_reasons=True)
 
     def answer(self, ticket: str, now: float, parameters: bytes = PARAMETERS, **fields: object) -> list[Effect]:
@@ -115,6 +119,12 @@ class Scene:
         row = self.table.row_of(address)
         assert row is not None
         return int(self.table.in_flight[row]), float(self.table.prefill_queues[row].work)
+
+    def holders(self, chain: list[int]) -> set[str]:
+        """The engines with the whole prompt, by the prefix index."""
+        index = self.core.pools[SERVER].caches.index
+        found = [one.holders for one in index.match(chain) if one.blocks == len(chain)]
+        return {self.table.addresses[row] for row in self.table.active_rows if any(one >> row & 1 for one in found)}
 
     @property
     def is_free(self) -> bool:
@@ -579,6 +589,16 @@ def test_where_requests_join_by_their_ids_both_legs_have_one_that_no_client_can_
             assert (sent["x-request-id"], sent["x-envoy-max-retries"]) == (name.encode(), b"0")
 
 
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
+@pytest.mark.parametrize("value", ["a\x01b", "a\tb", "\xff", "a\r\nb: c"])
+def test_of_a_clients_headers_the_prefill_engine_gets_what_can_be_sent(value: str, connector: str) -> None:
+    scene = Scene(config(connector=connector))
+    _, asked, _ = scene.arrive(headers=dict.fromkeys(("authorization", "tracestate", "x-request-id"), value))
+    ticket = asked.ticket
+    assert asked.headers == {"x-request-id": ticket if connector == "NixlConnector" else f"{ticket}-{ticket}"}
+    assert decision(scene.answer(ticket, 0.5)).prefilled_by == P
+
+
 def test_a_request_whose_prefill_has_failed_keeps_its_id() -> None:
     scene = Scene(config(connector="NixlPushConnector"))
     _, asked, _ = scene.arrive()
@@ -637,16 +657,16 @@ class Crowd:
 
     def _arrive(self) -> Prefill:
         _, asked, effects = self.one.arrive(stream=True)
-        self._tell(effects, 0.0)
+        self.tell(effects, 0.0)
         return asked
 
-    def _tell(self, effects: list[Effect], now: float) -> None:
+    def tell(self, effects: list[Effect], now: float) -> None:
         self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
 
     def decode(self, **result: object) -> str:
         """The engine that gets the request when the prefill ends; the other process counts it there, too."""
         effects = self.one.answer(self.asked.ticket, 0.5, **result)
-        self._tell(effects, 0.5)
+        self.tell(effects, 0.5)
         for address in (P, D, E):
             assert self.one.load(address) == self.other.load(address)
         (record,) = self.one.core.requests()
@@ -662,6 +682,35 @@ def test_the_decode_engine_is_chosen_again_by_load_if_another_is_clearly_better(
 ) -> None:
     crowd = Crowd(there, elsewhere)
     assert crowd.decode(failure=failure) == (crowd.second if moves else crowd.picked)
+
+
+@pytest.mark.parametrize("failure", ["", "not_asked"])
+@pytest.mark.parametrize("there", [0, 10])
+def test_the_prompt_is_found_where_it_went_and_not_where_it_was_to_go(there: int, failure: str) -> None:
+    crowd = Crowd(there)
+    chosen = crowd.decode(failure=failure)
+    for scene in (crowd.one, crowd.other):
+        (chain,) = [one.run.sent.chain for one in scene.core.requests() if one.run is not None]
+        assert scene.holders(chain) == {P, chosen}
+    crowd.one.core.on_stream_closed(crowd.asked.ticket, 1.0)
+    assert crowd.one.holders(chain) == {P, chosen}
+
+
+def test_a_decode_engine_that_a_request_does_not_reach_has_not_its_prompt() -> None:
+    crowd = Crowd(0)
+    (chain,) = [one.run.sent.chain for one in crowd.one.core.requests() if one.run is not None]
+    assert crowd.one.holders(chain) == crowd.other.holders(chain) == {P, crowd.picked}
+    crowd.tell(crowd.one.core.on_disconnect(crowd.asked.ticket, 0.5), 0.5)
+    assert crowd.one.is_free
+    assert crowd.one.holders(chain) == crowd.other.holders(chain) == {P}
+
+
+def test_a_sidecars_engines_both_have_its_prompt() -> None:
+    scene = Scene(config().replace(b"leg: Gateway, connector: NixlConnector,", b""))
+    own, _ = scene.enter()
+    (chain,) = [one.run.sent.chain for one in scene.core.requests() if one.run is not None]
+    scene.core.on_stream_closed(own.ticket, 1.0)
+    assert scene.holders(chain) == {P, D}
 
 
 def test_what_cannot_be_compared_stays_where_it_was_picked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,10 @@ class Scene:
         timeout_s: float = 30.0,
         body: bytes = b'{"max_tokens": 1}',
         query_port: int = 0,
+        **more: str,
     ) -> None:
-        headers = {"x-request-id": "r-1", "authorization": "Bearer of-the-client"}
+        """``more``: headers."""
+        headers = {"x-request-id": "r-1", "authorization": "Bearer of-the-client", **more}
         path = "/v1/completions"
         ask = Prefill(ticket, "default/llama", self.address, path, body, headers, timeout_s, query_port)
         self.prefills.start(ask)
@@ -251,6 +253,27 @@ async def test_our_own_fault_is_a_result_too(monkeypatch: pytest.MonkeyPatch) ->
         assert "our own code fails" in found.detail
 
 
+@pytest.mark.parametrize(
+    ("more", "headers", "words"),
+    [
+        ({}, {"traceparent": "a\x01b"}, "control character"),
+        ({"connection": {"apiKeyEnv": "OTHER"}}, {}, "OTHER is not set"),
+        ({"connection": {"apiKeyFile": "nowhere/key"}}, {}, "nowhere/key"),
+        ({"connection": {"tls": {"caFile": "nowhere/ca.pem", "serverName": "a"}}}, {}, "nowhere/ca.pem"),
+    ],
+)
+async def test_what_cannot_be_sent_is_no_fault_of_the_engine(
+    more: dict[str, object], headers: dict[str, str], words: str
+) -> None:
+    engine = Engine(answer())
+    async with scene_of(engine, **more) as scene:
+        scene.start(**headers)
+        found = await scene.result()
+        assert found.failure == "not_asked"
+        assert words in found.detail
+        assert not engine.requests
+
+
 RANKS: Final = b'{"0": {"engine_id": "e", "worker_addr": {}}, "1": {"engine_id": "f", "worker_addr": {}}}'
 
 
@@ -277,22 +300,120 @@ async def test_an_engines_id_is_asked_for_once_in_a_while_and_its_rank_prefills(
         assert found == {"e", "f"}
         for result, request in zip(scene.results, engine.requests, strict=True):
             assert b"x-data-parallel-rank: %d\r\n" % "ef".index(result.engine_id) in request.lower()
-        monkeypatch.setattr(scene.prefills, "_clock", lambda: scene.clock() + prefills._KNOWN_S)
+        monkeypatch.setattr(scene.prefills._ids, "_clock", lambda: scene.clock() + prefills._KNOWN_S)
         scene.start("t-9", query_port=port)
         await scene.result(9)
         assert len(bootstrap.requests) == 2
 
 
-async def test_after_a_failed_prefill_the_id_is_asked_for_again() -> None:
-    engine = Engine(answer(b"", "500 Internal Server Error"), answer())
-    one, other = (b'{"0": {"engine_id": "%b"}}' % name for name in (b"e", b"f"))
-    async with bootstrap_of(answer(one), answer(other)) as (bootstrap, port), scene_of(engine) as scene:
-        for number, name in enumerate("ef", 1):
+def named(name: bytes) -> bytes:
+    """By a bootstrap server."""
+    return answer(b'{"0": {"engine_id": "%b"}}' % name)
+
+
+@pytest.mark.parametrize(
+    ("first", "queries"),
+    [
+        # there may be another engine by now
+        (answer(b"", "503 Service Unavailable"), 2),
+        (answer(b"", "502 Bad Gateway"), 2),
+        (b"", 2),
+        # a client can cause these at will
+        (answer(b"", "400 Bad Request"), 1),
+        (answer(b"", "404 Not Found"), 1),
+        (answer(b"", "429 Too Many Requests"), 1),
+        (answer(b"", "500 Internal Server Error"), 1),
+        (answer(b"x" * (prefills.MOST_ANSWER_BYTES + 1)), 1),
+    ],
+)
+async def test_the_id_is_asked_for_again_after_a_prefill_that_found_no_engine(first: bytes, queries: int) -> None:
+    engine = Engine(first, answer())
+    async with bootstrap_of(named(b"e"), named(b"f")) as (bootstrap, port), scene_of(engine) as scene:
+        if not first:
+            # a second connection is no failure
+            engine.answers.insert(0, first)
+        scene.start("t-1", query_port=port)
+        await scene.result()
+        scene.start("t-2", query_port=port)
+        found = await scene.result(2)
+        assert (found.status, found.engine_id) == (200, "f" if queries == 2 else "e")
+        assert len(bootstrap.requests) == queries
+        # a single rank need not be named
+        assert b"x-data-parallel-rank" not in engine.requests[-1].lower()
+
+
+async def test_many_prefills_wait_for_one_query_and_a_client_that_leaves_ends_it_for_nobody_else() -> None:
+    engine = Engine(answer())
+    async with scene_of(engine) as scene:
+        queries, may_answer = 0, asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal queries
+            await reader.readuntil(b"\r\n\r\n")
+            queries += 1
+            await may_answer.wait()
+            writer.write(named(b"e"))
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            for number in range(50):
+                scene.start(f"t-{number}", query_port=port)
+            await eventually(lambda: _is(queries > 0))
+            # the one that began it
+            scene.prefills.cancel("t-0")
+            await eventually(lambda: _is("t-0" not in scene.prefills._tasks))
+            may_answer.set()
+            await scene.result(49)
+        assert queries == 1
+        assert {(one.status, one.engine_id) for one in scene.results} == {(200, "e")}
+        assert not scene.prefills._ids._asking
+
+
+async def test_a_bootstrap_server_that_hangs_is_waited_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefills, "_QUERY_TIMEOUT_S", 0.3)
+    engine = Engine(answer())
+    async with bootstrap_of(None, named(b"e")) as (bootstrap, port), scene_of(engine) as scene:
+        now = scene.clock()
+        monkeypatch.setattr(scene.prefills._ids, "_clock", lambda: now)
+        for number in range(1, 9):
+            scene.start(f"t-{number}", query_port=port)
+            found = await scene.result(number)
+            assert found.failure == "unreachable"
+            assert "no answer to /query" in found.detail
+        assert len(bootstrap.requests) == 1
+        assert not engine.requests
+        now += prefills._FAILED_S
+        scene.start("t-9", query_port=port)
+        assert (await scene.result(9)).engine_id == "e"
+
+
+async def test_ids_are_kept_of_each_port_and_no_longer_than_they_are_known() -> None:
+    async with (
+        bootstrap_of(named(b"e")) as (_, one),
+        bootstrap_of(named(b"f")) as (_, other),
+        scene_of(Engine(answer())) as scene,
+    ):
+        for number, (port, name) in enumerate(((one, "e"), (other, "f")), 1):
             scene.start(f"t-{number}", query_port=port)
             assert (await scene.result(number)).engine_id == name
-        assert len(bootstrap.requests) == 2
-        # a single rank need not be named
-        assert b"x-data-parallel-rank" not in engine.requests[1].lower()
+        assert len(scene.prefills._ids._known) == 2
+        ids, later = scene.prefills._ids, scene.clock() + prefills._KNOWN_S
+        ids._clock = lambda: later
+        scene.start("t-3", query_port=one)
+        await scene.result(3)
+        assert list(ids._known) == [(scene.address, one)]
+
+
+async def test_a_query_that_nobody_waits_for_ends_with_the_process() -> None:
+    async with bootstrap_of(None) as (bootstrap, port), scene_of(Engine(answer())) as scene:
+        scene.start(query_port=port)
+        await eventually(lambda: _is(bool(bootstrap.requests)))
+        scene.prefills.cancel("t-1")
+        await scene.prefills.close()
+        assert not scene.prefills._ids._asking
+        await eventually(lambda: _is(bootstrap.gone == 1))
 
 
 @pytest.mark.parametrize(

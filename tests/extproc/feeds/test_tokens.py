@@ -134,7 +134,13 @@ async def test_a_pool_without_an_engine_that_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [({"chat_template": "{{ x }}"}, [7]), ({"documents": [{}]}, None), ({"input_ids": [1]}, None)],
+    [
+        ({"chat_template": "{{ x }}"}, [7]),
+        ({"documents": [{}]}, None),
+        ({"input_ids": [1]}, None),
+        ({"prompt_token_ids": [1]}, None),
+        ({"prompt_token_ids_b64": "AQAAAA=="}, None),
+    ],
 )
 async def test_a_chat_is_tokenized_with_all_that_its_template_gets_or_not_at_all(
     servers: list[TestServer], fields: dict[str, object], expected: list[int] | None

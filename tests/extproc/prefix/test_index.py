@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -140,6 +141,30 @@ def test_blocks_with_the_same_hash_in_different_prompts_do_no_harm() -> None:
     assert (index.blocks, index.blocks_held(0), index.bytes_held(0)) == (0, 0, 0)
 
 
+def test_what_was_not_sent_is_not_held_but_for_what_others_use_too() -> None:
+    index = PrefixIndex(CAPACITY)
+    index.record(0, chain_of(1), 0.0)
+    pin = index.pin(0, chain_of(1, 2, 3), 1.0)
+    # it divides what the first one alone has
+    index.record(0, chain_of(1, 2, 4), 2.0)
+    index.withdraw(0, pin, 3.0)
+
+    assert matched(index, 0, chain_of(1, 2, 3)) == len(chain_of(1, 2))
+    assert matched(index, 0, chain_of(1, 2, 4)) == len(chain_of(1, 2, 4)) == index.blocks_held(0)
+    assert len(index.evictable(0)) == index.blocks == index.blocks_held(0)
+    assert index.bytes_held(0) == sum(map(_bytes, chain_of(1, 2, 4)))
+
+
+def test_what_was_not_sent_may_be_gone_or_have_no_block() -> None:
+    index = PrefixIndex(CAPACITY)
+    pin = index.pin(0, chain_of(1), 0.0)
+    index.forget(0)
+    index.record(0, chain_of(1), 1.0)
+    index.withdraw(0, pin, 2.0)
+    index.withdraw(0, index.pin(0, [], 3.0), 4.0)
+    assert index.blocks_held(0) == len(chain_of(1))
+
+
 def turn_of(number: int) -> Turn:
     return Turn(Tail(number, 3), 100.0)
 
@@ -199,6 +224,8 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         self.index = PrefixIndex(CAPACITY)
         self.recorded: dict[int, list[list[int]]] = {}
         self.lru: dict[int, list[int]] = {}
+        # by row and block, while it is held
+        self.uses: Counter[tuple[int, int]] = Counter()
         self.running: list[tuple[int, list[int], Pin]] = []
         self.now = 0.0
 
@@ -230,6 +257,16 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         self.index.unpin(row, pin, self.now)
         self._release(row, chain)
 
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        if not self.running:
+            return
+        self.now += 1
+        row, chain, pin = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.index.withdraw(row, pin, self.now)
+        self.lru[row] = [block for block in self.lru[row] if block not in chain or self.uses[row, block] > 1]
+        self._release(row, chain)
+
     def _release(self, row: int, chain: list[int]) -> None:
         in_use = self._in_use(row)
         kept = self.lru.get(row, [])
@@ -246,7 +283,9 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         kept = self.lru.setdefault(row, [])
         for block in reversed(chain):
             if block not in kept:
+                self.uses[row, block] = 0
                 kept.append(block)
+            self.uses[row, block] += 1
         self._evict(row, held)
 
     def _evict(self, row: int, held: Sequence[int] = ()) -> None:

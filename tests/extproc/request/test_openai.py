@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from extproc.errors import BadRequest, Refusal
 from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
+from extproc.request.model import CHAT_TOKENS
 
 if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
@@ -141,7 +144,7 @@ def test_all_text_that_engines_read_counts_and_tells_prompts_apart(
 @pytest.mark.parametrize(
     "fields",
     [
-        dict.fromkeys(("documents", "chat_template", "chat_template_kwargs", "input_ids")),
+        dict.fromkeys(("documents", "chat_template", "chat_template_kwargs", *CHAT_TOKENS)),
         {"chat_template_kwargs": {"enable_thinking": False, "budget": 7, "other": None}},
     ],
 )
@@ -158,11 +161,48 @@ def test_of_the_two_names_of_a_thought_engines_read_one() -> None:
 
 
 def test_tokens_and_embeddings_beside_the_text_count_by_their_number() -> None:
-    chat = parse_body(Api.CHAT, body(messages=[HELLO], input_ids=list(range(5_000))))
-    assert chat.media.tokens == 5_000
+    plain, tokens = parse_body(Api.CHAT, body(messages=[HELLO])), list(range(5_000))
+    in_base64 = b64encode(struct.pack("<5000i", *tokens)).decode()
+    for name, value in (("input_ids", tokens), ("prompt_token_ids", tokens), ("prompt_token_ids_b64", in_base64)):
+        chat = parse_body(Api.CHAT, body(messages=[HELLO], **{name: value}))
+        assert 5_000 <= chat.media.tokens <= 5_002
+        assert chat.text_bytes == plain.text_bytes
+        assert chat.prompt != plain.prompt
+        assert not chat.is_text
     completion = parse_body(Api.COMPLETIONS, body(prompt="a", prompt_embeds="x" * 2_048_000))
     assert completion.media.tokens == 1_001
-    assert max(chat.text_bytes, completion.text_bytes) < 100
+    assert completion.text_bytes < 100
+    part = {"type": "prompt_embeds", "data": "x" * 2_048_000}
+    chat = parse_body(Api.CHAT, body(messages=[{"role": "user", "content": [part]}]))
+    assert chat.media.tokens == 1_001
+    assert chat.text_bytes < 100
+    text = parse_body(Api.CHAT, body(messages=[{"role": "user", "content": [{**part, "type": "text"}]}]))
+    assert text.text_bytes > 2_048_000
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "readable"),
+    [
+        (Api.CHAT, {"messages": [HELLO]}, True),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [IMAGE]}], "input_ids": None}, True),
+        *((Api.CHAT, {"messages": [HELLO], name: [1]}, False) for name in CHAT_TOKENS),
+        (Api.CHAT, {"messages": [HELLO], "prompt_token_ids_b64": "AQAAAA=="}, False),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "prompt_embeds", "data": "AA"}]}]}, False),
+        (Api.COMPLETIONS, {"prompt": "a", "prompt_embeds": None}, True),
+        (Api.COMPLETIONS, {"prompt": "a", "prompt_embeds": "AA"}, False),
+        (Api.COMPLETIONS, {"prompt": [1]}, False),
+        (Api.COMPLETIONS, {"prompt": [[1], [2]]}, False),
+        (Api.EMBEDDINGS, {"input": [1]}, False),
+        (Api.GENERATE, {"token_ids": [1], "sampling_params": {}}, False),
+        (Api.RESPONSES, {"input": [HELLO]}, True),
+        (Api.MESSAGES, {"messages": [HELLO], "max_tokens": 1}, True),
+    ],
+)
+def test_what_is_no_text_is_known(api: Api, fields: dict[str, Any], *, readable: bool) -> None:
+    assert parse_body(api, body(**fields)).is_readable is readable
 
 
 def test_a_text_that_engines_repeat_counts_as_often() -> None:

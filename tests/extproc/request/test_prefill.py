@@ -42,6 +42,7 @@ ANSWERED: Final = (
     b' "remote_engine_id": "7c0d", "remote_request_id": "chatcmpl-1-1a2b3c4d", "remote_host": "10.0.0.11",'
     b' "remote_port": 5600, "tp_size": 2, "remote_blocks_expiry_time": null, "transfer_mode": "pull", "x": 1.50}'
 )
+EMBEDDINGS: Final = {"type": "prompt_embeds", "data": "AAAA"}
 PARSERS: Final = {
     Api.CHAT: openai.chat,
     Api.COMPLETIONS: openai.completion,
@@ -301,6 +302,8 @@ def test_a_long_body_is_not_read_again() -> None:
         (Api.COMPLETIONS, {"echo": True}, ""),
         (Api.COMPLETIONS, {"echo": True, "logprobs": 1}, "prompt_logprobs"),
         (Api.COMPLETIONS, {"prompt_embeds": "AAAA"}, "embeddings"),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [EMBEDDINGS]}]}, "embeddings"),
+        (Api.CHAT, {"prompt_token_ids": [1, 2]}, ""),
         (Api.RESPONSES, {"previous_response_id": "resp_1"}, "stored_prompt"),
         (Api.RESPONSES, {"background": True}, "background"),
         (Api.GENERATE, {"sampling_params": {"n": 2}}, "answers"),
@@ -364,6 +367,7 @@ GENERATION: Final = {
     ("api", "body", "more"),
     [
         (Api.CHAT, {"model": "m", "messages": MESSAGES, "max_tokens": 9}, {"prompt_token_ids": [1, 2, 3]}),
+        (Api.CHAT, {"model": "m", "messages": MESSAGES, "prompt_token_ids": [7]}, {"prompt_token_ids": [1, 2, 3]}),
         (Api.COMPLETIONS, {"model": "m", "prompt": "once", "max_tokens": 9}, {"prompt": [1, 2, 3]}),
     ],
 )
@@ -391,6 +395,14 @@ def test_an_answer_without_a_context_is_of_no_use(old: bytes, new: bytes) -> Non
     assert old in CONTEXT
     for api, body in ((Api.CHAT, CASES[0][1]), (Api.COMPLETIONS, CASES[3][1])):
         assert decode(api, "context_first", body, prefill_in(CONTEXT.replace(old, new))) is None
+
+
+def test_a_clients_own_tokens_do_not_stand_beside_those_of_the_context() -> None:
+    chat = {"model": "m", "messages": MESSAGES, "prompt_token_ids_b64": "AQAAAA=="}
+    assert chat.items() <= prefill(Api.CHAT, "context_first", chat).items()
+    told = json.loads(decode(Api.CHAT, "context_first", chat, prefill_in(CONTEXT)) or b"")
+    assert told["prompt_token_ids"] == [1, 2, 3]
+    assert "prompt_token_ids_b64" not in told
 
 
 def test_ids_of_tries_are_numbers_of_their_own() -> None:
