@@ -270,6 +270,9 @@ class DirectoryFeed:
 
     def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
         """``snapshot`` with draining servers, and without engines that Envoy may not have yet."""
+        if self.report.refused:
+            # the process that configures Envoy refuses it, too, and may not have read before what removed them
+            self._draining.renew(now)
         return self._warming.without_warming(self._draining.with_draining(snapshot, now), self._has_engines, now)
 
     def _put_into_use(self, snapshot: Snapshot) -> bool:

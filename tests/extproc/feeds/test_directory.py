@@ -390,6 +390,26 @@ async def test_a_server_that_leaves_as_its_http_route_moves_is_served_until_envo
         chosen(watched, "default/other")
 
 
+async def test_a_server_that_left_is_served_while_the_directory_is_broken_as_envoy_may_not_have_moved(
+    watched: Watched,
+) -> None:
+    watched.file.write_bytes(OTHER + b"---" + CONFIG + HTTP_ROUTE % b"other")
+    await watched.until(lambda: watched.core.asks_origin)
+    pool = watched.core.pools["default/other"]
+    watched.now = 100.0
+    watched.file.write_bytes(CONFIG + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.sample("attache_config_reloads_total", result="applied") == 3)
+    watched.file.write_bytes(b"kind: [")
+    await watched.until(lambda: watched.sample("attache_config_valid") == 0)
+
+    watched.now = 200.0
+    watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk") + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert chosen(watched, "default/other").pool is pool
+    watched.now = 205.0
+    await watched.until(lambda: "default/other" not in watched.core.pools)
+
+
 async def test_a_server_that_no_http_route_named_is_gone_at_once(watched: Watched) -> None:
     watched.file.write_bytes(OTHER + b"---" + CONFIG + HTTP_ROUTE % b"llama")
     await watched.until(lambda: "default/other" in watched.core.pools)
