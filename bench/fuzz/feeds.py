@@ -31,6 +31,7 @@ from bench.fuzz.readers import broken_json, broken_page, http_answer, kv_payload
 from bench.fuzz.values import broken
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import running_stack
+from extproc.errors import Refusal
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
@@ -259,6 +260,14 @@ def _documents(spec: object) -> str:
     return yaml.safe_dump_all([document("ModelServer", spec), document("ModelRoute", route)])
 
 
+def own_failure(status: int, text: str) -> str:
+    """In words; empty if the gateway has not failed itself. Engines answer 500, too, and their pages hold any word,
+    but none has the type of our error object.
+    """
+    is_ours = status == 500 and f'"{Refusal.error_type}"' in text
+    return f"the gateway itself has failed: {text[:300]}" if is_ours else ""
+
+
 async def _ask_all(stack: Stack, seeds: Iterator[int], settings: FuzzSettings, report: FuzzReport) -> None:
     """Ask for the odd model. Its engines fail; the gateway may not."""
     clock = asyncio.get_running_loop().time
@@ -277,8 +286,8 @@ async def _ask_all(stack: Stack, seeds: Iterator[int], settings: FuzzSettings, r
                 async with http.post(f"{stack.url}/v1/chat/completions", json=body) as answer:
                     status = str(answer.status)
                     text = await answer.text(errors="replace")
-                    if "internal" in text.lower() and answer.status == 500:
-                        report.faults.append(f"seed {seed}: {text[:300]}")
+                    if fault := own_failure(answer.status, text):
+                        report.faults.append(f"seed {seed}: {fault}")
             except TimeoutError:
                 report.faults.append(f"seed {seed}: no whole answer within {settings.patience_s:g} s")
             except aiohttp.ClientError:

@@ -108,6 +108,16 @@ def response_error(question: SoakRequest, status: int, served: str, raw: bytes) 
     return ""
 
 
+def result_of(question: SoakRequest, outcome: RequestOutcome, *, is_gone: bool) -> Literal["ok", "left", "lost"]:
+    """Whether a request was lost. ``is_gone``: an honest one's name is in use no more; the gateway may have learnt that
+    while the request was on its way.
+    """
+    may_be_unknown = question.audience == "known" or (question.audience == "honest" and is_gone)
+    if outcome.error and not (may_be_unknown and outcome.status == 404):
+        return "lost"
+    return "left" if question.leaves else "ok"
+
+
 def _echo(raw: bytes, api: Api, *, is_streamed: bool) -> str:
     """The model that an answer or its first event names; if it names none, why."""
     try:

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from bench.soak import fleet
-from bench.soak.clients import APIS, Audience, Client, RequestOutcome, SoakRequest
+from bench.soak.clients import APIS, Audience, Client, RequestOutcome, SoakRequest, result_of
 from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, SoakModel
 from bench.soak.gateway import JUDGED, KV, MIXED_NAME, SoakGateway, running_gateway
 from bench.soak.hostile import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _REPORT_S: Final = 0.5
-# Clients stop using a name so long before its file changes: requests sent before are decided by then.
-_ON_THE_WAY_S: Final = 0.3
 _PROBE_S: Final = 0.5
-_LONGEST_PROBE_PAUSE_S: Final = 5.0
 _REFUSAL_S: Final = 60.0
 # Further requests are not sent while so many are open: a client's memory has bounds, too.
 _MOST_OPEN: Final = 500
@@ -44,7 +41,7 @@ _ERROR: Final = re.compile(r"[\s|]*([\w.]+(?:Error|Exception|Events|Invalid)\b.*
 _BAD_LOG: Final = ("please report", "never retrieved", "[critical]", "assert failure")
 # Series of extproc's page that are summed up, by the counter that they are recorded as.
 _COUNTERS: Final[Mapping[str, str]] = {
-    "feed configuration": 'attache_config_reloads_total{result="applied"',
+    "configurations used": 'attache_config_reloads_total{result="applied"',
     "feed engines' reports": "attache_engine_reports_total{",
     "feed KV events": f'attache_kv_events_total{{result="received",server="default/{KV}"',
     "KV events not read": 'attache_kv_events_total{result="unreadable"',
@@ -209,8 +206,8 @@ class _Soak:
     async def _ask(self, question: SoakRequest) -> RequestOutcome:
         """Send a request, and record its outcome."""
         outcome = await self._client.ask(question)
-        audience, is_unknown = question.audience, question.audience == "known" and outcome.status == 404
-        result = "lost" if outcome.error and not is_unknown else "left" if question.leaves else "ok"
+        audience = question.audience
+        result = result_of(question, outcome, is_gone=question.model not in self._known)
         self._outcomes[audience][result] += 1
         self.record.totals.setdefault(audience, {}).setdefault(result, 0)
         self.record.totals[audience][result] += 1
@@ -234,9 +231,9 @@ class _Soak:
                 await self._break(number // BROKEN_EVERY)
             else:
                 change = fleet.next_change(self._fleet, self._rng, size=settings.models, engines=settings.engines)
-                await self._apply(change)
+                self._apply(change)
 
-    async def _apply(self, change: Change) -> None:
+    def _apply(self, change: Change) -> None:
         before, after = change.before, change.after
         model = after or before
         assert model is not None
@@ -245,8 +242,6 @@ class _Soak:
         gone = had.keys() - has.keys()
         for name in gone:
             self._known.pop(name, None)
-        if gone:
-            await asyncio.sleep(_ON_THE_WAY_S)
         text = None if after is None else fleet.content(after, self._gateway.ports)
         self._gateway.write(model.file, text)
         self._fleet = fleet.apply_change(self._fleet, change)
@@ -279,11 +274,11 @@ class _Soak:
             # the model may have changed again during the request
             model = self._fleet.get(number)
             if not outcome.error and model is not None and (now := names_of(model).get(name)) is not None:
-                adoption.client_s = self._now_s - adoption.at_s
+                adoption.client_s = outcome.at_s - adoption.at_s
                 self._known[name] = ProbeTarget(target.echoes | now.echoes, now.hosts)
                 return
             await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PROBE_PAUSE_S, 1.2 * pause_s)
+            pause_s = min(Limits().probe_s, 1.2 * pause_s)
 
     async def _probe_gone(self, name: str, adoption: Adoption) -> None:
         """Request a deleted name until it is unknown. Until then, only a normal answer is valid."""
@@ -291,23 +286,26 @@ class _Soak:
         while outcome.status != 404:
             await asyncio.sleep(_PROBE_S)
             outcome = await self._ask(SoakRequest("known", name, 0))
-        adoption.client_s = self._now_s - adoption.at_s
+        adoption.client_s = outcome.at_s - adoption.at_s
 
     async def _break(self, number: int) -> None:
         """Break a model's file, see both refuse it while its model is served, and mend it."""
         what = list(BROKEN)[number % len(BROKEN)]
         model = self._rng.choice(list(self._fleet.values()))
         refusal = Refusal(what, self._now_s)
-        self.record.refusals.append(refusal)
         self._gateway.write(model.file, BROKEN[what])
         refusal.extproc_s = await self._seen("extproc", is_refused=True)
         refusal.bundle_s = await self._seen("bundle", is_refused=True)
         if (target := self._known.get(model.public_name)) is not None:
             await self._ask(SoakRequest("honest", model.public_name, number, echoes=target.echoes, hosts=target.hosts))
         self._gateway.write(model.file, fleet.content(model, self._gateway.ports))
+        # the whole directory was refused, with the changes before
+        for adoption, _ in self._pending.values():
+            adoption.at_s = self._now_s
         mended = [await self._seen(one, is_refused=False) for one in ("extproc", "bundle")]
         if None not in mended:
             refusal.mended_s = self._now_s - refusal.at_s
+        self.record.refusals.append(refusal)
 
     async def _seen(self, process: str, *, is_refused: bool) -> float | None:
         """Seconds until a process's report has the change; None if that takes a minute."""

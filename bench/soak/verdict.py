@@ -7,6 +7,10 @@ hour. That is half a GiB a day, what a container may have to spare between two d
 distinguish from noise: memory that jumps by 10 MiB gives the slope of 50 minutes, with a sample every 10 s, an error of
 2 MiB an hour. And it is little: 400 bytes kept of each of 15 requests a second, or 6 KB of each change a second, are
 above it.
+
+Allocators take memory in steps, too: Envoy took 4 MiB at once in an hour. One step of 10 MiB fails no soak. In the
+middle of what is fitted it gives a slope of 1.5 times its height over that time: 18 MiB an hour in 50 minutes, and 90
+in ten. So ten minutes show only what keeps 1.7 KB of each request, or 26 KB of each change.
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ class Loss(msgspec.Struct, frozen=True):
 
 class Adoption(msgspec.Struct):
     """Seconds from a change until it was used; None: not seen, as the end or the next change of the same file came
-    first. ``client_s``: until a client observed it.
+    first. ``client_s``: until a client sent the first request that observed it. ``at_s``: of the change, or of the
+    mending of a broken file because of which the directory was refused.
     """
 
     change: str
@@ -84,7 +89,9 @@ class Adoption(msgspec.Struct):
 
 
 class Refusal(msgspec.Struct):
-    """A broken file: when each process refused it, and when both used the mended one; None: not within a minute."""
+    """A broken file: when each process refused it, and when both used the mended one; None: not within a minute. One
+    that the end of the soak interrupted is not recorded.
+    """
 
     what: str
     at_s: float
@@ -112,14 +119,17 @@ class SoakRecord(msgspec.Struct):
 
 class Limits(msgspec.Struct, frozen=True):
     """``uptake_s``: extproc waits 3 s before it uses a new ModelServer, and both are to have read 1,000 models; the
-    slowest of all changes counts. ``feed_s``: the longest that a feed may bring nothing. ``least_fitted_s``: samples
-    must reach over so much; those of a soak of 15 minutes do, less what it warms up.
+    slowest of all changes counts. ``probe_s``: the longest pause between two requests that look for a change.
+    ``feed_s``: the longest that a feed may bring nothing. ``least_fitted_s``: samples must reach over so much; those of
+    a soak of 15 minutes do, less what it warms up. ``step_mib``: memory may grow once by so much.
     """
 
     warm_up_s: float = 600.0
     least_fitted_s: float = 540.0
     growth_mib_per_hour: float = 20.0
+    step_mib: float = 10.0
     uptake_s: float = 30.0
+    probe_s: float = 5.0
     feed_s: float = 60.0
 
 
@@ -140,7 +150,7 @@ def verdict(record: SoakRecord, bounds: Limits) -> list[Check]:
         _list("logs", record.log_lines, "no traceback and no assertion"),
         *_feeds(record, bounds),
         _adoptions(record, bounds),
-        _refusals(record, bounds),
+        _refusals(record),
         _envoy(record),
         Check("redirects", record.trapped == 0, f"{record.trapped} requests followed an engine's redirect"),
         Check("end", not record.stopped_by, record.stopped_by or "the soak ran for its time"),
@@ -175,18 +185,22 @@ def _memory(record: SoakRecord, bounds: Limits) -> Iterator[Check]:
     names = sorted({name for one in record.samples for name in one.processes})
     for name in names:
         points = [(one.at_s, one.processes[name].rss_bytes) for one in warm if name in one.processes]
-        if len(points) < 2 or points[-1][0] - points[0][0] < bounds.least_fitted_s:
+        fitted_s = points[-1][0] - points[0][0] if points else 0.0
+        if len(points) < 2 or fitted_s < bounds.least_fitted_s:
             yield Check(f"memory of {name}", None, "too short to tell")
             continue
         slope, last = slope_mib_per_hour(points), points[-1][1] / MIB
-        text = f"{slope:+.1f} MiB/h at {last:.0f} MiB; at most {bounds.growth_mib_per_hour:+g}"
-        yield Check(f"memory of {name}", slope <= bounds.growth_mib_per_hour, text)
+        most = max(bounds.growth_mib_per_hour, 1.5 * bounds.step_mib * 3600 / fitted_s)
+        text = f"{slope:+.1f} MiB/h at {last:.0f} MiB; at most {most:+.1f}"
+        yield Check(f"memory of {name}", slope <= most, text)
 
 
 def _feeds(record: SoakRecord, bounds: Limits) -> Iterator[Check]:
     feeds = sorted({name for one in record.samples for name in one.counters if name.startswith("feed ")})
     for feed in feeds:
-        longest = longest_stall_s([(one.at_s, one.counters.get(feed, 0.0)) for one in record.samples])
+        # extproc's page may not have answered in time; others measure that
+        known = [one for one in record.samples if feed in one.counters]
+        longest = longest_stall_s([(one.at_s, one.counters[feed]) for one in known])
         text = f"never silent for more than {longest:.0f} s; at most {bounds.feed_s:g}"
         yield Check(feed, longest <= bounds.feed_s, text)
 
@@ -203,12 +217,13 @@ def longest_stall_s(points: Sequence[tuple[float, float]]) -> float:
 
 def _adoptions(record: SoakRecord, bounds: Limits) -> Check:
     texts, is_ok = [], True
-    for side in ("extproc_s", "envoy_s", "client_s"):
+    limits = {"extproc_s": bounds.uptake_s, "envoy_s": bounds.uptake_s, "client_s": bounds.uptake_s + bounds.probe_s}
+    for side, most_s in limits.items():
         known = sorted(value for one in record.uptakes if (value := getattr(one, side)) is not None)
         if not known:
             continue
         middle, last = known[len(known) // 2], known[-1]
-        is_ok = is_ok and last <= bounds.uptake_s
+        is_ok = is_ok and last <= most_s
         texts.append(f"{side[:-2]} {middle:.1f} s (slowest {last:.1f})")
     open_s = [record.seconds - one.at_s for one in record.uptakes if one.extproc_s is None and not one.is_superseded]
     late = sum(one > bounds.uptake_s for one in open_s)
@@ -216,20 +231,19 @@ def _adoptions(record: SoakRecord, bounds: Limits) -> Check:
     return Check("changes", is_ok and not late and bool(texts), text)
 
 
-def _refusals(record: SoakRecord, bounds: Limits) -> Check:
-    # one at the very end may not be mended any more
-    due = [one for one in record.refusals if one.at_s < record.seconds - bounds.uptake_s]
+def _refusals(record: SoakRecord) -> Check:
     missed = [
         f"{one.what} at {one.at_s:.0f} s"
-        for one in due
+        for one in record.refusals
         if one.extproc_s is None or one.bundle_s is None or one.mended_s is None
     ]
-    text = f"{len(due) - len(missed)} of {len(due)} refused by both and mended"
+    count = len(record.refusals)
+    text = f"{count - len(missed)} of {count} refused by both and mended"
     return Check("broken files", not missed, f"{text}{': not ' if missed else ''}{', '.join(missed[:_SHOWN])}")
 
 
 def _envoy(record: SoakRecord) -> Check:
-    rejected = record.samples[-1].counters.get("envoy rejected", 0.0) if record.samples else 0.0
+    rejected = max((one.counters.get("envoy rejected", 0.0) for one in record.samples), default=0.0)
     return Check("Envoy's updates", rejected == 0, f"{rejected:g} rejected")
 
 

@@ -236,6 +236,9 @@ class BundleSync:
             if fresh.gateway.admin != self._snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             self._snapshot = fresh
+        if not self.is_valid:
+            # extproc refuses the directory, too, and may not have read before that servers were removed
+            self._draining.renew(clock())
         wanted = queued, secrets = self._with_secrets(self._fill(self._draining.with_draining(self._snapshot, clock())))
         if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return

@@ -110,6 +110,10 @@ class DrainingServers:
         for name in names & set(self._servers):
             self._forget(name)
 
+    def renew(self, now: float) -> None:
+        """All drain from ``now`` on."""
+        self._left_at_s = dict.fromkeys(self._left_at_s, now)
+
     def with_draining(self, snapshot: Snapshot, now: float) -> Snapshot:
         """``snapshot`` with the servers that drain at ``now``."""
         for name, left_at_s in list(self._left_at_s.items()):

@@ -7,7 +7,6 @@ New engines are used once Envoy's admin interface lists them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from http import HTTPStatus
@@ -218,20 +217,28 @@ class DirectoryFeed:
         """Wait while Envoy lacks a new server: it takes seconds to read a large bundle.
 
         Returns ``snapshot``, or the directory's next where that lacks one of them, too: the process that configures
-        Envoy may have skipped ``snapshot``, and removes what it replaced.
+        Envoy may have skipped ``snapshot``, and removes what it replaced. That process also refuses a directory that
+        is broken meanwhile, so the wait lasts until it is mended, unless Envoy has the servers before.
         """
-        ends_s = self._clock() + _LONGEST_WAIT_S
-        while new and self._clock() < ends_s:
+        ends_s, is_broken = self._clock() + _LONGEST_WAIT_S, False
+        while new and (is_broken or self._clock() < ends_s):
             known = await self._query_envoy(snapshot.gateway.admin, new)
             if known.keys() >= new if known is not None else not self._envoy_answers:
                 break
             if self._directory.has_changed():
                 # read again in any case, unless it is taken here
                 self._is_behind = True
-                with contextlib.suppress(ConfigInvalid):
+                try:
                     later = await asyncio.to_thread(self._directory.read)
+                except ConfigInvalid as error:
+                    is_broken = True
+                    self._refuse(error)
+                else:
+                    ends_s, is_broken = self._clock() + _LONGEST_WAIT_S if is_broken else ends_s, False
                     if not new <= _names(later):
                         snapshot, new, self._is_behind = later, self._new_servers(later), False
+            if is_broken:
+                await self._go_on()
             await asyncio.sleep(_ASK_S)
         return snapshot
 
@@ -263,6 +270,9 @@ class DirectoryFeed:
 
     def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
         """``snapshot`` with draining servers, and without engines that Envoy may not have yet."""
+        if self.report.refused:
+            # the process that configures Envoy refuses it, too, and may not have read before what removed them
+            self._draining.renew(now)
         return self._warming.without_warming(self._draining.with_draining(snapshot, now), self._has_engines, now)
 
     def _put_into_use(self, snapshot: Snapshot) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.soak.clients import SoakRequest, response_error
+from bench.soak.clients import Audience, RequestOutcome, SoakRequest, response_error, result_of
 
 ASKED = SoakRequest("honest", "m1.0", 1, echoes=frozenset({"a.0"}), hosts=frozenset({"127.1.0.1"}))
 WHOLE = b'data: {"model":"a.0","choices":[]}\n\ndata: [DONE]\n\n'
@@ -27,3 +27,23 @@ def test_a_whole_answer_of_the_right_engine_has_no_flaw() -> None:
 )
 def test_a_flaw_is_told(status: int, served: str, raw: bytes, said: str) -> None:
     assert said in response_error(ASKED, status, served, raw)
+
+
+@pytest.mark.parametrize(
+    ("audience", "status", "is_gone", "result"),
+    [
+        ("honest", 200, False, "ok"),
+        ("honest", 404, False, "lost"),
+        ("honest", 404, True, "ok"),
+        ("honest", 503, True, "lost"),
+        ("known", 404, True, "ok"),
+        ("known", 503, True, "lost"),
+        ("hostile", 404, True, "lost"),
+    ],
+)
+def test_a_request_whose_name_goes_on_its_way_may_be_unknown(
+    audience: Audience, status: int, *, is_gone: bool, result: str
+) -> None:
+    outcome = RequestOutcome(1.0, 0.1, status, "" if status == 200 else "refused")
+
+    assert result_of(SoakRequest(audience, "m7.0", 1), outcome, is_gone=is_gone) == result

@@ -22,9 +22,9 @@ from controller.bundle.envoy.envoy_json import to_json
 from controller.bundle.envoy.filters import BODY_FILTERS
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER
-from controller.bundle.sync import GOLDEN_PATH, PublishStep, remove_orphans, steps, write_step
+from controller.bundle.sync import GOLDEN_PATH, BundleSync, PublishStep, remove_orphans, steps, write_step
 from extproc.api.http_route import Backend, BackendSpec
-from extproc.api.load import load_directory, load_snapshot
+from extproc.api.load import ConfigDirectory, load_directory, load_snapshot
 from extproc.api.make_before_break import DrainingServers, with_servers
 from extproc.api.spec import Metadata
 from tests.waiting import eventually
@@ -503,6 +503,30 @@ def test_a_server_that_leaves_lingers_for_a_while_unless_it_comes_back() -> None
     assert draining.with_draining(both, now=201.0) == both
     draining.on_change(both, one, now=204.0)
     assert draining.with_draining(one, now=208.9) != one
+
+
+def test_a_server_that_left_stays_while_the_directory_is_broken_as_extproc_may_not_have_read_that(
+    tmp_path: Path,
+) -> None:
+    config, endpoints = tmp_path / "config", tmp_path / "out" / "eds" / "default" / "two.json"
+    config.mkdir()
+    servers, route = config / "servers.yaml", ROUTE.replace("SECOND", "one")
+    one, two = (SERVER.replace("NAME", name) for name in ("one", "two"))
+    servers.write_text(one + two + route)
+    sync = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
+    sync.start(lambda: 0.0)
+
+    def stays(now: float, text: str) -> bool:
+        servers.write_text(text)
+        sync.sync_once(lambda: now)
+        return endpoints.exists()
+
+    assert stays(1.0, one + route)
+    assert stays(2.0, "kind: [")
+    assert stays(100.0, "kind: [")
+    assert stays(101.0, one + route)
+    assert stays(129.0, one + route)
+    assert not stays(131.0, one + route)
 
 
 def test_files_are_replaced_whole_and_only_if_they_change(tmp_path: Path) -> None:

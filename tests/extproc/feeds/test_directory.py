@@ -262,6 +262,49 @@ async def test_a_server_that_is_gone_again_before_envoy_has_it_is_not_waited_for
     assert watched.sample("attache_config_reloads_total", result="applied") == 2
 
 
+@pytest.fixture
+def broken_at_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A directory with a new server, which is broken right after it was read first."""
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        if seconds == 0.3:
+            watched.file.write_bytes(b"kind: [")
+        await real_sleep(0.01)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    watched.envoy = [{}]
+    watched.file.write_bytes(new)
+    return new
+
+
+async def test_a_new_server_that_envoy_lacks_is_not_used_while_the_directory_is_broken(
+    watched: Watched, broken_at_once: bytes
+) -> None:
+    await watched.until(lambda: watched.now > 20.0)
+    assert "default/other" not in watched.core.pools
+    assert "all.yaml" in watched.feed.report.refused
+    assert watched.sample("attache_config_valid") == 0
+
+    # the process that configures Envoy takes a while for the mended one, too
+    watched.envoy = [{}] * 8 + [{"default/other": ()}]
+    watched.file.write_bytes(broken_at_once)
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    assert len(watched.envoy) == 1
+    await watched.until(lambda: watched.sample("attache_config_valid") == 1)
+
+
+async def test_a_new_server_that_envoy_has_is_used_though_the_directory_is_broken_since(
+    watched: Watched, broken_at_once: bytes
+) -> None:
+    del broken_at_once
+    await watched.until(lambda: watched.now > 20.0)
+    watched.envoy = [{"default/other": ()}]
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    await watched.until(lambda: watched.sample("attache_config_valid") == 0)
+
+
 async def test_what_is_read_while_a_server_is_waited_for_is_used_afterwards(watched: Watched) -> None:
     new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
     watched.envoy = [{}, {}, {}, {"default/other": ()}]
@@ -345,6 +388,26 @@ async def test_a_server_that_leaves_as_its_http_route_moves_is_served_until_envo
     await watched.until(lambda: "default/other" not in watched.core.pools)
     with pytest.raises(NoEndpoint):
         chosen(watched, "default/other")
+
+
+async def test_a_server_that_left_is_served_while_the_directory_is_broken_as_envoy_may_not_have_moved(
+    watched: Watched,
+) -> None:
+    watched.file.write_bytes(OTHER + b"---" + CONFIG + HTTP_ROUTE % b"other")
+    await watched.until(lambda: watched.core.asks_origin)
+    pool = watched.core.pools["default/other"]
+    watched.now = 100.0
+    watched.file.write_bytes(CONFIG + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.sample("attache_config_reloads_total", result="applied") == 3)
+    watched.file.write_bytes(b"kind: [")
+    await watched.until(lambda: watched.sample("attache_config_valid") == 0)
+
+    watched.now = 200.0
+    watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk") + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert chosen(watched, "default/other").pool is pool
+    watched.now = 205.0
+    await watched.until(lambda: "default/other" not in watched.core.pools)
 
 
 async def test_a_server_that_no_http_route_named_is_gone_at_once(watched: Watched) -> None:
