@@ -40,8 +40,22 @@ SIDECAR_HEADERS: Final = (
 )
 # Which rank of an engine gets a request.
 DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
-# Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
-ENGINE_HEADERS: Final = (DATA_PARALLEL_RANK, "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
+# Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is. SGLang
+# reads fields of the body from those that override (entrypoints/request_headers.py).
+ENGINE_HEADERS: Final = (
+    DATA_PARALLEL_RANK,
+    "x-session-token",
+    "x-prefiller-url",
+    "x-kv-transfer-params",
+    "x-override-rid",
+    "x-override-bootstrap-host",
+    "x-override-bootstrap-port",
+    "x-override-bootstrap-room",
+    "x-override-conversation-id",
+    "x-override-routed-dp-rank",
+    "x-override-disagg-prefill-dp-rank",
+    "x-override-priority",
+)
 ACCEPT_ENCODING: Final = "accept-encoding"
 CONTENT_ENCODING: Final = "content-encoding"
 # Headers that engines do not get. Bodies are read here, whole and as they come: no engine is to decode one into

@@ -185,11 +185,25 @@ CASES: Final = (
         "MoRIIOConnector",
     ),
     Case(
-        "the gateway makes no leg of SGLang",
+        "SGLang has a connector of its own",
         "ModelServer",
         _server(pdGroup=_OWN_LEG),
         ("engine",),
         "SGLang",
+    ),
+    Case(
+        "which other engines do not have",
+        "ModelServer",
+        _server(engine="SGLang", pdGroup={**_OWN_LEG, "connector": "bootstrap_room"}),
+        ("engine",),
+        "vLLM",
+    ),
+    Case(
+        "decode engines of SGLang compute no prompt",
+        "ModelServer",
+        _server(engine="SGLang", pdGroup={**_OWN_LEG, "connector": "bootstrap_room", "onPrefillFailure": "Fail"}),
+        ("pdGroup", "onPrefillFailure"),
+        "Local",
     ),
     Case(
         "the connector of the gateway's leg is the engine's",

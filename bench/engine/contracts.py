@@ -83,10 +83,17 @@ class PairFields(msgspec.Struct, frozen=True):
 
     kv_transfer_params: dict[str, Any] | None = None
     disaggregated_params: dict[str, Any] | None = None
-    bootstrap_host: str | None = None
-    bootstrap_port: int | None = None
-    bootstrap_room: int | None = None
-    rid: str = ""
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int] | None = None
+    bootstrap_room: int | list[int] | None = None
+    rid: str | list[str] = ""
+    # of the responses API
+    request_id: str = ""
+
+    @property
+    def ids(self) -> list[str]:
+        """SGLang's, of each prompt."""
+        return self.rid if isinstance(self.rid, list) else [self.rid or self.request_id]
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -112,6 +119,18 @@ Plan = Export | Import | None
 
 class FieldsInvalid(msgspec.ValidationError):
     """The engine answers 400."""
+
+
+def plans_of(config: TransferConfig, fields: PairFields, request_id: str) -> list[Plan]:
+    """Of each prompt, where each has a room of SGLang's; else of the request. Raises as ``plan_of``."""
+    rooms, hosts, ports = fields.bootstrap_room, fields.bootstrap_host, fields.bootstrap_port
+    if config.kv_connector != "SGLang" or not isinstance(rooms, list):
+        return [plan_of(config, fields, request_id)]
+    if not isinstance(hosts, list) or not isinstance(ports, list) or not len(rooms) == len(hosts) == len(ports):
+        msg = "bootstrap_host, bootstrap_port and bootstrap_room are lists of one length, or none of them is."
+        raise FieldsInvalid(msg)
+    each = [PairFields(bootstrap_host=a, bootstrap_port=b, bootstrap_room=c) for a, b, c in zip(hosts, ports, rooms)]  # noqa: B905 - checked
+    return [plan_of(config, one, request_id) for one in each]
 
 
 def plan_of(config: TransferConfig, fields: PairFields, request_id: str) -> Plan:
@@ -156,7 +175,7 @@ def _sglang_plan(config: TransferConfig, fields: PairFields) -> Plan:
         raise FieldsInvalid(msg)
     if config.kv_role == "kv_producer":
         return Export(str(room))
-    if host is None or port is None:
+    if not isinstance(host, str) or not isinstance(port, int):
         msg = "bootstrap_host and bootstrap_port are required with bootstrap_room."
         raise FieldsInvalid(msg)
     return Import(str(room), host, port)

@@ -36,7 +36,7 @@ from bench.engine.contracts import (
     TransferConfig,
     answer_of,
     context_answer,
-    plan_of,
+    plans_of,
 )
 from bench.engine.transfer import HEARTBEAT_S, LEASE_S, Exports, Network, SharedLink
 
@@ -187,12 +187,12 @@ class KvExchange:
         """Its prefill engines write one token of an answer, whatever the request says."""
         return self._config.kv_connector in {"SGLang", "TensorRT-LLM"}
 
-    def plan(self, body: bytes, request_id: str) -> Plan:
-        """What a request is. Raises msgspec.DecodeError."""
+    def plans(self, body: bytes, request_id: str) -> list[Plan]:
+        """What a request is, or each of its prompts. Raises msgspec.DecodeError."""
         fields = msgspec.json.decode(body, type=PairFields)
         # as vLLM makes its own id: that of the header, and eight random digits
         own = f"{request_id or 'cmpl'}-{secrets.token_hex(4)}" if self._is_pull else request_id
-        return plan_of(self._config, fields, own)
+        return plans_of(self._config, fields, own)
 
     @property
     def _is_pull(self) -> bool:
@@ -275,10 +275,9 @@ class KvExchange:
         if isinstance(plan, Import) and not request.produced:
             # nobody will read it: the other engine may free it at once
             self.give_back(plan)
-        elif isinstance(plan, Export):
-            kept = self._kept.get(plan.key)
-            if plan.key not in self._exports or (kept is not None and kept.is_aborted):
-                self._give_up(plan.key)
+        elif isinstance(plan, Export) and (plan.key not in self._exports or self._config.kv_connector == "SGLang"):
+            # SGLang's answer comes when nothing need be kept any more
+            self._give_up(plan.key)
 
     def give_back(self, plan: Plan) -> None:
         """A decode request was refused or aborted: the prefill engine is told."""

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from bench.engine.adapters import AdapterLimits, AdapterRoutes, Adapters
 from bench.engine.blocks import Journal
-from bench.engine.contracts import Export, PairFields, Plan
+from bench.engine.contracts import Export, FieldsInvalid, PairFields, Plan
 from bench.engine.exchange import ExchangeSettings, KvExchange, TransferFailed
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, answer_wrongly
 from bench.engine.formats import (
@@ -317,55 +317,64 @@ class EngineServer:
             illness = self._faults.next_illness()
             if illness is not None:
                 return await answer_wrongly(http, illness)
-            plan: Plan = None
+            plans: list[Plan] = []
             try:
                 body = await http.read()
                 job = to_job(decoder.decode(body))
                 if not job.model:
                     job = msgspec.structs.replace(job, model=self._settings.model)
-                plan, job = self._planned(http, body, job)
+                plans, job = self._planned(http, body, job)
                 refused = self._refuse(job)
                 requests = self._requests(job) if refused is None else []
             except msgspec.DecodeError as error:
                 return _error(400, str(error), "BadRequestError")
             if refused is not None:
                 if self._exchange is not None:
-                    self._exchange.give_back(plan)
+                    for plan in plans:
+                        self._exchange.give_back(plan)
                 return refused
-            with self._paired(body, requests[0], plan):
+            with self._paired(body, requests, plans):
                 return await self._respond(http, requests, job, new_format)
 
         return handle
 
-    def _planned(self, http: web.Request, body: bytes, job: Job) -> tuple[Plan, Job]:
-        """What the request is in a pair, and its job as that. Raises msgspec.DecodeError."""
+    def _planned(self, http: web.Request, body: bytes, job: Job) -> tuple[list[Plan], Job]:
+        """What the request is in a pair, or each of its prompts, and its job as that. Raises msgspec.DecodeError."""
         if self._exchange is None:
-            return None, job
-        plan = self._exchange.plan(body, http.headers.get("x-request-id", ""))
-        if isinstance(plan, Export) and self._exchange.cuts_answers:
+            return [], job
+        plans = self._exchange.plans(body, http.headers.get("x-request-id", ""))
+        if len(plans) > 1 and (len(plans) != len(job.prompts) or job.choices > 1):
+            msg = "there are as many rooms as prompts, with one answer to each."
+            raise FieldsInvalid(msg)
+        if isinstance(plans[0], Export) and self._exchange.cuts_answers:
             job = msgspec.structs.replace(job, max_tokens=1)
-        return plan, job
+        return plans, job
 
     @contextlib.contextmanager
-    def _paired(self, body: bytes, request: Request, plan: Plan) -> Iterator[None]:
-        """While the request is in the engine, other engines may ask for it, and SGLang's routers end it."""
+    def _paired(self, body: bytes, requests: Sequence[Request], plans: Sequence[Plan]) -> Iterator[None]:
+        """While the requests are in the engine, other engines may ask for them, and SGLang's routers end them."""
         if self._exchange is None:
             yield
             return
-        self._exchange.expect(request, plan)
-        self._rids[request.key] = (msgspec.json.decode(body, type=PairFields).rid, request)
+        paired = requests[: len(plans)]
+        for request, plan in zip(paired, plans, strict=True):
+            self._exchange.expect(request, plan)
+        for request, rid in zip(paired, msgspec.json.decode(body, type=PairFields).ids, strict=False):
+            self._rids[request.key] = (rid, request)
         try:
             yield
         finally:
-            del self._rids[request.key]
-            self._exchange.end(request)
+            for request in paired:
+                self._rids.pop(request.key, None)
+                self._exchange.end(request)
 
     async def _respond(
         self, http: web.Request, requests: Sequence[Request], job: Job, new_format: Callable[..., Format]
     ) -> web.StreamResponse:
         try:
             if self._exchange is not None:
-                await self._exchange.before(requests[0])
+                for request in requests:
+                    await self._exchange.before(request)
             await self._driver.read_weights(self._adapters.use(requests[0].adapter))
             # identifiers rise in the order in which requests came
             key = f"{secrets.token_hex(4)}{requests[0].key:08x}"
@@ -452,7 +461,8 @@ class EngineServer:
                         _cut(http)
                         return
             if self._exchange is not None:
-                await self._exchange.after(requests[0])
+                for request in requests:
+                    await self._exchange.after(request)
 
     def _pooling(self, pooling: PoolingApi) -> Handler:
         decoder = msgspec.json.Decoder(pooling.body)
@@ -482,11 +492,11 @@ class EngineServer:
     async def _abort(self, http: web.Request) -> web.Response:
         """SGLang's: the requests whose id begins with that of the body end with an error."""
         try:
-            rid = msgspec.json.decode(await http.read(), type=PairFields).rid
+            ids = msgspec.json.decode(await http.read(), type=PairFields).ids
         except msgspec.DecodeError as error:
             return _error(400, str(error), "BadRequestError")
         for known, request in list(self._rids.values()):
-            if rid and known.startswith(rid) and self._exchange is not None:
+            if any(rid and known.startswith(rid) for rid in ids) and self._exchange is not None:
                 self._exchange.abort(request)
         return web.Response()
 

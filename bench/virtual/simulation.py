@@ -6,7 +6,7 @@ vLLM's API server takes. The picker gets reports, KV events and adapters' loads 
 
 A request whose prefill is remote goes to the prefill engine first, and to the decode engine when that has answered; if
 KV caches are pushed in pieces, to both at once. Where extproc makes the leg, its core decides when that is; where a
-sidecar would, the simulation does.
+sidecar would, the simulation does. The core gets the end of a leg that it asks for beside its request.
 """
 
 from __future__ import annotations
@@ -266,6 +266,8 @@ class Simulation:
         # of those that extproc has requested, the request to the prefill engine, by ticket and by key
         self._asked_legs: dict[str, PrefillLeg] = {}
         self._asked_tickets: dict[int, str] = {}
+        # of requests whose decode engines have them at the same time
+        self._beside: set[str] = set()
         self._on_transfer = pairing.on_transfer
         self.engines = {address: self._engine(address, kind, token_observer) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
@@ -443,6 +445,9 @@ class Simulation:
                     self._store.settle(effect.grant, effect.used, now)
                 case LoadAdapter():
                     self.adapters.begin(effect, now)
+                case Prefill() if effect.is_beside:
+                    # the engines get it with the decision
+                    self._beside.add(effect.ticket)
                 case Prefill():
                     self._ask_leg(effect, now)
                 case WakeAt():
@@ -510,6 +515,9 @@ class Simulation:
 
     def _end_asked_leg(self, ticket: str, leg: PrefillLeg, now: float) -> None:
         leg.ended_at_s = now
+        self._answer_leg(ticket, leg, now)
+
+    def _answer_leg(self, ticket: str, leg: PrefillLeg, now: float) -> None:
         cached = {"cached_tokens": leg.request.cached_tokens or 0}
         usage = {"prompt_tokens": leg.request.prompt_tokens, "prompt_tokens_details": cached}
         answer = {"kv_transfer_params": {"remote_request_id": ticket}, "usage": usage}
@@ -519,6 +527,9 @@ class Simulation:
     def _end_leg(self, flight: Flight, now: float) -> None:
         assert flight.leg is not None
         flight.leg.ended_at_s = now
+        if flight.ticket in self._beside:
+            self._beside.remove(flight.ticket)
+            self._answer_leg(flight.ticket, flight.leg, now)
         if not self.transfers.pushes:
             self._add(flight.address, flight.asked.request, now + LEG_S)
 

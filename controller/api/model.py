@@ -42,8 +42,9 @@ class Disaggregation(Layered, frozen=True):
     decode: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     connector: Connector = "NIXL"
     leg: Literal["Gateway", "Sidecar"] | None = None
-    # Local: the decode engine computes the prompt. Fail: the request is answered 503.
-    on_prefill_failure: Literal["Local", "Fail"] = "Local"
+    # Local: the decode engine computes the prompt. Fail: the request is answered 503. Without it Local, except with
+    # SGLang: there the decode engine has the request already, cannot compute the prompt, and answers an error.
+    on_prefill_failure: Literal["Local", "Fail"] | None = None
     prefill_config: EngineConfig = EngineConfig()
     decode_config: EngineConfig = EngineConfig()
 

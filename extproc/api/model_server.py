@@ -58,7 +58,7 @@ MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt
 # All fields by which gateways steer engines.
 InternalField = Literal[SteeringField, MarkingField]
 # How engines hand KV caches over, by vLLM's names: one engine to another, or by way of a store that all of them read.
-# context_first: TensorRT-LLM's name of it.
+# context_first: TensorRT-LLM's name of it. bootstrap_room: SGLang's field, with every transfer backend.
 Connector = Literal[
     "NixlConnector",
     "NixlPullConnector",
@@ -72,11 +72,17 @@ Connector = Literal[
     "MooncakeConnector",
     "MoRIIOConnector",
     "context_first",
+    "bootstrap_room",
 ]
 # Ports of prefill engines, where decode engines ask for KV caches, unless transferPort says another: vLLM's
-# VLLM_P2P_SIDE_CHANNEL_PORT and VLLM_MOONCAKE_BOOTSTRAP_PORT. extproc writes no port of other connectors.
+# VLLM_P2P_SIDE_CHANNEL_PORT and VLLM_MOONCAKE_BOOTSTRAP_PORT, and SGLang's --disaggregation-bootstrap-port. extproc
+# writes no port of other connectors.
 TRANSFER_PORTS: Final[Mapping[Connector, int]] = MappingProxyType(
-    {"OffloadingConnector": 5710, "MooncakeConnector": 8998}
+    {"OffloadingConnector": 5710, "MooncakeConnector": 8998, "bootstrap_room": 8998}
+)
+# Connectors of engines that have no other.
+_OWN_CONNECTORS: Final[Mapping[Connector, str]] = MappingProxyType(
+    {"context_first": "TensorRT-LLM", "bootstrap_room": "SGLang"}
 )
 # Of these the gateway makes no leg.
 SIDECAR_CONNECTORS: Final[frozenset[Connector]] = frozenset({"MoRIIOConnector"})
@@ -172,15 +178,17 @@ class PdGroup(Spec, frozen=True):
     # pod, which reads the header x-prefiller-host-port.
     leg: Literal["Gateway", "Sidecar"] = "Sidecar"
     connector: Connector | None = None
-    # Local: the decode engine computes the prompt. Fail: the request is answered 503.
-    on_prefill_failure: Literal["Local", "Fail"] = "Local"
+    # Local: the decode engine computes the prompt. Fail: the request is answered 503. Without it Local, except with
+    # SGLang: there the decode engine has the request already, cannot compute the prompt, and answers an error.
+    on_prefill_failure: Literal["Local", "Fail"] | None = None
     # The longest that a prefill may take, over all engines that are asked for it. While another engine of the group
     # could be asked, one has 2 s and four times what is expected of it, or half of the time that is left if its speed
     # is not learned.
     prefill_timeout: Duration = Duration("60s")
     lease: Duration = Duration("30s")
     # Of prefill engines, where decode engines ask for KV caches. Without it, 5710 with OffloadingConnector, that of its
-    # tier p2p, and 8998 with MooncakeConnector, that of its bootstrap server. Other connectors need none.
+    # tier p2p, and 8998 with MooncakeConnector and bootstrap_room, that of the bootstrap server. Other connectors need
+    # none.
     transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
     @property
@@ -193,6 +201,11 @@ class PdGroup(Spec, frozen=True):
     def has_own_leg(self) -> bool:
         """Whether extproc requests the prefill."""
         return self.leg == "Gateway"
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether extproc holds a request until its prefill has ended."""
+        return self.has_own_leg and self.connector != "bootstrap_room"
 
 
 class KvEventsSpec(Spec, frozen=True):
@@ -287,8 +300,14 @@ class ModelServerSpec(Spec, frozen=True):
         together("workloadSelector", "workloadPort"),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
-            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.engine) || self.engine != 'SGLang'",
-            "leg: Gateway has connectors of vLLM and TensorRT-LLM only; leave leg out",
+            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
+            " || (self.pdGroup.connector == 'bootstrap_room') == (has(self.engine) && self.engine == 'SGLang')",
+            "connector bootstrap_room is that of engine SGLang, which has no other",
+        ),
+        Rule(
+            "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.engine) || self.engine != 'SGLang'"
+            " || !has(self.pdGroup.onPrefillFailure) || self.pdGroup.onPrefillFailure != 'Local'",
+            "a decode engine of SGLang cannot compute prompts; write onPrefillFailure: Fail, or leave it out",
         ),
         Rule(
             "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
@@ -374,7 +393,7 @@ def longest_waits(spec: ModelServerSpec, control: FlowControl | None) -> dict[st
         "flowControl": None if control is None else control.longest_wait_s,
         "adapterLoading": None if spec.adapter_loading is None else spec.adapter_loading.timeout,
         "activation": None if spec.activation is None else spec.activation.hold_timeout,
-        "pdGroup": spec.pd_group.prefill_timeout if spec.pd_group is not None and spec.pd_group.has_own_leg else None,
+        "pdGroup": None if spec.pd_group is None or not spec.pd_group.holds_requests else spec.pd_group.prefill_timeout,
     }
     return {name: float(wait_s) for name, wait_s in waits.items() if wait_s}
 
@@ -420,10 +439,14 @@ def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Findi
         yield (*path, "connector"), "leg: Gateway needs it; write the engines' kv_connector, or leave leg out"
     if group.has_own_leg and group.connector in SIDECAR_CONNECTORS:
         yield (*path, "leg"), f"{group.connector} asks both engines at once; leave leg out, and run a sidecar"
-    if group.has_own_leg and (group.connector == "context_first") != (spec.engine == "TensorRT-LLM"):
-        yield (*path, "connector"), "context_first is the connector of engine TensorRT-LLM, which has no other"
-    if group.has_own_leg and spec.engine == "SGLang":
-        yield (*path, "leg"), f"extproc makes no leg for {spec.engine} yet; leave it out, and run a sidecar"
+    for connector, engine in _OWN_CONNECTORS.items():
+        if group.has_own_leg and (group.connector == connector) != (spec.engine == engine):
+            yield (*path, "connector"), f"{connector} is the connector of engine {engine}, which has no other"
+    if group.has_own_leg and spec.engine == "SGLang" and group.on_prefill_failure == "Local":
+        yield (
+            (*path, "onPrefillFailure"),
+            "a decode engine of SGLang cannot compute prompts; write Fail or leave it out",
+        )
 
 
 def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> Iterator[Finding]:

@@ -256,6 +256,7 @@ class Core:
             self._running.on_stream_closed(record, record.run, now, out)
         else:
             self._running.undo(record, record.run, now, out)
+        self._legs.close(ticket, out)
         self._pipeline.wake(now, out)
         return out
 
@@ -270,6 +271,7 @@ class Core:
             self._legs.leave(record, record.run, now, out)
         else:
             self._running.on_stream_closed(record, record.run, now, out)
+        self._legs.close(ticket, out)
         self._pipeline.wake(now, out)
         return out
 

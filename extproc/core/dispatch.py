@@ -19,10 +19,11 @@ from extproc.core.explanation import Explanation, explain_pick
 from extproc.core.feedback import OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
-from extproc.core.prefill import Leg, prefill_of, why_served_whole
-from extproc.core.record import Record, Run, SentRequest
+from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
+from extproc.core.record import PrefillLeg, Record, Run, SentRequest
 from extproc.core.states import WAITING, Event, State
 from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
+from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
 from extproc.request.form import read_form, with_fields
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
-    from extproc.core.record import Arrival, Attachment, PrefillLeg
+    from extproc.core.record import Arrival, Attachment
     from extproc.endpoints.table import Bools
     from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
@@ -80,6 +81,8 @@ class Dispatcher:
         self._overdue = OverdueRequests(records)
         # one for each record in state PREFILLING
         self.legs: dict[str, tuple[Leg, PendingDecision]] = {}
+        # those that have not ended; None: the decode engine is asked to end the request
+        self.beside: dict[str, BesideLeg | None] = {}
         # the configuration has a usage log
         self.logs_usage = False
         # those of the configuration
@@ -171,13 +174,16 @@ class Dispatcher:
         base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
         pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(record, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
-        # while another engine computes the prompt, it is not kept twice
-        body = changed_body(arrival, base) if leg is None else None
+        is_beside = leg is not None and leg.protocol.is_beside
+        body = _body_of(arrival, base, leg)
         # from here on the request counts, and nothing may fail
-        self.put(record, State.RUNNING if leg is None else State.PREFILLING, now)
+        self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
         assignment, pins = pool.commit(considered, now, output_tokens)
+        if is_beside:
+            # the prefill engine meets one alone
+            assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
         run = record.run = Run(
             pool,
             assignment,
@@ -215,6 +221,12 @@ class Dispatcher:
             out.append(Broadcast(_started(record, run)))
         if leg is None or prefill is None:
             return self.decide(record, run, pending, body=body)
+        if is_beside:
+            beside = PrefillLeg(leg.address, "beside", 0.0)
+            decision = self.decide(record, run, pending, body=body, leg=beside, is_leased=True)
+            self.beside[record.ticket] = BesideLeg(leg, now)
+            out.append(prefill)
+            return decision
         self.legs[record.ticket] = leg, pending
         out.append(prefill)
         return Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
@@ -282,6 +294,13 @@ def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | N
         return None
     decode, work = table.ref(considered.pick.rows[0]), float(considered.expectation.demand.work[row])
     return Leg(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
+
+
+def _body_of(arrival: Arrival, base: Changes, leg: Leg | None) -> bytes | None:
+    """For the engine that gets the request now. While another one computes the prompt first, it is not kept twice."""
+    if leg is None:
+        return changed_body(arrival, base)
+    return leg.decode_body(PrefillAnswer(), "") if leg.protocol.is_beside else None
 
 
 def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:

@@ -69,8 +69,14 @@ class Decision(msgspec.Struct, frozen=True):
     def prefilled_by(self) -> str:
         """The address of the engine that computes the prompt, if it is another one; else empty."""
         if self.leg is not None:
-            return self.leg.address if self.leg.outcome == "prefilled" else ""
-        return "" if self.assignment.prefill is None else self.assignment.prefill.address
+            return self.leg.address if self.leg.outcome in {"prefilled", "beside"} else ""
+        return self.prefiller
+
+    @property
+    def prefiller(self) -> str:
+        """The address of the engine that a sidecar is to ask for the prefill; empty: none."""
+        prefill = self.assignment.prefill
+        return "" if prefill is None or self.leg is not None else prefill.address
 
     @property
     def waited_s(self) -> float:
@@ -175,7 +181,7 @@ class Prefill(msgspec.Struct, frozen=True):
     """Have the engine at ``address`` compute a request's prompt for another, then ``on_result`` with a PrefillResult.
 
     ``headers``: of the request, for both engines. ``timeout_s``: for all of it. ``query_port``: where the
-    engine's id is asked for first; 0: it need not be known.
+    engine's id is asked for first; 0: it need not be known. ``is_beside``: the other engine has the request meanwhile.
     """
 
     ticket: str
@@ -186,21 +192,39 @@ class Prefill(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     timeout_s: float
     query_port: int = 0
+    is_beside: bool = False
 
 
 class CancelPrefill(msgspec.Struct, frozen=True):
-    """The client of a request that prefills went away: end the call. No result is needed."""
+    """The client of a request that prefills went away: end the call. No result is needed, but of one beside its
+    request, which has ``after_s`` to end by itself. The request is over: abort it no more.
+    """
 
     ticket: str
+    after_s: float = 0.0
+
+
+class AbortDecode(msgspec.Struct, frozen=True):
+    """A prefill beside its request has failed: have the engine at ``address`` end that with an error, until its
+    CancelPrefill. ``bodies``: of the calls.
+    """
+
+    ticket: str
+    server: str
+    address: str
+    bodies: tuple[bytes, ...]
 
 
 class PrefillEnded(msgspec.Struct, frozen=True):
-    """A prefill has ended, well or not. ``goes_on``: its request does, which is not so after a refusal."""
+    """A prefill has ended, well or not. ``goes_on``: its request does, which is not so after a refusal. ``is_beside``:
+    the decode engine has had the request all the time.
+    """
 
     ticket: str
     server: str
     leg: PrefillLeg
     goes_on: bool
+    is_beside: bool = False
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
@@ -252,7 +276,8 @@ class RequestSettled(msgspec.Struct, frozen=True):
     ``is_ours``: this process decided the request of ``tenant``. ``used``: its tokens, as limits count them.
     ``service``: its cost in weighted tokens. ``priority``: of its queue's band, 0 without a queue. ``currency``: of
     what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
-    extproc held it. ``times``: of its answer, None if it got none.
+    extproc held it. ``times``: of its answer, None if it got none. ``leg``: the end of the prefill beside it, if that
+    has ended.
     """
 
     server: str
@@ -268,6 +293,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     times: Times | None = None
     objectives: ObjectiveClass | None = None
+    leg: PrefillLeg | None = None
 
 
 class RequestJudged(msgspec.Struct, frozen=True):
@@ -329,7 +355,7 @@ Pending = AskLimits | AskGuard | AskTokens | Held
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
 # What is done outside of the core for requests that wait; ``on_result`` gets a WorkResult.
-Work = LoadAdapter | Prefill | CancelPrefill
+Work = LoadAdapter | Prefill | CancelPrefill | AbortDecode
 Effect = (
     Decision
     | RequestRefused

@@ -367,6 +367,10 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
 
 def _learn_transfer(run: Run, outcome: Outcome) -> None:
     """From the end of a prefill to the first token: the KV cache's way, and one step of the decode engine."""
+    protocol = run.pool.prefill_protocol
+    if protocol is not None and protocol.is_beside:
+        # it moves while the prefill runs
+        return
     if run.sent.is_streamed and outcome.ttfb_s is not None and run.pool.transfers is not None:
         assignment = run.assignment
         run.pool.transfers.learn(

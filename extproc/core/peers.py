@@ -48,7 +48,7 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
     ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
     ``decode``: that one. ``next``: the address of the prefill engine that is asked now, and ``decode`` is nowhere yet;
-    empty: the decode engine gets the request.
+    empty: the decode engine gets the request. ``is_beside``: it has had it all the time.
     """
 
     ticket: str
@@ -58,6 +58,7 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     waited_s: float
     decode: DecodePlace
     next: str = ""
+    is_beside: bool = False
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):

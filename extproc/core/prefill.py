@@ -10,10 +10,14 @@
 
 Without another one in the group, without time, and after three of them, ``onPrefillFailure`` decides. An engine that
 hangs must leave time for another one (``try_s``).
+
+Where both engines get the request at once, the leg is beside it: there is no second try, and if the prefill fails for
+whatever reason, the decode engine ends the request with an error.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +31,7 @@ from extproc.core.record import Arrival, Outcome, PrefillOutcome, Run
 from extproc.endpoints.table import EndpointRef
 from extproc.engines.answers import PrefillAnswer, Unreadable, is_engine_error, message_of, prefill_in
 from extproc.protocol import REQUEST_ID
-from extproc.request.prefill import Changes, PrefillProtocol, Try, why_whole
+from extproc.request.prefill import Changes, PrefillProtocol, Try, abort_bodies, why_whole
 from extproc.request.rewrite import fields_of, with_changes
 
 if TYPE_CHECKING:
@@ -102,6 +106,10 @@ class Leg(msgspec.Struct, frozen=True):
         changes = self.protocol.decode_changes(request, fields_of(body, request.contents), this, answer)
         return None if changes is None else self._changed(changes)
 
+    def abort_bodies(self) -> tuple[bytes, ...]:
+        """For the decode engine that has the request already."""
+        return abort_bodies(self.arrival.request, self.this_try)
+
     def _changed(self, changes: Changes) -> bytes:
         base = {name: value for name, value in self.base.fields.items() if name not in changes.without}
         return with_changes(
@@ -112,6 +120,13 @@ class Leg(msgspec.Struct, frozen=True):
         )
 
 
+class BesideLeg(msgspec.Struct, frozen=True):
+    """A leg whose decode engine has the request, too, since ``since_s``."""
+
+    leg: Leg
+    since_s: float
+
+
 def why_served_whole(arrival: Arrival) -> str:
     """As ``why_whole``; empty also where extproc makes no leg."""
     protocol = arrival.pool.prefill_protocol
@@ -120,14 +135,15 @@ def why_served_whole(arrival: Arrival) -> str:
 
 def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
     """What is asked of the engine. The request is answered within the time of the prefill, if not earlier."""
-    arrival, group = leg.arrival, leg.arrival.pool.spec.pd_group
-    if group is not None:
-        record.answer_by_s = min(record.answer_by_s, now + float(group.prefill_timeout))
+    arrival, group, is_beside = leg.arrival, leg.arrival.pool.spec.pd_group, leg.protocol.is_beside
+    most_s = math.inf if group is None else float(group.prefill_timeout)
+    if not is_beside:
+        record.answer_by_s = min(record.answer_by_s, now + most_s)
     headers = {name: value for name in _HEADERS if (value := _sendable(arrival.head.headers, name))}
     headers[REQUEST_ID] = leg.request_id
     if record.trace is not None:
         headers["traceparent"] = f"00-{record.trace.parent.trace_id}-{record.trace.parent.span_id}-01"
-    left_s = max(0.0, record.answer_by_s - now)
+    left_s = most_s if is_beside else max(0.0, record.answer_by_s - now)
     expected_s = arrival.pool.prefill_s(leg.address, leg.work, now)
     path = "" if arrival.request.api is None else arrival.request.api.spec.paths[0]
     return Prefill(
@@ -137,8 +153,9 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
         path=path,
         body=leg.prefill_body(),
         headers=headers,
-        timeout_s=try_s(left_s, expected_s) if leg.another(now) else left_s,
+        timeout_s=try_s(left_s, expected_s) if not is_beside and leg.another(now) else left_s,
         query_port=leg.this_try.port if leg.protocol.needs_engine_id else 0,
+        is_beside=is_beside,
     )
 
 
@@ -178,6 +195,8 @@ def judge_prefill(leg: Leg, result: PrefillResult, *, age_s: float, lease_s: flo
         answer = prefill_in(result.body)
     except Unreadable as error:
         return Judged("unreadable", detail=str(error))
+    if leg.protocol.is_beside:
+        return Judged("prefilled", tokens=answer)
     if leg.protocol.has_lease and age_s > _LEASE_SHARE * lease_s:
         return Judged("expired", tokens=answer, detail=f"it is {age_s:.3g} s old, of a lease of {lease_s:g} s")
     body = leg.decode_body(answer, result.engine_id)
@@ -197,7 +216,7 @@ def _judge_failure(result: PrefillResult) -> Judged:
 
 def outcome_of_leg(judged: Judged, result: PrefillResult, address: str, took_s: float) -> Outcome | None:
     """As of a request that the prefill engine alone has answered; None: nothing is learned of it."""
-    if judged.outcome == "not_asked":
+    if judged.outcome in {"not_asked", "left"}:
         return None
     answered = judged.outcome in {"prefilled", "expired"}
     status = result.status if answered or result.status >= 400 else 502
@@ -229,16 +248,19 @@ def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: 
         run.sent_at_s = now
         count_prefill_end(record, run, before)
         return
-    assignment, run.pins = pool.end_prefill(
-        before, run.pins, run.sent.chain, now, decode=event.decode, is_done=event.is_done
-    )
+    is_done = event.is_done or event.is_beside
+    assignment, run.pins = pool.end_prefill(before, run.pins, run.sent.chain, now, decode=event.decode, is_done=is_done)
+    run.prefilled_by = before.prefill.address if event.is_done else ""
+    if event.is_beside:
+        run.assignment, run.is_aborted = assignment, not event.is_done
+        count_prefill_end(record, run, before)
+        return
     if event.is_leased:
         # what one engine has fetched is gone: another one would read what is not its own
         assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
     checks_refusal = run.sent.checks_refusal if len(assignment.addresses) > 1 else None
     run.sent = msgspec.structs.replace(run.sent, waited_s=event.waited_s, checks_refusal=checks_refusal)
     run.assignment, run.sent_at_s = assignment, now
-    run.prefilled_by = before.prefill.address if event.is_done else ""
     count_prefill_end(record, run, before)
 
 

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose prompt another engine computes: records in state PREFILLING, from their pick to their decision."""
+"""Requests whose prompt another engine computes: records in state PREFILLING, from their pick to their decision.
+
+And running ones whose decode engine has them at the same time: their legs end beside them, before or after they do.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.core.dispatch import changed_body, constraints_of, no_longer_served, prompt_of
-from extproc.core.effects import Broadcast, CancelPrefill, Effect, Prefill, PrefillEnded, with_fault
+from extproc.core.effects import AbortDecode, Broadcast, CancelPrefill, Effect, Prefill, PrefillEnded, with_fault
 from extproc.core.peers import RequestPrefilled
 from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of_leg, prefill_of
 from extproc.core.record import PrefillLeg
-from extproc.core.states import Event, State
+from extproc.core.states import IN_FLIGHT, Event, State
 from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 from extproc.scheduling.pool import DecodePlace
 
@@ -21,9 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.core.dispatch import Dispatcher, PendingDecision
+    from extproc.core.prefill import BesideLeg
     from extproc.core.record import PrefillResult, Record, Run
     from extproc.core.running import RunningRequests
     from extproc.scheduling.pool import Pool
+
+# The prefill engine answers when the decode engine has the KV cache; a short answer may be over as soon.
+_GRACE_S: Final = 1.0
 
 
 class NextTry(msgspec.Struct, frozen=True):
@@ -51,21 +58,17 @@ class PrefillLegs:
 
     def on_result(self, result: PrefillResult, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
         """The prefill engine has answered, or has not: the request goes on, or is refused."""
-        record = self._records.get(result.ticket)
+        record, beside = self._records.get(result.ticket), self._dispatcher.beside.get(result.ticket)
+        if beside is not None:
+            self._end_beside(result, beside, now, out)
+            return
         if record is None or record.run is None or record.state is not State.PREFILLING:
             # its client left meanwhile
             return
         run, (asked, pending) = record.run, self._dispatcher.legs.pop(record.ticket)
         record.happens(Event.GRANTED)
         took_s, group = now - record.since_s, run.pool.spec.pd_group
-        judge = partial(
-            judge_prefill,
-            asked,
-            result,
-            age_s=now - result.answered_at_s,
-            lease_s=0.0 if group is None else float(group.lease),
-        )
-        judged = with_fault(out, "the answer to a prefill could not be used", judge) or Judged("unreadable")
+        judged = _judge(asked, result, now, out, lease_s=0.0 if group is None else float(group.lease))
         is_done, is_served = judged.outcome == "prefilled", pools.get(run.pool.name) is run.pool
         then = _next_of(record, asked, judged, now, out) if is_served else None
         event = RequestPrefilled(
@@ -120,6 +123,48 @@ class PrefillLegs:
         leg = PrefillLeg(asked.address, "left", now - record.since_s)
         out += [CancelPrefill(record.ticket), PrefillEnded(record.ticket, run.pool.name, leg, goes_on=False)]
         self._running.undo(record, run, now, out)
+
+    def close(self, ticket: str, out: list[Effect]) -> None:
+        """The request is over; its prefill may still run beside it, or its decode engine may be asked to end it."""
+        legs = self._dispatcher.beside
+        if ticket not in legs:
+            return
+        if legs[ticket] is None:
+            del legs[ticket]
+            out.append(CancelPrefill(ticket))
+        else:
+            out.append(CancelPrefill(ticket, after_s=_GRACE_S))
+
+    def _end_beside(self, result: PrefillResult, beside: BesideLeg, now: float, out: list[Effect]) -> None:
+        ticket, asked, took_s = result.ticket, beside.leg, now - beside.since_s
+        del self._dispatcher.beside[ticket]
+        judged = _judge(asked, result, now, out)
+        is_done, record = judged.outcome == "prefilled", self._records.get(ticket)
+        leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail)
+        out.append(PrefillEnded(ticket, asked.arrival.pool.name, leg, goes_on=is_done, is_beside=True))
+        if record is None or record.run is None:
+            return
+        run = record.run
+        run.leg = leg
+        if record.state not in IN_FLIGHT:
+            # both engines are free of it
+            return
+        decode = DecodePlace(run.assignment.endpoint.address, run.assignment.moved_tokens)
+        outcome = outcome_of_leg(judged, result, asked.address, took_s)
+        event = RequestPrefilled(
+            ticket, outcome, is_done=is_done, is_leased=True, waited_s=record.held_s, decode=decode, is_beside=True
+        )
+        with_fault(out, "a prefill engine could not be freed", partial(end_leg, record, run, event, now, out))
+        if self._has_peers:
+            out.append(Broadcast(event))
+        if not is_done and record.state is State.RUNNING:
+            self._dispatcher.beside[ticket] = None
+            out.append(AbortDecode(ticket, run.pool.name, decode.address, asked.abort_bodies()))
+
+
+def _judge(asked: Leg, result: PrefillResult, now: float, out: list[Effect], *, lease_s: float = 0.0) -> Judged:
+    judge = partial(judge_prefill, asked, result, age_s=now - result.answered_at_s, lease_s=lease_s)
+    return with_fault(out, "the answer to a prefill could not be used", judge) or Judged("unreadable")
 
 
 def _decode_of(record: Record, run: Run, now: float, out: list[Effect], *, is_prefilled: bool) -> DecodePlace:

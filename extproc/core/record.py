@@ -34,9 +34,11 @@ _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 NO_WAITS: Final[Mapping[State, float]] = MappingProxyType({})
 OURS: Final = ""
 # refused: by the engine, for a fault of the request. unreadable: too long, or of another form. not_asked: too
-# many at once, here. expired: it came too late to be used. left: its client did.
+# many at once, here. expired: it came too late to be used. left: the request was over first. beside: asked at the same
+# time as the decode engine, and it has not ended.
 PrefillOutcome = Literal[
     "prefilled",
+    "beside",
     "refused",
     "error",
     "unreachable",
@@ -180,13 +182,14 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 class PrefillResult(msgspec.Struct, frozen=True):
-    """What became of a Prefill. ``failure``: why there is no answer; else it has ``status`` and ``body``.
+    """What became of a Prefill. ``failure``: why there is no answer; else it has ``status`` and ``body``. ``left``: its
+    request was over before, of one beside that.
     ``answered_at_s``: when the engine began to answer. ``detail``: for the log. ``engine_id``: if it was asked
     for.
     """
 
     ticket: str
-    failure: Literal["", "unreachable", "timeout", "unreadable", "not_asked"] = ""
+    failure: Literal["", "unreachable", "timeout", "unreadable", "not_asked", "left"] = ""
     status: int = 0
     body: bytes = b""
     answered_at_s: float = 0.0
@@ -274,7 +277,8 @@ class Run(msgspec.Struct):
     for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived, None
     if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``: those of its class,
     None if it has none. ``model``: as its engine was asked. ``prefilled_by``: the address of the engine that has
-    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg.
+    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg. ``leg``:
+    the end of one beside it. ``is_aborted``: that failed, so its engine answers an error without a fault.
     """
 
     pool: Pool
@@ -298,6 +302,8 @@ class Run(msgspec.Struct):
     model: str = ""
     prefilled_by: str = ""
     is_leg: bool = False
+    leg: PrefillLeg | None = None
+    is_aborted: bool = False
 
     def used_tokens(self, outcome: Outcome) -> Usage:
         """The tokens that a request used, and what they cost; none if no engine answered it."""

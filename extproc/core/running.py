@@ -129,6 +129,7 @@ class RunningRequests:
                 waited_s=run.sent.waited_s,
                 times=times_of(run, outcome) if record.is_ours and _is_answered(outcome) else None,
                 objectives=run.objectives,
+                leg=run.leg,
             )
         )
 
@@ -157,13 +158,16 @@ class RunningRequests:
 
 
 def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
+    count_outcome(record, run, outcome)
+    if run.is_aborted:
+        # at our request
+        return
     record_endpoint_outcome(run, outcome, now, out)
     update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
     if run.assignment.adapter is not None:
         lost_adapter(run, outcome, now)
     if run.is_for_model:
         on_model_outcome(run.pool, outcome.served, outcome.status, now)
-    count_outcome(record, run, outcome)
 
 
 def _is_answered(outcome: Outcome) -> bool:

@@ -9,6 +9,10 @@ before a prefill, once for all that wait for it, and known for some seconds: no 
 a prefill that finds no engine it is asked for again.
 
 What cannot be sent is no fault of the engine: its prefill counts as not asked for.
+
+Where the decode engine has the request at the same time, the prefill's answer is only its status. If it fails, the
+decode engine is told to end the request. That call may overtake the request on its way by Envoy, so it is repeated
+until the request is over.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 
     from extproc.api.model_server import ModelServerSpec
     from extproc.core.core import Core
-    from extproc.core.effects import Prefill
+    from extproc.core.effects import AbortDecode, Prefill
     from extproc.feeds.engine_access import EngineAccess, EngineResponse
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,13 @@ _KNOWN_S: Final = 5.0
 _FAILED_S: Final = 1.0
 # By which what stands before an engine says that there is none.
 _NO_ENGINE: Final = frozenset({502, 503, 504})
+_ABORT_PATH: Final = "/abort_request"
+_ABORT_TIMEOUT_S: Final = 2.0
+_MOST_ABORT_BYTES: Final = 64 * 1024
+# Between two calls: at first, and at most. After so many the engine has ended the request by itself.
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 5.0
+_MOST_ABORTS: Final = 64
 # A connection that is kept may just be closed by the engine.
 _TRIES: Final = 2
 
@@ -137,7 +148,9 @@ class Prefills:
         clock: Callable[[], float],
         deliver: Callable[[PrefillResult], object],
     ) -> None:
-        """``access``: keys and TLS of engines. ``deliver``: gets every result but those of cancelled prefills."""
+        """``access``: keys and TLS of engines. ``deliver``: gets every result, but of cancelled prefills only those
+        beside their requests.
+        """
         self._core = core
         # bounded by what is asked at the same time
         self._http = EngineHttp(access, most_connections=0)
@@ -147,6 +160,7 @@ class Prefills:
         self._of_engines: Counter[str] = Counter()
         self._held_bytes = 0
         self._ids = _EngineIds(self._http, clock)
+        self._is_closed = False
         self._failures = FailureLog(log)
 
     def start(self, ask: Prefill) -> None:
@@ -157,14 +171,22 @@ class Prefills:
         task = self._tasks[ask.ticket] = asyncio.get_running_loop().create_task(self._run(ask, full))
         task.add_done_callback(partial(self._ended, ask))
 
-    def cancel(self, ticket: str) -> None:
-        """The client of the request went away."""
+    def cancel(self, ticket: str, *, after_s: float = 0.0) -> None:
+        """The client of the request went away, or the request is over."""
         task = self._tasks.get(ticket)
-        if task is not None:
+        if task is not None and after_s:
+            asyncio.get_running_loop().call_later(after_s, task.cancel)
+        elif task is not None:
             task.cancel()
+
+    def abort(self, ask: AbortDecode) -> None:
+        """Have a decode engine end the request, until it is cancelled."""
+        task = self._tasks[ask.ticket] = asyncio.get_running_loop().create_task(self._abort(ask))
+        task.add_done_callback(partial(self._forget, ask.ticket))
 
     async def close(self) -> None:
         """End what is being prefilled, and close all connections."""
+        self._is_closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -183,13 +205,18 @@ class Prefills:
         return ""
 
     def _ended(self, ask: Prefill, task: asyncio.Task[None]) -> None:
-        # its result may have begun the next try
-        if self._tasks.get(ask.ticket) is task:
-            del self._tasks[ask.ticket]
+        self._forget(ask.ticket, task)
         self._held_bytes -= len(ask.body)
         self._of_engines[ask.address] -= 1
         if not self._of_engines[ask.address]:
             del self._of_engines[ask.address]
+        if task.cancelled() and ask.is_beside and not self._is_closed:
+            self._deliver(PrefillResult(ask.ticket, "left"))
+
+    def _forget(self, ticket: str, task: asyncio.Task[None]) -> None:
+        # its result may have begun the next try
+        if self._tasks.get(ticket) is task:
+            del self._tasks[ticket]
 
     async def _run(self, ask: Prefill, full: str) -> None:
         result = PrefillResult(ask.ticket, "not_asked", detail=full)
@@ -246,6 +273,27 @@ class Prefills:
             answered_at_s=self._clock() - answer.read_s,
             engine_id="" if engine is None else engine.id,
         )
+
+    async def _abort(self, ask: AbortDecode) -> None:
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(_MOST_ABORTS):
+            pool = self._core.pools.get(ask.server)
+            if pool is None:
+                return
+            for body in ask.bodies:
+                try:
+                    await self._http.post(
+                        pool.spec,
+                        ask.address,
+                        _ABORT_PATH,
+                        body,
+                        timeout_s=_ABORT_TIMEOUT_S,
+                        most_bytes=_MOST_ABORT_BYTES,
+                    )
+                except (OSError, ValueError) as error:
+                    self._failures.note("a decode engine could not be asked to end a request", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _post(self, ask: Prefill, engine: KnownEngine | None) -> EngineResponse | None:
         """None: the engine's ModelServer is not configured any more."""

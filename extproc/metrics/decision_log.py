@@ -102,6 +102,8 @@ class DecisionLog:
             **caller,
             **msgspec.to_builtins(outcome),
         }
+        if settled.leg is not None:
+            line["prefill_leg"] = msgspec.to_builtins(settled.leg)
         self._write(line)
 
     def _write(self, line: dict[str, object]) -> None:

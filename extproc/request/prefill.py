@@ -11,7 +11,7 @@ A prefill engine gets the request itself, for one token and not streamed, so tha
 | `store` of `/v1/responses` | `false`: the answer is nobody's |
 | all others | byte for byte: the prompt depends on them |
 
-That is so of vLLM. Of TensorRT-LLM see ``ContextFirst``.
+That is so of vLLM. Of TensorRT-LLM see ``ContextFirst``, of SGLang ``Bootstrap``.
 
 With NIXL the prefill engine answers ``kv_transfer_params``, by which the decode engine finds the KV cache: they are
 copied unread. Other connectors join both engines by an id that is new for each try. By way of a shared store both get
@@ -46,6 +46,7 @@ _EXTRA: Final = "extra_args"
 _MINIMA: Final = ("min_tokens", "min_completion_tokens")
 _REMOVED: Final = ("stream_options", *_MINIMA)
 _STOPS: Final = ("stop", "stop_token_ids", "stop_sequences")
+_NOTHING: Final[frozenset[str]] = frozenset()
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 _TRUE: Final = msgspec.Raw(b"true")
@@ -66,6 +67,7 @@ _UNFORCED: Final = frozenset({b'"auto"', b'"none"'})
 # Why a request is served whole, by the name in metrics.
 WHOLE: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "no_prompt": "its API computes no prompt",
         "api": "its API writes no answer to a prompt, or its connector does not take it",
         "prompts": "it has several prompts",
         "answers": "it requests several answers to a prompt",
@@ -107,13 +109,16 @@ class PrefillProtocol(Protocol):
     ``has_lease``: what was prefilled is for one engine, which must fetch it before a lease ends. Without, every engine
     finds it, and a prompt that is not found is computed again. ``joins_by_request_id``: engines take requests with the
     same ``x-request-id`` for the same prompt. ``needs_engine_id``: ``Try.engine_id`` must be known for the decode
-    engine. ``apis``: whose prompts it takes.
+    engine. ``apis``: whose prompts it takes. ``takes``: keys of WHOLE that do not hold for it. ``is_beside``: both
+    engines must have the request at the same time; nothing of the prefill engine's answer goes into it.
     """
 
     has_lease: bool
     joins_by_request_id: bool
     needs_engine_id: bool
+    is_beside: bool
     apis: frozenset[Api]
+    takes: frozenset[str]
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """For the prefill engine. ``fields``: of the body."""
@@ -132,8 +137,8 @@ class Nixl:
     """
 
     has_lease = True
-    needs_engine_id = False
-    apis = _APIS
+    needs_engine_id = is_beside = False
+    apis, takes = _APIS, _NOTHING
 
     def __init__(self, *, joins_by_request_id: bool = False) -> None:
         self.joins_by_request_id = joins_by_request_id
@@ -166,8 +171,8 @@ class PeerToPeer:
     """
 
     has_lease = True
-    joins_by_request_id = needs_engine_id = False
-    apis = _APIS
+    joins_by_request_id = needs_engine_id = is_beside = False
+    apis, takes = _APIS, _NOTHING
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept under the id."""
@@ -192,10 +197,9 @@ class Mooncake:
     480 s. So its token may be any, the end of the answer included, and nothing stops it.
     """
 
-    has_lease = True
-    joins_by_request_id = False
-    needs_engine_id = True
-    apis = _APIS
+    has_lease = needs_engine_id = True
+    joins_by_request_id = is_beside = False
+    apis, takes = _APIS, _NOTHING
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, whichever it is, and the KV cache is kept for the transfer."""
@@ -233,8 +237,8 @@ class ContextFirst:
     """
 
     has_lease = True
-    joins_by_request_id = needs_engine_id = False
-    apis = frozenset({Api.CHAT, Api.COMPLETIONS})
+    joins_by_request_id = needs_engine_id = is_beside = False
+    apis, takes = frozenset({Api.CHAT, Api.COMPLETIONS}), _NOTHING
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:  # noqa: ARG002 - as other connectors
         """The context alone."""
@@ -259,12 +263,44 @@ class ContextFirst:
         return Changes({"prompt_token_ids": answer.token_ids, _CONTEXT: told}, ("prompt_token_ids_b64",))
 
 
+class Bootstrap:
+    """SGLang, with every transfer backend: both engines get the request at once, and meet in a room of the prefill
+    engine's bootstrap server, which is new for each request.
+
+    The prefill engine cuts its answer to one token itself, and answers when the decode engine has the KV cache. Prompts
+    of one request have rooms of their own. Several answers to one would share its room, so it takes one alone.
+    """
+
+    has_lease = is_beside = True
+    joins_by_request_id = needs_engine_id = False
+    apis = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES})
+    # the cut answer need not be whole
+    takes = frozenset({"prompts", "forced_call"})
+
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
+        """The same, in one piece: of a stream the status is not known."""
+        stream: dict[str, object] = {"stream": _FALSE} if "stream" in fields else {}
+        if request.api is Api.RESPONSES:
+            stream["store"] = _FALSE
+        return Changes({**stream, **_bootstrap_fields(request, this)}, ("stream_options",))
+
+    def decode_changes(
+        self,
+        request: InferenceRequest,
+        fields: Mapping[str, msgspec.Raw],  # noqa: ARG002 - as other connectors
+        this: Try,
+        answer: PrefillAnswer,  # noqa: ARG002
+    ) -> Changes | None:
+        """Where the KV cache comes from."""
+        return Changes(_bootstrap_fields(request, this))
+
+
 class SharedStore:
     """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
-    joins_by_request_id = needs_engine_id = False
-    apis = _APIS
+    joins_by_request_id = needs_engine_id = is_beside = False
+    apis, takes = _APIS, _NOTHING
 
     def prefill_changes(
         self,
@@ -299,6 +335,7 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
         "OffloadingConnector": PeerToPeer(),
         "MooncakeConnector": Mooncake(),
         "context_first": ContextFirst(),
+        "bootstrap_room": Bootstrap(),
     }
 )
 
@@ -306,25 +343,26 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
 def why_whole(request: InferenceRequest, body: bytes, protocol: PrefillProtocol) -> str:
     """Why one engine must serve the request whole, as a key of WHOLE; empty: another one may prefill its prompt."""
     if request.api not in protocol.apis:
-        return "api"
+        return "api" if request.api is None or request.api.spec.waits_in_queue else "no_prompt"
     found = {
         "prompts": request.prompts.count > 1,
-        "answers": request.answers > 1,
+        "answers": request.answers > request.prompts.count,
         "no_answer": request.max_output_tokens == 0,
         "stored_prompt": request.has_stored_prompt,
         "background": request.runs_in_background,
         "steering": any(name in STEERING_FIELDS for name in request.internal_fields),
     }
-    return next((name for name, holds in found.items() if holds), "") or _why_whole_by_fields(request, body)
+    why = next((name for name, holds in found.items() if holds and name not in protocol.takes), "")
+    return why or _why_whole_by_fields(request, body, protocol)
 
 
-def _why_whole_by_fields(request: InferenceRequest, body: bytes) -> str:
+def _why_whole_by_fields(request: InferenceRequest, body: bytes, protocol: PrefillProtocol) -> str:
     fields = fields_of(body, request.contents)
     options = {**fields, **_sampling(fields)} if request.api is Api.GENERATE else fields
     echoes = _is_on(options, "echo") and is_given(options.get("logprobs", msgspec.Raw()))
     if echoes or is_given(options.get("prompt_logprobs", msgspec.Raw())):
         return "prompt_logprobs"
-    if _forces_call(fields):
+    if "forced_call" not in protocol.takes and _forces_call(fields):
         return "forced_call"
     if _is_on(options, "use_beam_search"):
         return "beam_search"
@@ -386,8 +424,38 @@ def _raw(value: Mapping[str, object]) -> msgspec.Raw:
 
 def _number(this: Try) -> int:
     """Its id as TensorRT-LLM must have one: 2^42 or more, and of 63 bits."""
-    digest = hashlib.blake2b(this.id.encode(), digest_size=8).digest()
-    return _LEAST_NUMBER + int.from_bytes(digest) % (2**63 - _LEAST_NUMBER)
+    return _LEAST_NUMBER + _digest(this.id) % (2**63 - _LEAST_NUMBER)
+
+
+def abort_bodies(request: InferenceRequest, this: Try) -> tuple[bytes, ...]:
+    """Of ``POST /abort_request`` to SGLang, which appends ``_0`` to the id of a list of one prompt."""
+    ids = _request_ids(request, this)
+    more = [f"{ids[0]}_0"] if len(ids) == 1 and request.api is Api.COMPLETIONS else []
+    return tuple([msgspec.json.encode({"rid": one}) for one in (*ids, *more)])
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _bootstrap_fields(request: InferenceRequest, this: Try) -> dict[str, object]:
+    """Where the engines of a try meet, and its id at both of them: for each prompt, if it has several."""
+    ids = _request_ids(request, this)
+    rooms = [_digest(one) >> 1 for one in ids]
+    name = "request_id" if request.api is Api.RESPONSES else "rid"
+    if len(ids) == 1:
+        return {"bootstrap_host": this.host, "bootstrap_port": this.port, "bootstrap_room": rooms[0], name: ids[0]}
+    hosts, ports = [this.host] * len(ids), [this.port] * len(ids)
+    return {"bootstrap_host": hosts, "bootstrap_port": ports, "bootstrap_room": rooms, name: ids}
+
+
+def _request_ids(request: InferenceRequest, this: Try) -> list[str]:
+    """Of one length: SGLang aborts all those that begin with the one that it is given."""
+    one, count = f"{_digest(this.id):016x}", request.prompts.count
+    if request.api is Api.RESPONSES:
+        # its answer has this id
+        one = f"resp_{one}"
+    return [one] if count <= 1 else [f"{one}-{number:08x}" for number in range(count)]
 
 
 def _transfer_id(this: Try) -> str:

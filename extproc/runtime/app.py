@@ -28,7 +28,7 @@ from extproc.api.load import Directory
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
 from extproc.api.tracing import Tracing
 from extproc.core.core import Core
-from extproc.core.effects import CancelPrefill, LoadAdapter, Prefill
+from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, Prefill
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engine_access import EngineAccess
@@ -305,7 +305,9 @@ class App:
             case Prefill():
                 self._legs().start(ask)
             case CancelPrefill():
-                self._legs().cancel(ask.ticket)
+                self._legs().cancel(ask.ticket, after_s=ask.after_s)
+            case AbortDecode():
+                self._legs().abort(ask)
 
     def _loads(self) -> AdapterLoader:
         if self._loader is None:

@@ -247,7 +247,7 @@ class Performer:
                 leg.outcome,
                 leg.took_s,
                 one_line(leg.detail) or "no details",
-                "decode engines compute the prompts" if ended.goes_on else "requests are answered 503",
+                _then(ended),
             )
 
     def _deliver(self, end: Decision | RequestRefused) -> None:
@@ -345,6 +345,12 @@ def _log_load(result: LoadResult) -> None:
         result.message,
         _LOAD_ADVICE[result.problem],
     )
+
+
+def _then(ended: PrefillEnded) -> str:
+    if ended.is_beside:
+        return "the decode engine is asked to end the request with an error"
+    return "decode engines compute the prompts" if ended.goes_on else "requests are answered 503"
 
 
 def _took(result: LoadResult) -> str:

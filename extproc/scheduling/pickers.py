@@ -50,7 +50,7 @@ import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_foreign
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
-from extproc.errors import NoEndpoint
+from extproc.errors import BadRequest, NoEndpoint
 from extproc.request.prefill import WHOLE
 from extproc.scheduling.disaggregation import PrefillChoices, TransferTimes, choose_decode
 from extproc.scheduling.labels import has_labels, label_groups
@@ -232,11 +232,7 @@ class PrefillDecodePairs:
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """A decode endpoint, fallbacks in its group, and a prefill endpoint if the prefill is remote."""
         table, demand = view.table, view.demand
-        ready = view.candidates()
-        if table.has_failures:
-            # a longer wait is better than a pair with an endpoint that has just failed
-            well = ready & (table.retry_at_s <= view.now_s)
-            ready = well if self._decoding(view, well).any() else ready
+        ready = self._ready(view)
         decode = self._decoding(view, ready)
         if not decode.any():
             raise NoEndpoint("No decode engine is ready for this model; start one, or mend its ModelServer's labels.")
@@ -245,7 +241,9 @@ class PrefillDecodePairs:
         prefill_cost = self._costs.prefill_costs(table, demand, view.now_s)
         prefill_cost[~self._prefilling(view, ready)] = np.inf
         best = _cheapest_by_group(prefill_cost, group)
-        if not self._parameters.decodes_alone:
+        if not self._parameters.decodes_alone and view.request.whole != "no_prompt":
+            if view.request.whole:
+                raise BadRequest(f"No engine of this model can serve this request: {WHOLE[view.request.whole]}.")
             decode &= np.isfinite(prefill_cost[best])
             if not decode.any():
                 raise NoEndpoint("No prefill engine is ready for this model, and its decode engines cannot prefill.")
@@ -304,6 +302,18 @@ class PrefillDecodePairs:
             transfer_s=transfer_s,
             load_s=self._costs.load_costs(table, demand, view.now_s),
         )
+
+    def _ready(self, view: View) -> Bools:
+        """A longer wait is better than a pair with an endpoint that has just failed, if there is another one."""
+        table, ready = view.table, view.candidates()
+        if not table.has_failures:
+            return ready
+        well = ready & (table.retry_at_s <= view.now_s)
+        decode = self._decoding(view, well)
+        if not decode.any() or self._parameters.decodes_alone or view.request.whole:
+            return well if decode.any() else ready
+        group = label_groups(table, self._parameters.group_key)
+        return well if np.isin(group[decode], group[self._prefilling(view, well)]).any() else ready
 
     def _decoding(self, view: View, candidates: Bools) -> Bools:
         return candidates & has_labels(view.table, self._parameters.decode_labels)

@@ -265,7 +265,7 @@ def decision_answer(decision: Decision, *, on_headers: bool = False, removes_for
     ``on_headers``: the request has no body. ``removes_forged``: the gateway does not remove what clients forge, as our
     bundle does.
     """
-    forged = _REMOVE_FORGED[decision.assignment.prefill is not None] if removes_forged else b""
+    forged = _REMOVE_FORGED[bool(decision.prefiller)] if removes_forged else b""
     if on_headers:
         return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG, forged)
     return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG, forged)
@@ -347,7 +347,7 @@ def duplex_decision_answer(decision: Decision, *, scores: bool = False) -> bytes
     removed. ``scores``: of all endpoints, too.
     """
     destination = ",".join(decision.assignment.addresses).encode()
-    forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
+    forged = _REMOVE_FORGED[bool(decision.prefiller)]
     headers = b"".join((*_routing_headers(decision, destination), forged))
     headers += _leg_headers(decision)
     answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
@@ -399,8 +399,8 @@ def _pieces(body: bytes) -> list[tuple[bytes, bool]]:
 def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
     """Of a HeaderMutation: where the request goes, in parts."""
     headers = [*_DESTINATION.fill(destination)]
-    if decision.assignment.prefill is not None:
-        headers += _PREFILLER.fill(decision.assignment.prefill.address.encode())
+    if decision.prefiller:
+        headers += _PREFILLER.fill(decision.prefiller.encode())
     if decision.body is not None:
         # Envoy refuses a changed body whose length is not the header's
         headers += _CONTENT_LENGTH.fill(str(len(decision.body)).encode())

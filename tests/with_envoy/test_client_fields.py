@@ -94,7 +94,15 @@ async def test_an_engine_reads_each_name_once_and_plain(gateway: Gateway, model:
 
 @pytest.mark.parametrize(
     "name",
-    ["x-data-parallel-rank", "X-Session-Token", "x-prefiller-host-port", "x-prefiller-url", "x_data_parallel_rank"],
+    [
+        "x-data-parallel-rank",
+        "X-Session-Token",
+        "x-prefiller-host-port",
+        "x-prefiller-url",
+        "x_data_parallel_rank",
+        "x-override-bootstrap-host",
+        "x-override-rid",
+    ],
 )
 async def test_headers_that_engines_obey_are_removed(gateway: Gateway, name: str) -> None:
     assert (await post(gateway, chat(), **{name: "10.0.0.9:1", "x-harmless": "1"})).status_code == 200

@@ -8,6 +8,7 @@ import json
 import ssl
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import anthropic
@@ -28,13 +29,14 @@ from tests.with_envoy.stand_in import Engine as StandIn
 from tests.with_envoy.stand_in import Gateway, gateway_on, served
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
     from extproc.api.model_server import Connector
 
 MODEL: Final = "llama"
 PROMPT: Final = "once upon a time " * 40
+NIXL: Final = MappingProxyType({"connector": "NixlConnector"})
 CHAT: Final = [{"role": "user", "content": PROMPT}]
 
 
@@ -51,6 +53,9 @@ class Scene:
         """How many ended so."""
         return await self._metric(f'attache_prefill_legs_total{{outcome="{outcome}",server="default/llama"}}')
 
+    async def legs_in_flight(self) -> float:
+        return await self._metric('attache_prefill_legs_in_flight{server="default/llama"}')
+
     async def whole(self, reason: str) -> float:
         return await self._metric(f'attache_prefill_whole_requests_total{{reason="{reason}",server="default/llama"}}')
 
@@ -66,8 +71,20 @@ class Scene:
         )
 
     def decisions(self) -> list[dict[str, Any]]:
+        return self._lines("decision")
+
+    async def outcome(self) -> dict[str, Any]:
+        """Of the first request, when the access log has brought it."""
+
+        async def is_there() -> bool:
+            return bool(self._lines("outcome"))
+
+        await eventually(is_there)
+        return self._lines("outcome")[0]
+
+    def _lines(self, kind: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.gateway.decisions.read_text().splitlines()]
-        return [one for one in lines if one["kind"] == "decision"]
+        return [one for one in lines if one["kind"] == kind]
 
 
 def pairs(connector: str, **more: object) -> dict[str, object]:
@@ -97,8 +114,9 @@ async def scene_of(
     in place of the pair's, which then has no role. ``dead``: of a prefill engine that does not answer.
     """
     extra = {"shared_storage_path": str(directory / "store")}
-    is_tensorrt = connector == "context_first"
-    async with running("TensorRT-LLM" if is_tensorrt else connector, speed=speed, extra=extra) as pair:
+    engine_name = {"context_first": "TensorRT-LLM", "bootstrap_room": "SGLang"}.get(connector, "vLLM")
+    contract = connector if engine_name == "vLLM" else engine_name
+    async with running(contract, speed=speed, extra=extra) as pair:
         endpoints: list[dict[str, object]] = [
             {"address": engine.url.removeprefix("http://"), "labels": {"role": role}}
             for engine, role in ((pair.prefill, "prefill"), (pair.decode, "decode"))
@@ -111,8 +129,7 @@ async def scene_of(
             endpoints[1]["labels"] = {}
             endpoints.append({"address": decode, "labels": {"role": "decode"}})
         more: dict[str, object] = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs(connector, **group)}
-        if is_tensorrt:
-            more |= {"engine": "TensorRT-LLM", "metricsPath": "/metrics"}
+        more |= {"engine": engine_name, "metricsPath": "/metrics"}
         async with gateway_on(directory, more=more) as gateway:
             scene = Scene(pair, gateway)
             async with scene.openai, scene.anthropic:
@@ -403,14 +420,17 @@ async def test_a_client_that_leaves_during_the_prefill_leaves_nothing(tmp_path: 
 
 
 @asynccontextmanager
-async def duplex_on(directory: Path, kind: str, prefill: str, decode: str) -> AsyncIterator[DuplexGateway]:
-    """A gateway that sends bodies in pieces, before the engines at these addresses."""
+async def duplex_on(
+    directory: Path, kind: str, prefill: str, decode: str, *, engine: str = "vLLM", group: Mapping[str, object] = NIXL
+) -> AsyncIterator[DuplexGateway]:
+    """A gateway that sends bodies in pieces, before the engines at these addresses. ``group``: see ``pairs``."""
     roles = (("prefill", prefill), ("decode", decode))
     server = {
         "model": MODEL,
         "scrapeInterval": "0s",
         "endpoints": [{"address": address, "labels": {"role": role}} for role, address in roles],
-        "pdGroup": pairs("NixlConnector"),
+        "pdGroup": pairs(**group),
+        "engine": engine,
     }
     pool = {"apiVersion": "attache.dev/v1alpha1", "kind": "ModelServer", "metadata": {"name": "pool"}, "spec": server}
     flags = ["--duplex-choices", "3"] if kind == "override_host" else []

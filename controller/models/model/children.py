@@ -170,7 +170,7 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
 
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
     """Both engines of a pair are of one group and one revision: those of two versions may not understand each other."""
-    found = {
+    found: dict[str, Any] = {
         "prefillLabels": {ROLE: "prefill"},
         "decodeLabels": {ROLE: "decode"},
         "groupKey": GROUP_REVISION,
@@ -178,7 +178,8 @@ def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
     connector = own_leg(preset.spec.engine, wanted)
     if connector is None:
         return {**found, "leg": "Sidecar"}
-    return {**found, "leg": "Gateway", "connector": connector, "onPrefillFailure": wanted.on_prefill_failure}
+    found |= {"leg": "Gateway", "connector": connector}
+    return found if wanted.on_prefill_failure is None else {**found, "onPrefillFailure": wanted.on_prefill_failure}
 
 
 def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:

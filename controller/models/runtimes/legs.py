@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from controller.api.serving_runtime import Connector, Engine
     from extproc.api.model_server import Connector as OwnConnector
 
-# The connectors of extproc's own leg. SGLang's engines must have a request both at once, which extproc does not do yet.
-# TensorRT-LLM's 1.0.0, the image of our preset, refuses the disagg_request_id of extproc's context_first.
+# The connectors of extproc's own leg. SGLang's contract is one with every transfer backend. TensorRT-LLM's 1.0.0, the
+# image of our preset, refuses the disagg_request_id of extproc's context_first.
 OWN_LEGS: Final[Mapping[tuple[Engine, Connector], OwnConnector]] = MappingProxyType(
     {
         ("vLLM", "NIXL"): "NixlConnector",
         ("vLLM", "LMCache"): "LMCacheConnectorV1",
         ("vLLM", "Mooncake"): "MooncakeConnector",
+        ("SGLang", "NIXL"): "bootstrap_room",
+        ("SGLang", "Mooncake"): "bootstrap_room",
     }
 )
 

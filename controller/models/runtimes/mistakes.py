@@ -74,6 +74,8 @@ def _without_effect(engine: Engine, wanted: Disaggregation) -> Iterator[str]:
         yield f"disaggregation.leg: {why}; leave it out, and run a sidecar"
     elif wanted.on_prefill_failure == "Fail" and own_leg(engine, wanted) is None:
         yield "disaggregation.onPrefillFailure has no effect where a sidecar requests the prefill; leave it out"
+    elif wanted.on_prefill_failure == "Local" and own_leg(engine, wanted) == "bootstrap_room":
+        yield "disaggregation.onPrefillFailure: decode engines of SGLang compute no prompts; write Fail or leave it out"
 
 
 def different_blocks(prefill: EngineConfig, decode: EngineConfig) -> Iterator[str]:

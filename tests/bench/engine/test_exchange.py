@@ -433,6 +433,47 @@ async def _aborted(engine: Engine, rid: str, request: asyncio.Task[httpx.Respons
     return request.done()
 
 
+async def test_a_prefill_of_sglang_whose_client_leaves_keeps_nothing() -> None:
+    async with running("SGLang") as pair:
+        prefill = asyncio.create_task(pair.prefill.complete(**_rooms(pair)))
+        key = str(ROOMS[0][1])
+        # a decode engine asks for it, and never reads it
+        ready = await pair.prefill.http.post(f"{pair.prefill.side}/await", json={"key": key, "wait_s": 60.0})
+        assert ready.json()["found"]
+        assert not prefill.done()
+        prefill.cancel()
+        await asyncio.wait([prefill])
+        await eventually(pair.prefill.is_free)
+
+
+async def test_prompts_of_one_request_to_sglang_have_rooms_of_their_own() -> None:
+    prompts = [PROMPT, "something else " * 40]
+    async with running("SGLang") as pair:
+        rids, rooms = zip(*ROOMS, strict=True)
+        where = {"bootstrap_host": ["127.0.0.1"] * 2, "bootstrap_port": [pair.prefill.side_port] * 2}
+        fields = {"prompt": prompts, **where, "bootstrap_room": rooms, "rid": rids}
+        answers = await asyncio.gather(*[one.complete(**fields) for one in (pair.prefill, pair.decode)])
+        assert [one.json()["usage"]["completion_tokens"] for one in answers] == [2, 8]
+        assert await pair.decode.computed() == 0
+        await pair.are_free()
+        decode = asyncio.create_task(pair.decode.complete(**fields))
+        await eventually(lambda: _aborted(pair.decode, rids[1], decode))
+        assert decode.result().status_code == 500
+        await pair.are_free()
+        assert (await pair.decode.complete(**{**fields, "prompt": prompts[:1]})).status_code == 400
+        assert (await pair.decode.complete(**{**fields, "bootstrap_port": 1})).status_code == 400
+
+
+async def test_a_decode_engine_of_sglang_waits_in_vain_for_300_seconds_in_an_empty_room() -> None:
+    async with running("SGLang", speed=1000.0) as pair:
+        prefill, decode = await asyncio.gather(
+            pair.prefill.complete(**_rooms(pair, *ROOMS[0])), pair.decode.complete(**_rooms(pair, *ROOMS[1]))
+        )
+        assert (prefill.status_code, decode.status_code) == (500, 500)
+        assert "in time" in decode.json()["error"]["message"]
+        await pair.are_free()
+
+
 async def test_sglang_refuses_a_request_without_a_room() -> None:
     async with running("SGLang") as pair:
         assert (await pair.decode.complete()).status_code == 400

@@ -10,7 +10,7 @@ from bench.engine.scheduler import EngineLimits
 from bench.reporting.results import Summary, summarize
 from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
-from bench.virtual.simulation import Simulation
+from bench.virtual.simulation import Pairing, Simulation
 from bench.workload.generators import Conversations, conversations
 from extproc.api.load import load_snapshot
 
@@ -34,16 +34,32 @@ def test_prefix_aware_picking_beats_round_robin_on_ttft_and_cache_hits() -> None
     assert aware.cached_token_ratio > 1.8 * round_robin.cached_token_ratio
 
 
-def pair_of(leg: str) -> Simulation:
+def pair_of(leg: str, *, engine: str = "vLLM", connector: str = "NixlConnector") -> Simulation:
     engines = {"10.0.0.1:8000": "prefill", "10.0.0.2:8000": "decode"}
     group = {"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}, "decideBy": "UncachedTokens"}
     more = {
-        "pdGroup": {**group, "minUncachedTokens": 0, "leg": leg, "connector": "NixlConnector"},
+        "engine": engine,
+        "pdGroup": {**group, "minUncachedTokens": 0, "leg": leg, "connector": connector},
         "endpoints": [{"address": address, "labels": {"role": role}} for address, role in engines.items()],
     }
     snapshot = load_snapshot({"all.yaml": documents([*engines], gateway={}, more=more).encode()})
     kind = roofline_engine(PRESETS["h100-llama-3.1-8b"], EngineLimits(num_gpu_blocks=3000))
-    return Simulation(snapshot, dict.fromkeys(engines, kind))
+    return Simulation(snapshot, dict.fromkeys(engines, kind), pairing=Pairing(pushes=engine == "SGLang"))
+
+
+def test_a_leg_beside_its_request_takes_as_long_as_a_sidecars_and_its_end_is_known() -> None:
+    gateway = pair_of("Gateway", engine="SGLang", connector="bootstrap_room")
+    sidecar, shape = pair_of("Sidecar", engine="SGLang"), Conversations(sessions=12)
+    ours, theirs = gateway.run(conversations(shape)), sidecar.run(conversations(shape))
+    assert len(ours) == len(theirs) == 48
+    assert not any(one.error for one in ours)
+    assert {one.prefilled_by for one in ours} == {"10.0.0.1:8000"}
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.ttft_s == pytest.approx(other.ttft_s)
+    (pool,) = gateway.core.pools.values()
+    assert not pool.table.in_flight.any()
+    assert not gateway.core._dispatcher.beside
+    assert not gateway._beside
 
 
 def test_a_leg_that_extproc_makes_takes_as_long_as_a_sidecars_and_teaches_what_the_transfer_takes() -> None:

@@ -47,6 +47,7 @@ def test_what_is_wrong_is_told_with_its_place(given: str, place: str) -> None:
 
 
 ONE = "{name: a, source: /adapters/a}"
+ROLES = "prefillLabels: {a: p}, decodeLabels: {a: d}"
 
 
 def loaded(spec: str) -> Snapshot:
@@ -86,6 +87,18 @@ def test_adapters_have_names_and_sources_and_a_request_waits_a_minute() -> None:
             "spec.adapterLoading: has no effect beside pdGroup",
         ),
         (f"adapterLoading: {{adapters: [{ONE}], timeout: 0s}}", "spec.adapterLoading.timeout: Envoy takes no 0s here"),
+        (
+            f"engine: SGLang, pdGroup: {{{ROLES}, leg: Gateway, connector: NixlConnector}}",
+            "spec.pdGroup.connector: bootstrap_room is the connector of engine SGLang, which has no other",
+        ),
+        (
+            f"pdGroup: {{{ROLES}, leg: Gateway, connector: bootstrap_room}}",
+            "spec.pdGroup.connector: bootstrap_room is the connector of engine SGLang, which has no other",
+        ),
+        (
+            f"engine: SGLang, pdGroup: {{{ROLES}, leg: Gateway, connector: bootstrap_room, onPrefillFailure: Local}}",
+            "spec.pdGroup.onPrefillFailure: a decode engine of SGLang cannot compute prompts; write Fail or leave",
+        ),
         ("adapterLoading: {adapters: []}", "spec.adapterLoading.adapters"),
     ],
 )
@@ -101,6 +114,9 @@ def test_what_could_not_work_is_refused(spec: str, said: str) -> None:
         ("scrapeInterval: 1s", 0.0),
         (f"adapterLoading: {{adapters: [{ONE}]}}", 60.0),
         (f"flowControl: {{timeout: 20s, noEndpointTimeout: 5s}}, adapterLoading: {{adapters: [{ONE}]}}", 80.0),
+        (f"pdGroup: {{{ROLES}, leg: Gateway, connector: NixlConnector, prefillTimeout: 7s}}", 7.0),
+        # the decode engine has it meanwhile
+        (f"engine: SGLang, pdGroup: {{{ROLES}, leg: Gateway, connector: bootstrap_room}}", 0.0),
     ],
 )
 def test_a_request_may_wait_for_its_adapter_and_then_in_the_queue(spec: str, wait_s: float) -> None:

@@ -20,6 +20,7 @@ from extproc.admission.local_limits import LocalLimits
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import (
+    AbortDecode,
     AskGuard,
     AskLimits,
     AskTokens,
@@ -113,6 +114,9 @@ class Life:
         self.loads: list[LoadAdapter] = []
         # prefills that were asked for and have not ended, and by when each must have
         self.legs: dict[str, tuple[Prefill, float]] = {}
+        # the same of those beside their requests, and requests that decode engines are asked to end
+        self.beside: dict[str, tuple[Prefill, float]] = {}
+        self.aborting: set[str] = set()
         self.decided: list[str] = []
         self.own: list[str] = []
         # what each was granted by this process, and its run, from its decision until it is accounted for
@@ -190,11 +194,8 @@ class Life:
                     self.follow(effect)
                 case LoadAdapter():
                     self.asked_to_load(effect)
-                case Prefill():
-                    assert effect.ticket not in self.legs
-                    self.legs[effect.ticket] = effect, self.now + effect.timeout_s
-                case CancelPrefill():
-                    del self.legs[effect.ticket]
+                case Prefill() | CancelPrefill() | AbortDecode():
+                    self.perform_leg(effect)
                 case SettleGrant():
                     self.unsettled.remove(effect.grant)
                     self.store.settle(effect.grant, effect.used, self.now)
@@ -202,6 +203,24 @@ class Life:
                     self.spent[spent.key] += spent.amount
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(self.wake_at_s, effect.at_s)
+
+    def perform_leg(self, effect: Prefill | CancelPrefill | AbortDecode) -> None:
+        ticket = effect.ticket
+        match effect:
+            case Prefill():
+                legs = self.beside if effect.is_beside else self.legs
+                assert ticket not in legs
+                legs[ticket] = effect, self.now + effect.timeout_s
+            case CancelPrefill() if effect.after_s:
+                ask, due_at_s = self.beside[ticket]
+                self.beside[ticket] = ask, min(due_at_s, self.now + effect.after_s)
+            case CancelPrefill() if ticket in self.aborting:
+                self.aborting.remove(ticket)
+            case CancelPrefill():
+                del self.legs[ticket]
+            case AbortDecode():
+                assert ticket in self.decided
+                self.aborting.add(ticket)
 
     def asked_to_load(self, ask: LoadAdapter) -> None:
         """Each load once, and no adapter is unloaded that a request needs."""
@@ -221,8 +240,10 @@ class Life:
         self.must_wake()
 
     def leg_ends(self, ticket: str, result: PrefillResult) -> None:
-        ask, _ = self.legs.pop(ticket)
-        effects = self.happens(Event.GRANTED, ticket, lambda: self.core.on_result(result, self.now))
+        is_beside = ticket in self.beside
+        ask, _ = (self.beside if is_beside else self.legs).pop(ticket)
+        event = None if is_beside else Event.GRANTED
+        effects = self.happens(event, ticket, lambda: self.core.on_result(result, self.now))
         (ended,) = [one for one in effects if isinstance(one, PrefillEnded)]
         assert ended.leg.address == ask.address
         self.must_wake()
@@ -338,7 +359,7 @@ class Life:
         """As a shell with a timer: the core is called when it asked to be, and never else."""
         until, ticks = self.now + seconds, 0
         while True:
-            due = [(at_s, ticket) for ticket, (_, at_s) in self.legs.items() if at_s <= until]
+            due = [(at_s, ticket) for ticket, (_, at_s) in {**self.legs, **self.beside}.items() if at_s <= until]
             if due and (self.wake_at_s is None or min(due)[0] < self.wake_at_s):
                 at_s, ticket = min(due)
                 self.now = max(self.now, at_s)
@@ -437,6 +458,10 @@ class Life:
         }
         assert self.legs.keys() == {one.ticket for one in records if one.state is State.PREFILLING}
         assert self.legs.keys() == self.core._dispatcher.legs.keys()
+        beside = self.core._dispatcher.beside
+        assert self.beside.keys() == {ticket for ticket, one in beside.items() if one is not None}
+        assert self.aborting == beside.keys() - self.beside.keys()
+        assert self.aborting <= {*self.decided}
         waiting = {name for group in self.core._pipeline.engines._groups.values() for name in group.records}
         assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
         groups = self.core._pipeline.engines._groups.values()

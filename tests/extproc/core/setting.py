@@ -52,6 +52,12 @@ PAIRS = """
 pdGroup: {prefillLabels: {role: prefill}, decodeLabels: {role: decode}, minUncachedTokens: 0, decideBy: UncachedTokens,
           leg: Gateway, connector: NixlConnector, prefillTimeout: 8s, onPrefillFailure: %s}
 """
+# Of SGLang, whose engines have a request at the same time.
+BESIDE = """
+engine: SGLang
+pdGroup: {prefillLabels: {role: prefill}, decodeLabels: {role: decode}, leg: Gateway, connector: bootstrap_room,
+          prefillTimeout: 8s}
+"""
 PREFILLS = ", ".join(f"{{address: '10.0.0.{number}:8000', labels: {{role: prefill}}}}" for number in (8, 9))
 ONE, TWO = "{address: '10.0.0.1:8000'}", "{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}"
 GATES = ("", FLOW_CONTROL % "20s", FLOW_CONTROL % "15s")
@@ -74,10 +80,12 @@ LEGAL = [(state, event) for state in State for event in Event if event in TRANSI
 def snapshot(
     endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "", guard: str = "", pairs: str = ""
 ) -> Snapshot:
-    """``pairs``: its ``onPrefillFailure`` if the server has pairs; empty: it loads adapters, as no server does both."""
+    """``pairs``: its ``onPrefillFailure`` if the server has pairs, or Beside for SGLang's; empty: it loads adapters, as
+    no server does both.
+    """
     more = ADAPTERS
     if pairs:
-        more = PAIRS % pairs
+        more = BESIDE if pairs == "Beside" else PAIRS % pairs
         endpoints = endpoints.replace(":8000'", ":8000', labels: {role: decode}") + (
             f", {PREFILLS}" if endpoints else ""
         )

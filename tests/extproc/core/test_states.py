@@ -183,10 +183,10 @@ class Requests(Life, RuleBasedStateMachine):
             self.happens(None, "", lambda: self.core.on_metrics(said, self.now))
             self.must_wake()
 
-    @precondition(lambda self: self.legs)
+    @precondition(lambda self: self.legs or self.beside)
     @rule(data=st.data(), kind=st.sampled_from(["prefilled", "prefilled", *PREFILL_FAILURES]))
     def a_prefill_ends(self, data: st.DataObject, kind: str) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.legs)))
+        ticket = data.draw(st.sampled_from(sorted({**self.legs, **self.beside})))
         done = prefilled(ticket, self.now)
         self.leg_ends(ticket, msgspec.structs.replace(done, **PREFILL_FAILURES.get(kind, {})))
 
@@ -254,7 +254,7 @@ class Requests(Life, RuleBasedStateMachine):
         self.end()
 
 
-@pytest.mark.parametrize(("pairs", "count"), [("", 600), ("Local", 300), ("Fail", 150)])
+@pytest.mark.parametrize(("pairs", "count"), [("", 600), ("Local", 300), ("Fail", 150), ("Beside", 150)])
 def test_whatever_happens_nothing_is_left_behind(pairs: str, count: int) -> None:
     reached: Counter[tuple[State, Event]] = Counter()
     run_state_machine_as_test(

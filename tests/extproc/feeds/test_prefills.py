@@ -13,7 +13,7 @@ import pytest
 
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Prefill
+from extproc.core.effects import AbortDecode, Prefill
 from extproc.feeds import prefills
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.prefills import Prefills
@@ -85,13 +85,17 @@ class Scene:
         timeout_s: float = 30.0,
         body: bytes = b'{"max_tokens": 1}',
         query_port: int = 0,
+        is_beside: bool = False,
         **more: str,
     ) -> None:
         """``more``: headers."""
         headers = {"x-request-id": "r-1", "authorization": "Bearer of-the-client", **more}
         path = "/v1/completions"
-        ask = Prefill(ticket, "default/llama", self.address, path, body, headers, timeout_s, query_port)
+        ask = Prefill(ticket, "default/llama", self.address, path, body, headers, timeout_s, query_port, is_beside)
         self.prefills.start(ask)
+
+    def abort(self, *bodies: bytes) -> None:
+        self.prefills.abort(AbortDecode("t-1", "default/llama", self.address, bodies))
 
     async def result(self, count: int = 1) -> PrefillResult:
         await eventually(lambda: _is(len(self.results) >= count))
@@ -196,6 +200,55 @@ async def test_a_client_that_leaves_ends_the_call_and_there_is_no_result() -> No
         assert not scene.results
         # one that is unknown, or is over
         scene.prefills.cancel("t-1")
+
+
+async def test_one_beside_its_request_has_a_result_in_any_case() -> None:
+    for after_s in (0.0, 0.01):
+        engine = Engine(None)
+        async with scene_of(engine) as scene:
+            scene.start(is_beside=True)
+            await eventually(lambda engine=engine: _is(bool(engine.requests)))  # type: ignore[misc]
+            scene.prefills.cancel("t-1", after_s=after_s)
+            assert (await scene.result()).failure == "left"
+            await eventually(lambda engine=engine: _is(engine.gone == 1))  # type: ignore[misc]
+            assert not scene.prefills._of_engines
+            assert scene.prefills._held_bytes == 0
+    # one that ends in time
+    async with scene_of(Engine(answer())) as scene:
+        scene.start(is_beside=True)
+        scene.prefills.cancel("t-1", after_s=30.0)
+        assert (await scene.result()).status == 200
+    # at the end of the process nobody asks
+    async with scene_of(Engine(None)) as scene:
+        scene.start(is_beside=True)
+    assert not scene.results
+
+
+async def test_a_decode_engine_is_asked_to_end_a_request_until_that_is_over() -> None:
+    engine = Engine(answer(b"", "500 Internal Server Error"), b"", answer(b""))
+    async with scene_of(engine, connection={"apiKeyEnv": "KEY"}) as scene:
+        scene.abort(b'{"rid": "a"}', b'{"rid": "a_0"}')
+        await eventually(lambda: _is(len(engine.requests) >= 6))
+        scene.prefills.cancel("t-1")
+        await eventually(lambda: _is(not scene.prefills._tasks))
+        assert b"POST /abort_request HTTP/1.1\r\n" in engine.requests[0]
+        assert b"authorization: bearer s3cret\r\n" in engine.requests[0].lower()
+        assert [one.rpartition(b"\r\n\r\n")[2] for one in engine.requests[:2]] == [b'{"rid": "a"}', b'{"rid": "a_0"}']
+        assert not scene.results
+
+
+async def test_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefills, "_MOST_ABORTS", 2)
+    engine = Engine(answer(b""))
+    async with scene_of(engine) as scene:
+        scene.abort(b"{}")
+        await eventually(lambda: _is(not scene.prefills._tasks))
+        assert len(engine.requests) == 2
+        # nor if its ModelServer has gone
+        scene.prefills._core.pools.clear()
+        scene.abort(b"{}")
+        await eventually(lambda: _is(not scene.prefills._tasks))
+        assert len(engine.requests) == 2
 
 
 async def test_bounds_hold_for_each_engine_for_all_and_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

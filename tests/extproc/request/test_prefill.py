@@ -11,7 +11,7 @@ import pytest
 from extproc.engines.answers import KnownEngine, PrefillAnswer, Unreadable, known_engines, prefill_in
 from extproc.protocol import Api
 from extproc.request import anthropic, openai, tokens
-from extproc.request.prefill import PROTOCOLS, WHOLE, Try, _number, why_whole
+from extproc.request.prefill import PROTOCOLS, WHOLE, Try, _number, abort_bodies, why_whole
 from extproc.request.rewrite import fields_of, with_changes
 
 if TYPE_CHECKING:
@@ -416,3 +416,98 @@ def test_tensorrt_llm_takes_prompts_of_two_apis() -> None:
     for api, reason in ((Api.CHAT, ""), (Api.COMPLETIONS, ""), (Api.RESPONSES, "api"), (Api.MESSAGES, "api")):
         raw = json.dumps({"model": "m", **api.spec.example}).encode()
         assert why_whole(PARSERS[api](raw), raw, PROTOCOLS["context_first"]) == reason
+
+
+SGLANG: Final = "bootstrap_room"
+AT: Final = {"bootstrap_host": "10.0.0.11", "bootstrap_port": 5710}
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "changed"),
+    [
+        (Api.CHAT, {"messages": MESSAGES, "max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 3}, {}),
+        (Api.CHAT, {"messages": MESSAGES, "stream": True, "stop": ["x"]}, {"stream": False}),
+        (Api.COMPLETIONS, {"prompt": "once", "logprobs": 1}, {}),
+        (Api.COMPLETIONS, {"prompt": ["once"]}, {}),
+        (Api.RESPONSES, {"input": "hello", "max_output_tokens": 9}, {"store": False}),
+    ],
+)
+def test_sglangs_engines_get_the_same_room_with_the_clients_limits(
+    api: Api, body: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    given = {"model": "m", **body, "stream_options": {"include_usage": True}}
+    to_prefill = prefill(api, SGLANG, given)
+    to_decode = json.loads(decode(api, SGLANG, given, PrefillAnswer()) or b"")
+    name = "request_id" if api is Api.RESPONSES else "rid"
+    joined = {one: to_prefill.pop(one) for one in (*AT, "bootstrap_room", name)}
+    assert joined == {one: to_decode.pop(one) for one in joined}
+    assert AT.items() <= joined.items()
+    assert type(joined["bootstrap_room"]) is int
+    assert 0 <= joined["bootstrap_room"] < 2**63
+    assert to_decode == given
+    assert to_prefill == {"model": "m", **body, **changed}
+    # what a client wrote there is gone
+    assert prefill(api, SGLANG, {**given, name: "a", "bootstrap_room": 1})[name] == joined[name]
+
+
+def test_each_of_several_prompts_has_a_room_of_its_own() -> None:
+    found = prefill(Api.COMPLETIONS, SGLANG, {"model": "m", "prompt": ["a", "b", "c"]})
+    assert found["bootstrap_host"] == ["10.0.0.11"] * 3
+    assert found["bootstrap_port"] == [5710] * 3
+    assert len(set(found["bootstrap_room"])) == len(set(found["rid"])) == 3
+    # an id that another one begins with would abort that, too
+    assert len({len(one) for one in found["rid"]}) == 1
+
+
+def test_no_two_tries_have_a_room() -> None:
+    request = openai.chat(json.dumps({"model": "m", "messages": MESSAGES}).encode())
+    protocol, tries = PROTOCOLS[SGLANG], [Try(f"t-{number:x}-1", "h", 1) for number in range(1000)]
+    found = [protocol.decode_changes(request, {}, one, PrefillAnswer()) for one in tries]
+    fields = [one.fields for one in found if one is not None]
+    assert len({one["bootstrap_room"] for one in fields}) == len({one["rid"] for one in fields}) == 1000
+    assert len({len(str(one["rid"])) for one in fields}) == 1
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "count"),
+    [
+        (Api.CHAT, {"messages": MESSAGES}, 1),
+        # of a list of one prompt SGLang makes its id anew
+        (Api.COMPLETIONS, {"prompt": "a"}, 2),
+        (Api.COMPLETIONS, {"prompt": ["a", "b", "c"]}, 3),
+        (Api.RESPONSES, {"input": "a"}, 1),
+    ],
+)
+def test_every_id_that_a_decode_engine_may_have_given_can_be_aborted(
+    api: Api, body: dict[str, Any], count: int
+) -> None:
+    raw = json.dumps({"model": "m", **body}).encode()
+    ids = [json.loads(one)["rid"] for one in abort_bodies(PARSERS[api](raw), TRY)]
+    sent = prefill(api, SGLANG, {"model": "m", **body})
+    own = sent["request_id" if api is Api.RESPONSES else "rid"]
+    assert ids[: len(own)] == own if isinstance(own, list) else ids[0] == own
+    assert len(set(ids)) == count
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "reason"),
+    [
+        (Api.CHAT, {}, ""),
+        (Api.CHAT, {"n": 2}, "answers"),
+        (Api.CHAT, {"tool_choice": "required"}, ""),
+        (Api.COMPLETIONS, {"prompt": ["a", "b"]}, ""),
+        (Api.COMPLETIONS, {"prompt": ["a", "b"], "n": 2}, "answers"),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        (Api.RESPONSES, {"previous_response_id": "resp_1"}, "stored_prompt"),
+        # its body has no field for a room
+        (Api.MESSAGES, {}, "api"),
+    ],
+)
+def test_what_two_engines_of_sglang_do_together(api: Api, more: dict[str, Any], reason: str) -> None:
+    raw = json.dumps({"model": "m", **api.spec.example, **more}).encode()
+    assert why_whole(PARSERS[api](raw), raw, PROTOCOLS[SGLANG]) == reason
+
+
+def test_what_computes_no_prompt_needs_no_prefill() -> None:
+    raw = json.dumps({"model": "m", "prompt": "a"}).encode()
+    assert why_whole(tokens.tokenize(raw), raw, PROTOCOLS[SGLANG]) == "no_prompt"

@@ -15,7 +15,7 @@ from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointConfig, EndpointTable
-from extproc.errors import NoEndpoint
+from extproc.errors import BadRequest, NoEndpoint
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.pickers import (
@@ -124,6 +124,37 @@ def test_decode_engines_that_cannot_prefill_never_get_a_prompt_alone() -> None:
         assert (pick.rows, pick.prefill_row) == ([2], 1)
     with pytest.raises(NoEndpoint, match="No prefill engine"):
         picker.pick(view_of("d/a", "d/b"), rng=random.Random(0))
+
+
+def test_an_engine_that_has_just_failed_is_tried_where_no_pair_can_be_formed_without_it() -> None:
+    picker = PrefillDecodePairs(msgspec.structs.replace(ROLES, decodes_alone=False), COSTS, UncachedTokens(0))
+    view = view_of("p/a", "d/a", "p/b", "d/b")
+    record_failure(view.table, 0, now=0.0)
+    for seed in range(10):
+        pick = picker.pick(view, rng=random.Random(seed))
+        assert (pick.rows, pick.prefill_row) == ([3], 2)
+    # each group has one that is well
+    record_failure(view.table, 3, now=0.0)
+    assert picker.pick(view, rng=random.Random(0)).prefill_row is not None
+    view = view_of("p/a", "d/a")
+    record_failure(view.table, 0, now=0.0)
+    assert picker.pick(view, rng=random.Random(0)).prefill_row == 0
+    # decode engines that can prefill do so
+    assert BY_LENGTH.pick(view, rng=random.Random(0)).prefill_row is None
+
+
+def test_what_needs_one_engine_alone_is_refused_where_none_can_prefill() -> None:
+    picker = PrefillDecodePairs(msgspec.structs.replace(ROLES, decodes_alone=False), COSTS, UncachedTokens(0))
+    view = view_of("p/a", "d/a")
+
+    def whole(reason: str) -> View:
+        return msgspec.structs.replace(view, request=msgspec.structs.replace(view.request, whole=reason))
+
+    with pytest.raises(BadRequest, match="several answers"):
+        picker.pick(whole("answers"), rng=random.Random(0))
+    # what computes no prompt needs no prefill engine
+    pick = picker.pick(whole("no_prompt"), rng=random.Random(0))
+    assert (pick.rows, pick.prefill_row) == ([1], None)
 
 
 def test_without_any_decode_engine_the_refusal_says_so() -> None:

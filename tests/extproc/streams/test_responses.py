@@ -42,6 +42,8 @@ FORGEABLE = [
     "x-session-token",
     "x-prefiller-url",
     "x-kv-transfer-params",
+    *(f"x-override-{name}" for name in ("rid", "bootstrap-host", "bootstrap-port", "bootstrap-room")),
+    *(f"x-override-{name}" for name in ("conversation-id", "routed-dp-rank", "disagg-prefill-dp-rank", "priority")),
     "x-gateway-destination-endpoint-subset",
     "x-attache-server",
     "accept-encoding",

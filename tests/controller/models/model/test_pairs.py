@@ -58,7 +58,6 @@ def test_the_gateway_requests_prefills_of_a_model_that_says_nothing_of_it() -> N
         "groupKey": "attache.dev/group-revision",
         "leg": "Gateway",
         "connector": "NixlConnector",
-        "onPrefillFailure": "Local",
     }
 
 
@@ -68,8 +67,8 @@ def test_the_gateway_requests_prefills_of_a_model_that_says_nothing_of_it() -> N
         ("vLLM", "NIXL", ("Gateway", "NixlConnector")),
         ("vLLM", "LMCache", ("Gateway", "LMCacheConnectorV1")),
         ("vLLM", "Mooncake", ("Gateway", "MooncakeConnector")),
-        ("SGLang", "NIXL", ("Sidecar", None)),
-        ("SGLang", "Mooncake", ("Sidecar", None)),
+        ("SGLang", "NIXL", ("Gateway", "bootstrap_room")),
+        ("SGLang", "Mooncake", ("Gateway", "bootstrap_room")),
         ("TensorRT-LLM", "NIXL", ("Sidecar", None)),
     ],
 )
@@ -89,6 +88,8 @@ def test_the_table_of_legs_has_names_that_models_and_extproc_know() -> None:
 
 def test_a_sidecar_and_what_happens_after_a_failure_can_be_chosen() -> None:
     assert pd_group({"onPrefillFailure": "Fail"})["onPrefillFailure"] == "Fail"
+    assert pd_group({"onPrefillFailure": "Local"})["onPrefillFailure"] == "Local"
+    assert "onPrefillFailure" not in pd_group(engine="SGLang")
     assert pd_group({"leg": "Gateway"}) == pd_group()
     found = pd_group({"leg": "Sidecar"})
     assert found["leg"] == "Sidecar"
@@ -96,15 +97,24 @@ def test_a_sidecar_and_what_happens_after_a_failure_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("disaggregation", "words"),
+    ("engine", "disaggregation", "words"),
     [
-        ({"leg": "Gateway"}, "disaggregation.leg: extproc requests no prefills of SGLang with NIXL yet; leave it out"),
-        ({"onPrefillFailure": "Fail"}, "disaggregation.onPrefillFailure has no effect where a sidecar requests"),
-        ({"connector": "LMCache"}, "built-in runtime sglang has NIXL, Mooncake, but disaggregation asks for LMCache;"),
+        (
+            "TensorRT-LLM",
+            {"leg": "Gateway"},
+            "leg: extproc requests no prefills of TensorRT-LLM with NIXL yet; leave it",
+        ),
+        ("TensorRT-LLM", {"onPrefillFailure": "Fail"}, "onPrefillFailure has no effect where a sidecar requests"),
+        (
+            "SGLang",
+            {"onPrefillFailure": "Local"},
+            "onPrefillFailure: decode engines of SGLang compute no prompts;",
+        ),
+        ("SGLang", {"connector": "LMCache"}, "runtime sglang has NIXL, Mooncake, but disaggregation asks for LMCache;"),
     ],
 )
-def test_what_engine_and_connector_cannot_do_is_refused(disaggregation: Plain, words: str) -> None:
-    (made,) = render_models([model(disaggregation, engine="SGLang")])
+def test_what_engine_and_connector_cannot_do_is_refused(engine: str, disaggregation: Plain, words: str) -> None:
+    (made,) = render_models([model(disaggregation, engine=engine)])
     assert made.problem.startswith("InvalidSpec: backend 'apart': ")
     assert words in made.problem
 
@@ -138,7 +148,9 @@ def test_agents_of_both_roles_ask_their_engine_alone() -> None:
 
 
 def test_the_status_says_where_a_sidecar_is_needed() -> None:
-    for engine, words in (("SGLang", " (extproc requests no prefills of SGLang with NIXL yet; run a"), ("vLLM", "")):
+    words_of = {"TensorRT-LLM": " (extproc requests no prefills of TensorRT-LLM with NIXL yet; run a"}
+    for engine in ("vLLM", "SGLang", "TensorRT-LLM"):
+        words = words_of.get(engine, "")
         status = reconcile(ModelState(thing=model(engine=engine)), 0.0).status
         assert status is not None
         (resolved,) = (one for one in status["conditions"] if one["type"] == "Resolved")
@@ -156,7 +168,7 @@ def test_render_shows_both_roles_and_whether_a_sidecar_is_needed(engine: str) ->
         "apart/decode": "decode",
     }
     assert ("# apart/prefill:" in text, "# apart/decode:" in text) == (True, True)
-    assert ("#   sidecar: extproc requests no prefills of" in text) == (engine != "vLLM")
+    assert ("#   sidecar: extproc requests no prefills of" in text) == (engine == "TensorRT-LLM")
 
 
 class Pairs:
