@@ -69,7 +69,8 @@ class PageServer(web.AppRunner):
         """Whether one connection more is taken. Of many in a row that are not, the first is logged."""
         count, most = len(cast("web.Server", self.server).connections) + len(self.greeting), self.limits.connections
         if count >= most and not self._is_full:
-            log.warning("%d connections to %s are open: further ones are refused", count, self.addresses)
+            at = ", ".join(f"{one[0]}:{one[1]}" for one in self.addresses)
+            log.warning("%d connections to %s are open: further ones are refused", count, at)
         self._is_full = count >= most or (self._is_full and count > most / 2)
         return count < most
 

@@ -282,7 +282,10 @@ def unreachable_listener(gateway: GatewayConfigSpec, listens: Sequence[str]) -> 
     uncalled = [one for one in listens if not any(_reaches(call, one) for call in called)]
     if not unanswered and not uncalled:
         return ""
-    advice = "make the GatewayConfig's 'extproc' and 'extprocWorkers' and extproc's --listen and --workers agree"
+    advice = (
+        "make the GatewayConfig's 'extproc' and 'extprocWorkers' and extproc's --listen and --workers agree; attache"
+        " serve makes them agree when it starts"
+    )
     return f"Envoy is configured to call {_shown(called)}, and extproc listens on {_shown(listens)}; {advice}"
 
 

@@ -630,15 +630,32 @@ def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
                 f"ModelServer {name}: pdGroup.transferPort has no effect with this leg and connector: extproc writes no"
                 " port to an engine; leave it out"
             )
-        stages = [
-            {one.labels.get(group.group_key, "") for one in spec.endpoints if role.items() <= one.labels.items()}
+        prefilling, decoding = (
+            [one for one in spec.endpoints if role.items() <= one.labels.items()]
             for role in (group.prefill_labels, group.decode_labels)
-        ]
-        if spec.endpoints and not stages[0] & stages[1]:
+        )
+        if both := [one.address for one in prefilling if one in decoding]:
+            yield (
+                f"ModelServer {name}: {_few(both)} match both prefillLabels and decodeLabels, and may be asked to"
+                " prefill what they decode themselves; give each role labels of its own"
+            )
+        if neither := [one.address for one in spec.endpoints if one not in prefilling and one not in decoding]:
+            yield (
+                f"ModelServer {name}: {_few(neither)} match neither prefillLabels nor decodeLabels, and get no request;"
+                " see the labels of these endpoints"
+            )
+        groups = ({one.labels.get(group.group_key, "") for one in role} for role in (prefilling, decoding))
+        if spec.endpoints and not set.intersection(*groups):
             yield (
                 f"ModelServer {name}: pdGroup forms no pair, as no group has engines with prefillLabels and engines"
                 " with decodeLabels; see the endpoints' labels, and groupKey"
             )
+
+
+def _few(addresses: Sequence[str]) -> str:
+    """The first three, and how many more."""
+    shown = ", ".join(addresses[:3])
+    return shown if len(addresses) <= 3 else f"{shown} and {len(addresses) - 3} more"
 
 
 def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:

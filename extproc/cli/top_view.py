@@ -43,8 +43,11 @@ _SEEN_BY_ALL: Final = frozenset(
     }
 )
 
-# Metrics of which the least value of all processes counts: the freshest report, the first instant.
-_LEAST: Final = frozenset({"attache_engine_report_age_seconds", "attache_endpoint_avoided_since_timestamp_seconds"})
+# Metrics of which the least value of all processes counts: the freshest report, the first instant, a refusal.
+_CONFIG_VALID: Final = "attache_config_valid"
+_LEAST: Final = frozenset(
+    {"attache_engine_report_age_seconds", "attache_endpoint_avoided_since_timestamp_seconds", _CONFIG_VALID}
+)
 
 
 _TEXTS: Final = frozenset(
@@ -281,6 +284,7 @@ def render(
         f"{now.sum('attache_queue_waiting'):.0f} waiting",
         summary(states),
         "",
+        *_refused_directory(now, width),
         *ailments(states, wall_now_s=wall_now_s, width=width),
         *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
@@ -290,6 +294,17 @@ def render(
         *_budgets(now, tenants, width),
     ]
     return "\n".join(lines)
+
+
+def _refused_directory(now: MetricsSnapshot, width: int) -> list[str]:
+    """A paragraph while the directory as it is now is not in use, and an empty line."""
+    if now.get(_CONFIG_VALID) != 0:
+        return []
+    text = (
+        "the configuration directory has a mistake, and the last valid state stays in use; attache check and extproc's "
+        "log name the mistake"
+    )
+    return [*textwrap.wrap(text, width, subsequent_indent="  "), ""]
 
 
 def _failing_plugins(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:

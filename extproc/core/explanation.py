@@ -406,7 +406,8 @@ def _caller(one: Explanation) -> str:
 
 
 def _profile_lines(profile: ProfileExplanation) -> Iterator[str]:
-    yield f"profile {profile.profile}: {profile.candidates} candidates, the highest total first"
+    noun = "candidate" if profile.candidates == 1 else "candidates, the highest total first"
+    yield f"profile {profile.profile}: {profile.candidates} {noun}"
     for step in profile.filters:
         yield f"  {step.filter} left {step.left}" + (f"; out: {', '.join(step.removed)}" if step.removed else "")
     names = list(profile.weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import os
 import ssl
 from functools import partial
 from pathlib import Path
@@ -266,9 +267,17 @@ async def _answer_to(
             async with await call as answer:
                 return await _read(answer, most_bytes)
     except aiohttp.ClientConnectionError as error:
-        raise ConnectionError(f"{place}: {error}") from error
+        raise ConnectionError(f"{place}: {_reason(error)}") from error
     except aiohttp.ClientError as error:
         raise Unreadable(f"{place} answers no HTTP: {error}; see what runs there") from error
+
+
+def _reason(error: aiohttp.ClientConnectionError) -> str:
+    """Without the address and the ``ssl:default`` that the library writes, also for plain HTTP."""
+    if not isinstance(error, aiohttp.ClientConnectorError) or isinstance(error, aiohttp.ClientSSLError):
+        return str(error)
+    number = error.errno or 0  # negative: of getaddrinfo
+    return f"cannot connect: {os.strerror(number) if number > 0 else error.strerror or error.os_error}"
 
 
 async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> EngineResponse:

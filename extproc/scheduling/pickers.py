@@ -201,7 +201,7 @@ def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
     scored = tuple(
         ScorerValues(name, -1.0 if name == "cost in seconds" else 0.0, part[candidates]) for name, part in parts.items()
     )
-    return Reasons(profile, rows_of(view.candidates()), (), rows, scored)
+    return Reasons(profile, rows, (), rows, scored)
 
 
 class PairParameters(msgspec.Struct, frozen=True):

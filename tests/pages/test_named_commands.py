@@ -116,7 +116,7 @@ def test_the_program_of_a_target_takes_the_arguments(target: str, words: str, mo
     programs = re.findall(r"\$\(RUN\) -m (bench\S*) (.*)\$\(ARGS\)", recipe)
     assert programs or "PYTEST" in recipe or target.startswith("test")
     for module, first in programs:
-        before = re.sub(r"\$\(if .*?\)", "", first)
+        before = re.sub(r"\$\(if (?:[^()]|\$\(\w+\))*\)", "", first)
         expect_parses(module, shlex.split(f"{before} {words}"), monkeypatch)
 
 

@@ -148,6 +148,7 @@ def test_these_two_meet(called: str, listens: str) -> None:
 def test_these_two_miss_each_other_and_both_are_named(called: str, listens: str) -> None:
     said = unreachable_listener(GatewayConfigSpec(extproc=called), [listens])
     assert f"call {called}, and extproc listens on {listens}" in said
+    assert "attache serve makes them agree when it starts" in said
 
 
 def test_as_many_workers_must_listen_as_are_called() -> None:

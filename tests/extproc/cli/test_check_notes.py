@@ -332,3 +332,17 @@ def test_a_port_that_extproc_writes_to_no_engine(check: Check) -> None:
 def test_groups_in_which_no_pair_can_be_formed(check: Check) -> None:
     (note,) = check(ModelServer=pairs("a", "b"))
     assert "pdGroup forms no pair" in note
+
+
+def test_an_engine_that_has_both_roles_of_a_pair(check: Check) -> None:
+    server = pairs("a", "a")
+    server["pdGroup"]["decodeLabels"] = {"group": "a"}
+    (note,) = check(ModelServer=server)
+    assert "127.0.0.1:1 match both prefillLabels and decodeLabels" in note
+
+
+def test_engines_that_have_neither_role_of_a_pair(check: Check) -> None:
+    server = pairs("a", "a")
+    server["endpoints"] += [{"address": f"127.0.0.1:{port}", "labels": {"role": "decod"}} for port in range(3, 8)]
+    (note,) = check(ModelServer=server)
+    assert "127.0.0.1:3, 127.0.0.1:4, 127.0.0.1:5 and 2 more match neither prefillLabels nor decodeLabels" in note

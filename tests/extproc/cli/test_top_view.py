@@ -310,6 +310,15 @@ def test_a_plugin_that_fails_is_named_until_extproc_starts_anew() -> None:
     assert "has failed" not in render(MetricsSnapshot(), MetricsSnapshot(), seconds=2.0, tenants=9)
 
 
+def test_a_directory_that_one_of_two_processes_refuses_is_told() -> None:
+    before, now = MetricsSnapshot(), MetricsSnapshot()
+    now.add("attache_config_valid", {}, 1)
+    assert "mistake" not in render(before, now, seconds=1.0, tenants=9)
+    now.add("attache_config_valid", {}, 0)
+    text = render(before, now, seconds=1.0, tenants=9)
+    assert "the configuration directory has a mistake, and the last valid state stays in use" in text
+
+
 def test_budgets_show_who_has_used_most_and_processes_are_not_added_up() -> None:
     now = MetricsSnapshot()
     for caller, used in (("acme", 0.25), ("bell", 0.875), ("acme", 0.5)):

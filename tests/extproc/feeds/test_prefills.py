@@ -187,7 +187,9 @@ async def test_nobody_at_the_address() -> None:
     async with scene_of(Engine(None)) as scene:
         scene.address = "127.0.0.1:1"
         scene.start()
-        assert (await scene.result()).failure == "unreachable"
+        found = await scene.result()
+        assert found.failure == "unreachable"
+        assert found.detail.endswith(": cannot connect: Connection refused")
 
 
 async def test_a_client_that_leaves_ends_the_call_and_there_is_no_result() -> None:

@@ -59,6 +59,12 @@ def test_the_least_busy_prefill_engine_decides_the_group() -> None:
     assert (pick.rows, pick.prefill_row, pick.stage) == ([3], 2, SENT_ON)
 
 
+def test_reasons_count_only_endpoints_of_the_role() -> None:
+    view = msgspec.structs.replace(view_of("p/a", "d/a", "d/a"), wants_reasons=True)
+    decode, prefill = PICKER.pick(view, rng=random.Random(0)).reasons
+    assert (list(decode.candidates), list(prefill.candidates)) == ([1, 2], [0])
+
+
 def test_a_prompt_that_is_nearly_cached_where_it_is_decoded_stays_there() -> None:
     view = view_of("p/a", "d/a", "d/a", cached={1: 3600})
     pick = PICKER.pick(view, rng=random.Random(0))
