@@ -274,7 +274,8 @@ class Run(msgspec.Struct):
     for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived, None
     if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``: those of its class,
     None if it has none. ``model``: as its engine was asked. ``prefilled_by``: the address of the engine that has
-    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg.
+    computed its prompt on a leg of its own, empty if the one that answers does. ``has_leg``: it has such a leg, before
+    any engine answers. ``is_leg``: it is such a leg.
     """
 
     pool: Pool
@@ -297,6 +298,7 @@ class Run(msgspec.Struct):
     objectives: ObjectiveClass | None = None
     model: str = ""
     prefilled_by: str = ""
+    has_leg: bool = False
     is_leg: bool = False
 
     def used_tokens(self, outcome: Outcome) -> Usage:

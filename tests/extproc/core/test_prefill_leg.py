@@ -485,6 +485,52 @@ def test_even_if_its_engines_cannot_be_freed_its_client_is_answered(monkeypatch:
     assert not scene.core.requests()
 
 
+def in_flight(scene: Scene) -> dict[str, int]:
+    """As autoscalers read it."""
+    page = scene.core.meter.page(scene.core.pools, 0.0)
+    return {address: one.in_flight for address, one in page.servers[SERVER].engines.items() if one.in_flight}
+
+
+def test_autoscalers_see_a_request_at_its_prefill_engine_first_and_then_at_its_decode_engine() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive(max_tokens=1000)
+    assert in_flight(scene) == {P: 1}
+    engines = scene.core.meter.page(scene.core.pools, 0.0).servers[SERVER].engines
+    # of its answer the prefill engine computes nothing
+    assert 100 < engines[P].in_flight_tokens < 1000
+    scene.answer(asked.ticket, 0.5)
+    assert in_flight(scene) == {D: 1}
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert in_flight(scene) == {}
+
+
+def test_autoscalers_see_a_request_at_the_prefill_engine_that_is_asked_next() -> None:
+    scene = Scene(config(prefill=(P, Q)))
+    _, asked, _ = scene.arrive()
+    effects = scene.answer(asked.ticket, 0.1, status=500)
+    (second,) = [one for one in effects if isinstance(one, Prefill)]
+    assert in_flight(scene) == {({P, Q} - {asked.address}).pop(): 1}
+    scene.answer(second.ticket, 0.5)
+    assert in_flight(scene) == {D: 1}
+
+
+def test_a_client_that_leaves_during_the_prefill_leaves_no_load() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.core.on_stream_closed(asked.ticket, 0.2)
+    assert in_flight(scene) == {}
+    assert scene.is_free
+
+
+def test_an_engine_that_a_sidecar_has_asked_counts_beside_its_decode_engine() -> None:
+    scene = Scene(config().replace(b"leg: Gateway, connector: NixlConnector", b"leg: Sidecar"))
+    own, _ = scene.enter()
+    assert isinstance(own, Decision)
+    assert in_flight(scene) == {P: 1, D: 1}
+    scene.core.on_stream_closed(own.ticket, 1.0)
+    assert in_flight(scene) == {}
+
+
 def test_a_client_that_leaves_ends_the_prefill() -> None:
     scene = Scene(config())
     _, asked, _ = scene.arrive()
