@@ -252,7 +252,8 @@ class RequestSettled(msgspec.Struct, frozen=True):
     ``is_ours``: this process decided the request of ``tenant``. ``used``: its tokens, as limits count them.
     ``service``: its cost in weighted tokens. ``priority``: of its queue's band, 0 without a queue. ``currency``: of
     what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
-    extproc held it. ``times``: of its answer, None if it got none.
+    extproc held it. ``times``: of its answer, None if it got none. ``prefilled_by``: the engine that computed its
+    prompt on a leg of its own, empty if none did.
     """
 
     server: str
@@ -268,6 +269,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     times: Times | None = None
     objectives: ObjectiveClass | None = None
+    prefilled_by: str = ""
 
 
 class RequestJudged(msgspec.Struct, frozen=True):

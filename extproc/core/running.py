@@ -129,6 +129,7 @@ class RunningRequests:
                 waited_s=run.sent.waited_s,
                 times=times_of(run, outcome) if record.is_ours and _is_answered(outcome) else None,
                 objectives=run.objectives,
+                prefilled_by=run.prefilled_by,
             )
         )
 

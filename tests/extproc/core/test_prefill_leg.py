@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from extproc.api.load import load_snapshot
 from extproc.core import dispatch, prefill, prefill_leg
@@ -936,3 +937,39 @@ def test_legs_that_have_not_ended_are_counted() -> None:
     assert in_flight(scene.answer(first.ticket, 0.2)) == 1
     assert in_flight(scene.core.on_disconnect(second.ticket, 0.3)) == 0
     assert in_flight(scene.answer(second.ticket, 0.4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((200, 399), "decoded"),
+        # no block was fetched, but for a prefix that it had before
+        ((200, 16), "recomputed"),
+        ((200, None), "unknown"),
+        ((500, None), "failed"),
+        # its client did not wait
+        ((0, None), "unknown"),
+    ],
+)
+def test_what_the_decode_engine_makes_of_a_prefill_is_counted(answer: tuple[int, int | None], expected: str) -> None:
+    scene = Scene(config())
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0)
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.5)
+    status, cached = answer
+    for one in scene.core.on_outcome(Outcome(asked.ticket, status, D, 1.0, 0.5, 400, 6, cached), 1.0):
+        metrics.count_effect(one)
+    for name in ("decoded", "recomputed", "unknown", "failed"):
+        labels = {"server": SERVER, "outcome": name}
+        found = metrics.registry.get_sample_value("attache_prefilled_answers_total", labels)
+        assert found == (1 if name == expected else None)
+
+
+def test_a_prompt_that_its_own_engine_computed_is_not_counted_as_prefilled() -> None:
+    scene = Scene(config())
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0)
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.5, failure="unreachable")
+    for one in scene.core.on_outcome(Outcome(asked.ticket, 200, D, 1.0, 0.5, 400, 6, 399), 1.0):
+        metrics.count_effect(one)
+    assert b"attache_prefilled_answers_total{" not in generate_latest(metrics.registry)
