@@ -34,6 +34,7 @@ _OWN_LEG: Final = {
     "leg": "Gateway",
     "connector": "NixlConnector",
 }
+_STAGES: Final = {"prefill": 1, "maxPrefill": 2, "decode": 1, "maxDecode": 2}
 _TIER: Final = {"aboveInputTokens": 1000, "perMillion": {"input": "2"}}
 _CLIENT: Final = {"certFile": "client.crt", "keyFile": "client.key"}
 
@@ -459,6 +460,54 @@ CASES: Final = (
         {"uri": "hf://org/model", "backends": [{"name": "a", "minReplicas": 1, "maxReplicas": 2}]},
         ("backends", 0, "maxReplicas"),
         None,
+        in_directory=False,
+    ),
+    Case(
+        "engines of prefill have bounds",
+        "Model",
+        {"uri": "hf://org/model", "backends": [{"name": "a", "disaggregation": _STAGES}]},
+        ("backends", 0, "disaggregation", "prefill"),
+        3,
+        in_directory=False,
+    ),
+    Case(
+        "engines of decode have bounds",
+        "Model",
+        {"uri": "hf://org/model", "backends": [{"name": "a", "disaggregation": _STAGES}]},
+        ("backends", 0, "disaggregation", "decode"),
+        3,
+        in_directory=False,
+    ),
+    Case(
+        "groups or stages are scaled",
+        "Model",
+        {"uri": "hf://org/model", "backends": [{"name": "a", "disaggregation": _STAGES}]},
+        ("backends", 0, "maxReplicas"),
+        2,
+        in_directory=False,
+    ),
+    Case(
+        "engines of prefill have bounds",
+        "ModelTemplate",
+        {"backends": [{"name": "a", "disaggregation": _STAGES}]},
+        ("backends", 0, "disaggregation", "prefill"),
+        3,
+        in_directory=False,
+    ),
+    Case(
+        "engines of decode have bounds",
+        "ModelTemplate",
+        {"backends": [{"name": "a", "disaggregation": _STAGES}]},
+        ("backends", 0, "disaggregation", "decode"),
+        3,
+        in_directory=False,
+    ),
+    Case(
+        "groups or stages are scaled",
+        "ModelTemplate",
+        {"backends": [{"name": "a", "disaggregation": _STAGES}]},
+        ("backends", 0, "maxReplicas"),
+        2,
         in_directory=False,
     ),
     Case(

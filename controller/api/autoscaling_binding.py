@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from controller.api.common import ObjectReference, Positive, Replicas, Share, ShortName
+from controller.api.common import ObjectReference, Positive, Replicas, Share, TargetName
 from controller.api.statuses import AutoscalingPolicyBindingStatus
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
@@ -41,7 +41,7 @@ class ScaleTarget(Spec, frozen=True):
         Rule("!has(self.minReplicas) || self.minReplicas <= self.maxReplicas", "minReplicas is above maxReplicas"),
     )
 
-    name: ShortName
+    name: TargetName
     ref: ObjectReference
     max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
     role: NonEmpty | None = None
@@ -65,8 +65,8 @@ class RatioConstraint(Spec, frozen=True):
 
     CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
 
-    numerator: ShortName
-    denominator: ShortName
+    numerator: TargetName
+    denominator: TargetName
     min: Positive
     max: Positive
 
@@ -100,13 +100,13 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
 
     policy_ref: Name
     targets: Annotated[
-        tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+        tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=32, extra_json_schema=keyed_by("name"))
     ]
     allocation: Literal["Cheapest", "Priority", "Weights", "Expansion"] = "Cheapest"
     expansion_rate_percent: Annotated[int, msgspec.Meta(ge=101, le=10_000)] = 200
     min_on_demand: Share = 0.0
     budget: Budget | None = None
-    ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=4)] = ()
+    ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=16)] = ()
     priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
 
 

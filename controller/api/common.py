@@ -22,6 +22,8 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 IntOrPercent = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | Percentage
 # A label of DNS that leaves room for the names that are made from it.
 ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$", max_length=20)]
+# Of a backend, and of a stage of one.
+TargetName = Annotated[str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]{0,26}[a-z0-9])?$", max_length=28)]
 # Vendor prefixes do not distinguish names.
 _VENDORS: Final = frozenset({"amd", "google", "habana", "huawei", "intel", "nvidia"})
 _BETWEEN_WORDS: Final = re.compile(r"[-_ ]+")

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from controller.api.common import Layered, Replicas, ShortName
+from controller.api.common import Layered, Positive, Replicas, ShortName
 from controller.api.model_infer import RolloutStrategy
 from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
@@ -31,15 +31,37 @@ class ModelFormat(Layered, frozen=True):
     version: NonEmpty | None = None
 
 
+class StageRatio(Layered, frozen=True):
+    """Prefill engines for each decode engine. ``min`` and ``max``: their bounds."""
+
+    CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
+
+    min: Positive
+    max: Positive
+
+
 class Disaggregation(Layered, frozen=True):
-    """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``connector``:
-    how KV caches are moved. ``leg``: who requests the prefill; without it the gateway where it can, else a sidecar in
-    the decode engine's pod, which you add. ``on_prefill_failure``: of the gateway's leg. ``prefill_config`` and
-    ``decode_config``: overrides for engines of one role.
+    """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``max_prefill``
+    and ``max_decode``: upper bounds of autoscaling, which scales the two apart, in one group; ``prefill`` and
+    ``decode`` are then the lower bounds. A stage without upper bound keeps its engines. ``ratio``: of the engines of
+    both while they are autoscaled. ``connector``: how KV caches are moved. ``leg``: who requests the prefill; without
+    it the gateway where it can, else a sidecar in the decode engine's pod, which you add. ``on_prefill_failure``: of
+    the gateway's leg. ``prefill_config`` and ``decode_config``: overrides for engines of one role.
     """
+
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.maxPrefill) || !has(self.prefill) || self.prefill <= self.maxPrefill",
+            "prefill is above maxPrefill",
+        ),
+        Rule("!has(self.maxDecode) || !has(self.decode) || self.decode <= self.maxDecode", "decode is above maxDecode"),
+    )
 
     prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     decode: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    max_prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    max_decode: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    ratio: StageRatio | None = None
     connector: Connector = "NIXL"
     leg: Literal["Gateway", "Sidecar"] | None = None
     # Local: the decode engine computes the prompt. Fail: the request is answered 503. Without it Local, except with
@@ -47,6 +69,21 @@ class Disaggregation(Layered, frozen=True):
     on_prefill_failure: Literal["Local", "Fail"] | None = None
     prefill_config: EngineConfig = EngineConfig()
     decode_config: EngineConfig = EngineConfig()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether autoscalers set the engines of each stage, rather than the number of groups."""
+        return self.max_prefill is not None or self.max_decode is not None
+
+    @property
+    def prefill_bounds(self) -> tuple[int, int]:
+        """The fewest and the most."""
+        return self.prefill, self.prefill if self.max_prefill is None else self.max_prefill
+
+    @property
+    def decode_bounds(self) -> tuple[int, int]:
+        """The fewest and the most."""
+        return self.decode, self.decode if self.max_decode is None else self.max_decode
 
 
 class Backend(Layered, frozen=True):
@@ -56,9 +93,10 @@ class Backend(Layered, frozen=True):
     used. ``runtime``: the preset that starts the engine; by default chosen by format and engine. ``config``: overrides
     of the preset. ``replicas``: number of engines, or groups of prefill and decode; left out, it starts at 1 and
     autoscalers may set it. ``min_replicas`` and ``max_replicas``: bounds of autoscaling; a backend without
-    ``maxReplicas`` is not autoscaled. ``cost``: of a replica, relative to other backends. ``accelerator``: kind of GPU.
-    ``spot``: its nodes may be reclaimed. ``weight``: share of requests, 0 for none. ``disaggregation``: prefill and
-    decode on separate engines. ``rollout``: how changes reach its replicas.
+    ``maxReplicas`` is not autoscaled, unless ``disaggregation`` has bounds for its stages. ``cost``: of a replica,
+    relative to other backends. ``accelerator``: kind of GPU. ``spot``: its nodes may be reclaimed. ``weight``: share of
+    requests, 0 for none. ``disaggregation``: prefill and decode on separate engines. ``rollout``: how changes reach its
+    replicas.
     """
 
     CEL: ClassVar = (
@@ -67,6 +105,12 @@ class Backend(Layered, frozen=True):
             "minReplicas is above maxReplicas",
         ),
         Rule("!has(self.minReplicas) || has(self.maxReplicas)", "minReplicas needs maxReplicas beside it; write both"),
+        Rule(
+            "!has(self.disaggregation) || !(has(self.disaggregation.maxPrefill) || has(self.disaggregation.maxDecode))"
+            " || (!has(self.maxReplicas) && (!has(self.replicas) || self.replicas <= 1))",
+            "maxPrefill and maxDecode scale the engines of one group; remove maxReplicas, and replicas above 1, or"
+            " remove maxPrefill and maxDecode to scale groups",
+        ),
     )
 
     name: ShortName
@@ -82,6 +126,18 @@ class Backend(Layered, frozen=True):
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
     disaggregation: Disaggregation | None = None
     rollout: RolloutStrategy = _ROLLOUT
+
+    @property
+    def scales_stages(self) -> bool:
+        """Whether prefill and decode are autoscaled apart."""
+        return self.disaggregation is not None and self.disaggregation.is_scaled
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Its targets of an AutoscalingPolicyBinding."""
+        if self.scales_stages:
+            return f"{self.name}-prefill", f"{self.name}-decode"
+        return () if self.max_replicas is None else (self.name,)
 
 
 class LoraAdapter(Layered, frozen=True):

@@ -87,7 +87,7 @@ class Recovery(Spec, frozen=True):
 
 
 class ModelInferStatus(Status, frozen=True):
-    """``replicas``: existing groups. ``ready_replicas``: groups that are ready in all roles. ``updated_replicas``:
+    """``replicas``: existing groups. ``ready_replicas``: groups that serve in all roles. ``updated_replicas``:
     groups of ``updateRevision``. ``current_revision``: the revision of all groups before the rollout.
     ``update_revision``: the desired revision. ``label_selector``: selects one pod of each group, for autoscalers.
     ``summary``: the fault or the pending step, in a few words. ``groups``: number of groups by state. ``roles``: counts
@@ -130,7 +130,8 @@ class StartTimes(Spec, frozen=True):
 class BackendStatus(Spec, frozen=True):
     """``name``: of the backend. ``runtime``: the preset that it uses, with its namespace if it has one. ``replicas``:
     existing replicas. ``ready_replicas``: replicas that serve. ``updated_replicas``: replicas of the newest revision.
-    ``weight``: its current share of requests. ``start``: duration of the last start.
+    ``weight``: its current share of requests. ``roles``: its engines of prefill and of decode, if they are apart.
+    ``start``: duration of the last start.
     """
 
     name: NonEmpty
@@ -139,6 +140,7 @@ class BackendStatus(Spec, frozen=True):
     ready_replicas: int = 0
     updated_replicas: int = 0
     weight: int = 0
+    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
     start: StartTimes | None = None
 
 
@@ -198,6 +200,6 @@ class AutoscalingPolicyBindingStatus(Status, frozen=True):
     ScalingActive, ScalingLimited, CapacityBlocked.
     """
 
-    targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=32, extra_json_schema=keyed_by("name"))] = ()
     last_scaled_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     last_decision: Annotated[str, msgspec.Meta(max_length=4096)] | None = None

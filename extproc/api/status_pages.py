@@ -85,10 +85,11 @@ class RequestCounters(msgspec.Struct, frozen=True, rename="camel", omit_defaults
 
 class EngineDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
     """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``in_flight``: requests of this process there.
-    ``in_flight_tokens``: of their prompts and expected answers. ``waiting``, ``running``, ``kv_usage``: as the engine
-    itself reports; None if it did not. ``report_age_s``: since then. ``kv_capacity_tokens``: that its cache holds; 0 if
-    unknown. ``prefill_tokens_per_s``, ``step_s``, ``step_s_per_token``: its learned speed: of prefill, and of a decode
-    step with no tokens in flight and for each of them; None before any was learned.
+    ``in_flight_tokens``: of their prompts and, unless they are there for their prefill alone, expected answers.
+    ``waiting``, ``running``, ``kv_usage``: as the engine itself reports; None if it did not. ``report_age_s``: since
+    then. ``kv_capacity_tokens``: that its cache holds; 0 if unknown. ``prefill_tokens_per_s``, ``step_s``,
+    ``step_s_per_token``: its learned speed: of prefill, and of a decode step with no tokens in flight and for each of
+    them; None before any was learned.
     """
 
     role: str = ""

@@ -160,32 +160,41 @@ def count_dispatch(record: Record, run: Run) -> None:
         return
     if not record.is_work_counted:
         meter.prefill_work += assignment.work
-    meter.server.begin_run(assignment.endpoint.address, assignment.tokens)
-    if assignment.prefill is not None:
-        meter.server.begin_run(assignment.prefill.address, assignment.tokens)
+    _begin_runs(meter.server, run, assignment)
 
 
 def count_prefill_end(record: Record, run: Run, before: Assignment) -> None:
     """Its prefill engine is free of it, and it may be at other engines than ``before``."""
     if record.meter is None or before.prefill is None:
         return
-    server, assignment = record.meter.server, run.assignment
-    server.end_run(before.prefill.address, before.tokens)
-    if assignment.prefill is not None:
-        server.begin_run(assignment.prefill.address, assignment.tokens)
-    if assignment.endpoint.address != before.endpoint.address:
-        server.end_run(before.endpoint.address, before.tokens)
-        server.begin_run(assignment.endpoint.address, assignment.tokens)
+    _end_runs(record.meter.server, run, before)
+    _begin_runs(record.meter.server, run, run.assignment)
 
 
 def count_request_end(record: Record, run: Run) -> None:
     """Its stream is closed."""
-    if record.meter is None:
-        return
-    server, assignment = record.meter.server, run.assignment
-    server.end_run(assignment.endpoint.address, assignment.tokens)
+    if record.meter is not None:
+        _end_runs(record.meter.server, run, run.assignment)
+
+
+def _begin_runs(server: ServerMeter, run: Run, assignment: Assignment) -> None:
+    for address, tokens in _load(run, assignment):
+        server.begin_run(address, tokens)
+
+
+def _end_runs(server: ServerMeter, run: Run, assignment: Assignment) -> None:
+    for address, tokens in _load(run, assignment):
+        server.end_run(address, tokens)
+
+
+def _load(run: Run, assignment: Assignment) -> Iterator[tuple[str, float]]:
+    """The engines that have it, and its tokens there. The decode engine gets it after our own leg, and from a sidecar
+    or beside its prefill at once.
+    """
     if assignment.prefill is not None:
-        server.end_run(assignment.prefill.address, assignment.tokens)
+        yield assignment.prefill.address, assignment.input_tokens
+    if assignment.prefill is None or not run.has_leg:
+        yield assignment.endpoint.address, assignment.tokens
 
 
 def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:

@@ -211,6 +211,7 @@ class Dispatcher:
             price=pool.price_at(record.wall_s),
             objectives=self.objectives_of(arrival),
             model=arrival.destination.model,
+            has_leg=leg is not None and not is_beside,
         )
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)

@@ -277,7 +277,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     ``service``: its cost in weighted tokens. ``priority``: of its queue's band, 0 without a queue. ``currency``: of
     what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
     extproc held it. ``times``: of its answer, None if it got none. ``leg``: the end of the prefill beside it, if that
-    has ended.
+    has ended. ``prefilled_by``: the engine that computed its prompt on a leg of its own, empty if none did.
     """
 
     server: str
@@ -294,6 +294,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     times: Times | None = None
     objectives: ObjectiveClass | None = None
     leg: PrefillLeg | None = None
+    prefilled_by: str = ""
 
 
 class RequestJudged(msgspec.Struct, frozen=True):

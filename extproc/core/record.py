@@ -277,8 +277,9 @@ class Run(msgspec.Struct):
     for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived, None
     if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``: those of its class,
     None if it has none. ``model``: as its engine was asked. ``prefilled_by``: the address of the engine that has
-    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg. ``leg``:
-    the end of one beside it. ``is_aborted``: that failed, so its engine answers an error without a fault.
+    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg.
+    ``has_leg``: its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so
+    its engine answers an error without a fault.
     """
 
     pool: Pool
@@ -301,6 +302,7 @@ class Run(msgspec.Struct):
     objectives: ObjectiveClass | None = None
     model: str = ""
     prefilled_by: str = ""
+    has_leg: bool = False
     is_leg: bool = False
     leg: PrefillLeg | None = None
     is_aborted: bool = False

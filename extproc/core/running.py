@@ -130,6 +130,7 @@ class RunningRequests:
                 times=times_of(run, outcome) if record.is_ours and _is_answered(outcome) else None,
                 objectives=run.objectives,
                 leg=run.leg,
+                prefilled_by=run.prefilled_by,
             )
         )
 

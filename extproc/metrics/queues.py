@@ -45,6 +45,8 @@ _WAITING_FOR_ENGINE: Final = MetricFamily(
 _PREFILLS_IN_FLIGHT: Final = MetricFamily(
     "attache_prefill_legs_in_flight", "Prefills requested of other engines that have not ended.", ("server",)
 )
+# The share of a prompt from which on it was not computed again.
+_FETCHED: Final = 0.5
 _PREFILL_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 _GUARD_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _LOAD_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
@@ -166,6 +168,12 @@ class PrefillMetrics:
             ["server"],
             registry,
         )
+        self._answers = Counters(
+            "attache_prefilled_answers",
+            "Requests whose prompt another engine had computed, by what the decode engine made of it.",
+            ["server", "outcome"],
+            registry,
+        )
         self._whole = Counters(
             "attache_prefill_whole_requests",
             "Requests whose prompt no other engine may compute, by reason.",
@@ -183,10 +191,29 @@ class PrefillMetrics:
         self._legs.add(ended.server, ended.leg.outcome)
         self._seconds.observe(ended.leg.took_s, ended.server)
 
+    def count_answer(self, settled: RequestSettled) -> None:
+        """What became of a prompt that another engine had computed."""
+        if settled.prefilled_by:
+            self._answers.add(settled.server, _use_of_prefill(settled))
+
     def count_decision(self, decision: Decision) -> None:
         """A request goes to an engine."""
         if decision.whole:
             self._whole.add(decision.server, decision.whole)
+
+
+def _use_of_prefill(settled: RequestSettled) -> str:
+    """Engines count what they fetched as cached. One that could fetch nothing may answer all the same, unless it had
+    the request beside the prefill: such engines compute no prompts.
+    """
+    outcome = settled.outcome
+    if outcome.status and not 200 <= outcome.status < 300:
+        return "failed"
+    if outcome.status and settled.leg is not None:
+        return "decoded"
+    if not outcome.status or outcome.cached_tokens is None or not outcome.prompt_tokens:
+        return "unknown"
+    return "decoded" if outcome.cached_tokens >= _FETCHED * outcome.prompt_tokens else "recomputed"
 
 
 class _PrefillSeries(PiecewiseCollector):

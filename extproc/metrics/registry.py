@@ -339,6 +339,7 @@ class Metrics:
         if self.recent.is_open:
             self.recent.on_outcome(settled)
         self.admission.observe_settlement(settled)
+        self._prefills.count_answer(settled)
         self._answer_times.observe(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"

@@ -149,12 +149,21 @@ class Metric(msgspec.Struct, frozen=True):
     is_lower_bound: bool = False
 
 
+def objective_of_stage(objective: LatencyObjective | None, stage: str) -> LatencyObjective | None:
+    """What replicas of the stage change: prefill engines TTFT, decode engines TPOT. A policy with only the other one
+    has nothing better, so that one holds.
+    """
+    if objective is None or objective.ttft is None or objective.tpot is None or stage == "Both":
+        return objective
+    return msgspec.structs.replace(objective, **{"tpot" if stage == "Prefill" else "ttft": None})
+
+
 class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One stage of a binding (prefill, decode, or both in one) at one instant. Values derived from its fields are
     computed once.
 
     ``targets``: in the order of the binding, with the same stage. ``traffic``: of the stage's ModelServers.
-    ``objective``: latencies to keep. ``metrics``: by the names in the policy.
+    ``objective``: latencies to keep, those of the stage. ``metrics``: by the names in the policy.
     """
 
     now_s: float

@@ -18,6 +18,7 @@ from controller.autoscaler.decision.situation import (
     Situation,
     Speed,
     TargetSituation,
+    objective_of_stage,
 )
 from controller.autoscaler.decision.speeds import speed_of
 from controller.autoscaler.reconciler.demand import together
@@ -103,7 +104,7 @@ def situations_of(
                 traffic=demand.traffic,
                 waiting=demand.waiting,
                 freshness=_with(demand.freshness, unreported),
-                objective=policy.objective,
+                objective=objective_of_stage(policy.objective, targets[0].spec.stage),
             )
         )
     return tuple(found)

@@ -33,7 +33,7 @@ from extproc.api.spec import API_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.api.model import Disaggregation
+    from controller.api.model import Backend, Disaggregation
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
     from controller.models.runtimes.presets import Preset
 
@@ -228,23 +228,38 @@ def binding_spec(model: ResolvedModel) -> dict[str, Any] | None:
     wanted = model.spec.autoscaling
     if wanted is None or model.spec.stop:
         return None
-    return {
+    found = {
         "policyRef": wanted.policy_ref or model.name,
-        "targets": [_target(model, one) for one in model.backends if one.backend.max_replicas is not None],
+        "targets": [target for one in model.backends for target in _targets(model, one.backend)],
     }
+    ratios = [ratio for one in model.backends for ratio in _ratio(one.backend)]
+    return {**found, "ratios": ratios} if ratios else found
 
 
-def _target(model: ResolvedModel, made: ResolvedBackend) -> dict[str, Any]:
-    backend = made.backend
-    found: dict[str, Any] = {
-        "name": backend.name,
+def _targets(model: ResolvedModel, backend: Backend) -> Iterator[dict[str, Any]]:
+    """Its groups, or its two stages, whose lower bounds hold even at no load: without one the other serves nothing."""
+    common: dict[str, Any] = {
         "ref": {"apiVersion": API_VERSION, "kind": "ModelInfer", "name": model.child(backend)},
-        "minReplicas": backend.min_replicas if backend.min_replicas is not None else _least(model),
-        "maxReplicas": backend.max_replicas,
         "cost": backend.cost,
         "spot": backend.spot,
+        **({"accelerator": backend.accelerator} if backend.accelerator else {}),
     }
-    return {**found, "accelerator": backend.accelerator} if backend.accelerator else found
+    apart = backend.disaggregation
+    if apart is not None and apart.is_scaled:
+        stages = (("prefill", "Prefill", apart.prefill_bounds), ("decode", "Decode", apart.decode_bounds))
+        for name, (role, stage, (least, most)) in zip(backend.target_names, stages, strict=True):
+            bounds = {"minReplicas": least, "maxReplicas": most}
+            yield {"name": name, **common, "role": role, "stage": stage, **bounds}
+    elif backend.max_replicas is not None:
+        least = backend.min_replicas if backend.min_replicas is not None else _least(model)
+        yield {"name": backend.name, **common, "minReplicas": least, "maxReplicas": backend.max_replicas}
+
+
+def _ratio(backend: Backend) -> Iterator[dict[str, Any]]:
+    apart = backend.disaggregation
+    if apart is not None and apart.is_scaled and apart.ratio is not None:
+        prefill, decode = backend.target_names
+        yield {"numerator": prefill, "denominator": decode, "min": apart.ratio.min, "max": apart.ratio.max}
 
 
 def _least(model: ResolvedModel) -> int:
@@ -275,8 +290,12 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
     for made in model.backends:
         name, labels = model.child(made.backend), {BACKEND: made.backend.name}
         infer = _object(model, MODEL_INFERS, name, {"spec": model_infer_spec(model, made, settings)}, labels)
-        # a stopped Model has no replicas, even if another writer scales it
-        is_scaled_by_others = not model.spec.stop and (model.spec.autoscaling is not None or not made.says_replicas)
+        # a stopped Model has no replicas, even if another writer scales it; stages are scaled within one group
+        is_scaled_by_others = (
+            not model.spec.stop
+            and not made.backend.scales_stages
+            and (model.spec.autoscaling is not None or not made.says_replicas)
+        )
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
         spec = server_spec(model, made, start_times)
         yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))

@@ -257,6 +257,9 @@ def model_infer_spec(model: ResolvedModel, made: ResolvedBackend, settings: Mode
     if len(made.roles) > 1 or any(role.engine.config.nodes > 1 for role in made.roles):
         # half an engine, or prefill without decode, would hold GPUs for nothing
         group["gang"] = {}
+        if made.backend.scales_stages:
+            # engines that are added later wait alone, and those that serve stay
+            group["gang"] = {"minRoleReplicas": {role.name: role.replicas for role in made.roles}}
     return {
         "replicas": 0 if model.spec.stop else initial_replicas(made),
         "template": group,
@@ -277,6 +280,7 @@ def _role(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, setti
         "name": role.name,
         "replicas": role.replicas,
         "entryTemplate": template(model, made, role, "entry", settings),
+        **({"scalable": True} if made.backend.scales_stages else {}),
     }
     if role.engine.config.nodes > 1:
         found["workerReplicas"] = role.engine.config.nodes - 1

@@ -90,7 +90,8 @@ def condition_of(thing: Object, type_: str) -> Mapping[str, Any]:
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
     """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has the Model's
     fields, and reports that it has applied them. ``is_blocked``: the new revision does not become ready.
-    ``is_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
+    ``is_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer. ``roles``:
+    engines of prefill and of decode; empty if they are not apart.
     """
 
     name: str
@@ -102,6 +103,7 @@ class BackendState(msgspec.Struct, frozen=True, kw_only=True):
     is_blocked: bool = False
     is_scheduled: bool = False
     failure: tuple[str, str] | None = None
+    roles: Sequence[Mapping[str, Any]] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -333,6 +335,7 @@ def _state(
         is_blocked=bool(reasons & _BLOCKED),
         is_scheduled=is_scheduled(mine),
         failure=failure,
+        roles=status.get("roles") or () if made.backend.disaggregation is not None else (),
     )
 
 
@@ -351,6 +354,7 @@ def _backends(
             "readyReplicas": state.ready,
             "updatedReplicas": state.updated,
             "weight": weights[state.name],
+            **({"roles": list(state.roles)} if state.roles else {}),
         }
         found.append({**line, "start": dict(start)} if start else line)
     return found

@@ -343,13 +343,15 @@ def _held(
         for pod in (pod for group in groups for pod in group.pods if pod.is_waiting):
             places.place([pod.thing.get("spec") or {}])
     begun = {one.ordinal for one in groups if not one.is_going}
+    # what an autoscaler adds to a group that serves waits for nothing else, and nothing for it
+    growing = {one.ordinal for one in groups if one.is_serving and not one.is_ready}
     made: list[MissingPod] = []
     problems: list[DegradedReason] = []
     times: list[float] = []
     for ordinal, found in sorted(by_group.items()):
         until_s = waits.get(_name(ordinal), 0.0)
         pods = [_spec(one) for one in found] if ordinal in begun else specs(found[0].revision, target)
-        left_over = None if places is None or now_s < until_s else places.place(pods)
+        left_over = None if places is None or now_s < until_s or ordinal in growing else places.place(pods)
         if now_s < until_s:
             problems.append(DegradedReason(NO_ROOM, f"group {ordinal} was given up for want of room, and waits"))
             times.append(until_s)
@@ -406,7 +408,7 @@ def _incomplete_since(group: Group, target: DesiredState) -> float | None:
     """
     gang = target.spec.template.gang
     waiting = [one.created_at_s for one in group.pods if one.is_waiting]
-    if gang is None or not waiting or len(waiting) == len(group.pods) or group.is_ready:
+    if gang is None or not waiting or len(waiting) == len(group.pods) or group.is_serving:
         return None
     later = {one.name for one in target.spec.template.roles if one.starts_after}
     for role in group.revision.roles:

@@ -222,7 +222,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """``revision``: of its pods, also of missing ones to create. ``is_whole_revision``: all of its pods are of it.
-    ``is_ready``: all of its roles serve with their desired replicas.
+    ``is_ready``: all of its roles serve with their desired replicas. ``is_serving``: with as many as it takes to serve:
+    of a scalable role the template's replicas, however many more an autoscaler asks for.
     """
 
     ordinal: int
@@ -230,6 +231,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     revision: Revision
     is_whole_revision: bool
     is_ready: bool
+    is_serving: bool
 
     @property
     def pods(self) -> list[Pod]:
@@ -272,12 +274,15 @@ def _group(ordinal: int, pods: Sequence[Pod], target: DesiredState) -> Group:
         Replica(place=PodPosition(ordinal, role, number), pods=tuple(found), size=_size_of(found, sizes))
         for (role, number), found in sorted(by_replica.items())
     )
+    wanted = {one.name: target.replicas_of(revision, one.name) for one in revision.roles}
+    enough = {one.name: one.replicas for one in target.spec.template.roles if one.scalable}
     return Group(
         ordinal=ordinal,
         replicas=replicas,
         revision=revision,
         is_whole_revision=hashes == {revision.hash},
-        is_ready=_serves(replicas, revision, target),
+        is_ready=_serves(replicas, wanted),
+        is_serving=_serves(replicas, {name: min(count, enough.get(name, count)) for name, count in wanted.items()}),
     )
 
 
@@ -299,10 +304,9 @@ def _size_of(pods: Sequence[Pod], sizes: Mapping[str, int]) -> int:
     return max((sizes.get(one.role_revision, len(pods)) for one in pods), default=0)
 
 
-def _serves(replicas: Sequence[Replica], revision: Revision, target: DesiredState) -> bool:
-    """A role may have more replicas than it should while it changes, and those count."""
+def _serves(replicas: Sequence[Replica], wanted: Mapping[str, int]) -> bool:
+    """``wanted``: replicas by role. A role may have more than it should while it changes, and those count."""
     ready = [one.place.role for one in replicas if one.is_ready]
-    wanted = {one.name: target.replicas_of(revision, one.name) for one in revision.roles}
     return any(wanted.values()) and all(ready.count(role) >= count for role, count in wanted.items())
 
 

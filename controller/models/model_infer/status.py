@@ -63,7 +63,7 @@ def refused_condition(mistakes: Sequence[str]) -> Condition:
 def available(groups: Sequence[Group], target: DesiredState) -> Condition:
     """Enough groups serve: as many as the rollout's ``maxUnavailable`` leaves, and one at least."""
     wanted = target.spec.replicas
-    ready = len([one for one in groups if one.is_ready])
+    ready = len([one for one in groups if one.is_serving])
     needed = max(min(1, wanted), wanted - round_down(target.spec.rollout.max_unavailable, wanted))
     message = f"{ready} of {wanted} groups are ready"
     if ready < needed:
@@ -139,7 +139,7 @@ def status_of(
     return {
         "observedGeneration": target.owner["metadata"].get("generation", 0),
         "replicas": len(staying),
-        "readyReplicas": len([one for one in groups if one.is_ready]),
+        "readyReplicas": len([one for one in groups if one.is_serving]),
         "updatedReplicas": len(updated),
         "currentRevision": _current_after(target, rollout),
         "updateRevision": update.hash,
@@ -173,7 +173,7 @@ def _state(group: Group, failed: Collection[int]) -> str:
         return "Terminating"
     if group.is_draining:
         return "Draining"
-    if group.is_ready:
+    if group.is_serving:
         return "Ready"
     return "Failed" if group.ordinal in failed else "Starting"
 

@@ -42,8 +42,26 @@ def mistakes(name: str, spec: ModelSpec, file_paths: Sequence[str] = FILE_PATHS)
         yield from _backend(backend, spec)
     if all(one.weight == 0 for one in spec.backends):
         yield "the weight of every backend is 0, so no request could go anywhere; give one a positive weight"
-    if spec.autoscaling is not None and all(one.max_replicas is None for one in spec.backends):
-        yield "autoscaling needs a backend with maxReplicas; write one, or remove autoscaling"
+    yield from _autoscaling(spec)
+
+
+def _autoscaling(spec: ModelSpec) -> Iterator[str]:
+    targets = Counter(name for one in spec.backends for name in one.target_names)
+    if spec.autoscaling is not None and not targets:
+        yield (
+            "autoscaling needs a backend with maxReplicas, or with maxPrefill or maxDecode of its disaggregation; write"
+            " one, or remove autoscaling"
+        )
+    for name, times in targets.items():
+        if times > 1:
+            yield f"two backends would be scaled under the name '{name}'; rename one of them"
+    if spec.autoscaling is not None and spec.autoscaling.scale_to_zero is not None:
+        for backend in spec.backends:
+            if backend.scales_stages:
+                yield (
+                    f"backend '{backend.name}': prefill and decode that are scaled apart keep one engine each at least;"
+                    " remove scaleToZero, or scale groups by maxReplicas in place of maxPrefill and maxDecode"
+                )
 
 
 def unsupported_features(
@@ -144,11 +162,23 @@ def _backend(backend: Backend, spec: ModelSpec) -> Iterator[str]:
         if any(not one.pinned for one in spec.adapters):
             yield f"{where}: adapters are loaded on demand only without disaggregation; write pinned: true for each"
         yield from _cannot_disaggregate(backend, where)
+        yield from _stages(backend, backend.disaggregation, where)
     for config in configs:
         if gpus_of(config) is None:
             yield f"{where}: tensor x pipeline x data GPUs cannot be shared out evenly over {config.nodes} nodes"
         yield from wrong_shapes(config.pod, f"{where}: config.pod")
         yield from wrong_resources(config.resources, f"{where}: config.resources")
+
+
+def _stages(backend: Backend, apart: Disaggregation, where: str) -> Iterator[str]:
+    """Bounds may come from several layers, and only the whole shows whether they fit."""
+    for rule, (least, most) in zip(apart.CEL, (apart.prefill_bounds, apart.decode_bounds), strict=True):
+        if least > most:
+            yield f"{where}: disaggregation: {rule.message}"
+    if apart.ratio is not None and not apart.is_scaled:
+        yield f"{where}: disaggregation.ratio needs maxPrefill or maxDecode beside it; write one, or remove the ratio"
+    if apart.is_scaled and (backend.max_replicas is not None or (backend.replicas or 0) > 1):
+        yield f"{where}: {backend.CEL[-1].message}"
 
 
 def _cannot_disaggregate(backend: Backend, where: str) -> Iterator[str]:

@@ -15,7 +15,21 @@ from extproc.errors import BadRequest
 from extproc.metrics.registry import Metrics
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
-from tests.extproc.core.test_prefill_leg import FAILURES, SERVER, D, E, P, Pair, Q, Scene, config, fields, leg, refusal
+from tests.extproc.core.test_prefill_leg import (
+    FAILURES,
+    SERVER,
+    D,
+    E,
+    P,
+    Pair,
+    Q,
+    Scene,
+    config,
+    fields,
+    in_flight,
+    leg,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,6 +91,26 @@ def test_both_engines_have_the_request_at_once_and_count_it() -> None:
     assert settled.waited_s == 0
     assert scene.is_free
     assert not scene.core.requests()
+
+
+def test_a_decode_engine_that_answers_has_decoded_a_prefill_though_it_reports_no_cached_tokens() -> None:
+    scene, metrics = Scene(sglang()), Metrics(list, lambda: 0.0, lambda: 0.0)
+    found, asked, _ = arrive(scene)
+    scene.answer(asked.ticket, 0.5, **OK)
+    for one in scene.core.on_outcome(Outcome(found.ticket, 200, D, 2.0, 0.5, 410, 6, 0), 2.0):
+        metrics.count_effect(one)
+    labels = {"server": SERVER, "outcome": "decoded"}
+    assert metrics.registry.get_sample_value("attache_prefilled_answers_total", labels) == 1
+
+
+def test_autoscalers_see_a_request_at_both_engines_until_its_prefill_has_ended() -> None:
+    scene = Scene(sglang())
+    found, asked, _ = arrive(scene)
+    assert in_flight(scene) == {P: 1, D: 1}
+    scene.answer(asked.ticket, 0.5, **OK)
+    assert in_flight(scene) == {D: 1}
+    scene.core.on_stream_closed(found.ticket, 1.0)
+    assert in_flight(scene) == {}
 
 
 def test_envoy_tries_no_other_engine_and_no_sidecar_is_asked() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from extproc.api.load import load_snapshot
 from extproc.core import dispatch, prefill, prefill_leg
@@ -485,6 +486,52 @@ def test_even_if_its_engines_cannot_be_freed_its_client_is_answered(monkeypatch:
     assert not scene.core.requests()
 
 
+def in_flight(scene: Scene) -> dict[str, int]:
+    """As autoscalers read it."""
+    page = scene.core.meter.page(scene.core.pools, 0.0)
+    return {address: one.in_flight for address, one in page.servers[SERVER].engines.items() if one.in_flight}
+
+
+def test_autoscalers_see_a_request_at_its_prefill_engine_first_and_then_at_its_decode_engine() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive(max_tokens=1000)
+    assert in_flight(scene) == {P: 1}
+    engines = scene.core.meter.page(scene.core.pools, 0.0).servers[SERVER].engines
+    # of its answer the prefill engine computes nothing
+    assert 100 < engines[P].in_flight_tokens < 1000
+    scene.answer(asked.ticket, 0.5)
+    assert in_flight(scene) == {D: 1}
+    scene.core.on_stream_closed(asked.ticket, 1.0)
+    assert in_flight(scene) == {}
+
+
+def test_autoscalers_see_a_request_at_the_prefill_engine_that_is_asked_next() -> None:
+    scene = Scene(config(prefill=(P, Q)))
+    _, asked, _ = scene.arrive()
+    effects = scene.answer(asked.ticket, 0.1, status=500)
+    (second,) = [one for one in effects if isinstance(one, Prefill)]
+    assert in_flight(scene) == {({P, Q} - {asked.address}).pop(): 1}
+    scene.answer(second.ticket, 0.5)
+    assert in_flight(scene) == {D: 1}
+
+
+def test_a_client_that_leaves_during_the_prefill_leaves_no_load() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    scene.core.on_stream_closed(asked.ticket, 0.2)
+    assert in_flight(scene) == {}
+    assert scene.is_free
+
+
+def test_an_engine_that_a_sidecar_has_asked_counts_beside_its_decode_engine() -> None:
+    scene = Scene(config().replace(b"leg: Gateway, connector: NixlConnector", b"leg: Sidecar"))
+    own, _ = scene.enter()
+    assert isinstance(own, Decision)
+    assert in_flight(scene) == {P: 1, D: 1}
+    scene.core.on_stream_closed(own.ticket, 1.0)
+    assert in_flight(scene) == {}
+
+
 def test_a_client_that_leaves_ends_the_prefill() -> None:
     scene = Scene(config())
     _, asked, _ = scene.arrive()
@@ -890,3 +937,39 @@ def test_legs_that_have_not_ended_are_counted() -> None:
     assert in_flight(scene.answer(first.ticket, 0.2)) == 1
     assert in_flight(scene.core.on_disconnect(second.ticket, 0.3)) == 0
     assert in_flight(scene.answer(second.ticket, 0.4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((200, 399), "decoded"),
+        # no block was fetched, but for a prefix that it had before
+        ((200, 16), "recomputed"),
+        ((200, None), "unknown"),
+        ((500, None), "failed"),
+        # its client did not wait
+        ((0, None), "unknown"),
+    ],
+)
+def test_what_the_decode_engine_makes_of_a_prefill_is_counted(answer: tuple[int, int | None], expected: str) -> None:
+    scene = Scene(config())
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0)
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.5)
+    status, cached = answer
+    for one in scene.core.on_outcome(Outcome(asked.ticket, status, D, 1.0, 0.5, 400, 6, cached), 1.0):
+        metrics.count_effect(one)
+    for name in ("decoded", "recomputed", "unknown", "failed"):
+        labels = {"server": SERVER, "outcome": name}
+        found = metrics.registry.get_sample_value("attache_prefilled_answers_total", labels)
+        assert found == (1 if name == expected else None)
+
+
+def test_a_prompt_that_its_own_engine_computed_is_not_counted_as_prefilled() -> None:
+    scene = Scene(config())
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0)
+    _, asked, _ = scene.arrive()
+    scene.answer(asked.ticket, 0.5, failure="unreachable")
+    for one in scene.core.on_outcome(Outcome(asked.ticket, 200, D, 1.0, 0.5, 400, 6, 399), 1.0):
+        metrics.count_effect(one)
+    assert b"attache_prefilled_answers_total{" not in generate_latest(metrics.registry)

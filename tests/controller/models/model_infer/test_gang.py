@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.api.pod_shapes import quantity, requests_of
-from controller.kube.resources import PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
+from controller.kube.resources import MODEL_INFER_ROLES, PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
 from controller.models.model_infer.gang import takes, total
 from controller.models.model_infer.model_infer_state import NodeCapacity, PodGroups
 from tests.model_infer_cluster import Cluster, model_infer, role
@@ -160,6 +160,22 @@ def test_a_group_that_holds_room_without_starting_gives_it_up_and_waits_longer_e
         cluster.look(after_s=wait_s - 1)
         assert cluster.names() == []
         cluster.now_s += 1
+
+
+def test_engines_that_an_autoscaler_adds_wait_alone_and_cost_those_that_serve_nothing() -> None:
+    roles = [{"name": name, "entryTemplate": engine(8), "scalable": True} for name in ("prefill", "decode")]
+    cluster = Cluster(model_infer(*roles, template={"gang": {}}))
+    cluster.room = [node("a", 16)]
+    cluster.settle()
+    cluster.of(MODEL_INFER_ROLES)["default/llama-decode"]["spec"]["replicas"] = 3
+    # pending pods are what a cluster's autoscaler adds nodes for
+    cluster.room = []
+    cluster.look(after_s=1)
+    serving, added = ["llama-0-decode-0-0", "llama-0-prefill-0-0"], ["llama-0-decode-1-0", "llama-0-decode-2-0"]
+    assert cluster.names() == sorted([*serving, *added])
+    cluster.look(after_s=7200)
+    assert cluster.names() == sorted([*serving, *added])
+    assert cluster.thing["status"]["readyReplicas"] == 1
 
 
 def test_a_group_of_which_no_pod_has_a_node_holds_nothing() -> None:

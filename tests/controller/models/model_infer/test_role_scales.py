@@ -60,3 +60,30 @@ def test_a_role_that_is_no_longer_scalable_follows_the_template() -> None:
     cluster.settle()
     assert cluster.of(MODEL_INFER_ROLES) == {}
     assert len([one for one in cluster.names() if "decode" in one]) == 4
+
+
+def test_a_group_serves_while_an_autoscaler_adds_engines_to_it() -> None:
+    cluster = scalable()
+    cluster.of(MODEL_INFER_ROLES)[KEY]["spec"]["replicas"] = 3
+    cluster.look()
+    assert "llama-1-decode-2-0" in cluster.names()
+    assert cluster.thing["status"]["readyReplicas"] == 2
+    assert cluster.thing["status"]["groups"] == {"Ready": 2}
+    assert cluster.condition("Available")["status"] == "True"
+
+
+def test_a_group_with_fewer_engines_than_its_template_has_does_not_serve() -> None:
+    cluster = scalable()
+    cluster.of(MODEL_INFER_ROLES)[KEY]["spec"]["replicas"] = 3
+    cluster.settle()
+    for name in ("llama-0-decode-0-0", "llama-0-decode-1-0"):
+        cluster.run(name, ready=False)
+    cluster.look()
+    assert cluster.thing["status"]["readyReplicas"] == 1
+
+
+def test_an_autoscaler_may_ask_for_fewer_than_the_template() -> None:
+    cluster = scalable()
+    cluster.of(MODEL_INFER_ROLES)[KEY]["spec"]["replicas"] = 1
+    cluster.settle()
+    assert cluster.thing["status"]["readyReplicas"] == 2
