@@ -162,6 +162,17 @@ def test_the_decode_engine_gets_the_clients_request_and_the_parameters_as_they_c
         assert json.loads(decode(api, store, body, PrefillAnswer()) or b"") == body
 
 
+@pytest.mark.parametrize("thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])
+def test_no_budget_for_thinking_is_above_the_limit_of_a_prefill(thinking: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": MESSAGES, "max_tokens": 2000, "thinking": thinking}
+    for store in STORES:
+        assert ("thinking" in prefill(Api.MESSAGES, store, body)) == (thinking["type"] == "adaptive")
+    assert ("thinking" in prefill(Api.MESSAGES, "OffloadingConnector", body)) == (thinking["type"] == "adaptive")
+    # vLLM knows these prefills by do_remote_decode
+    for connector in (*NIXL, "MooncakeConnector"):
+        assert prefill(Api.MESSAGES, connector, body)["thinking"] == thinking
+
+
 # What both engines get, where that is known before the prefill.
 JOINED: Final[Mapping[Connector, tuple[dict[str, Any], dict[str, Any]]]] = {
     "OffloadingConnector": (
@@ -306,6 +317,13 @@ def test_a_long_body_is_not_read_again() -> None:
         (Api.CHAT, {"prompt_token_ids": [1, 2]}, ""),
         (Api.RESPONSES, {"previous_response_id": "resp_1"}, "stored_prompt"),
         (Api.RESPONSES, {"background": True}, "background"),
+        (Api.RESPONSES, {"truncation": "auto"}, "truncation"),
+        (Api.RESPONSES, {"truncation": "disabled"}, ""),
+        (Api.CHAT, {"truncate_prompt_tokens": -1}, "truncation"),
+        (Api.COMPLETIONS, {"truncate_prompt_tokens": "-1"}, "truncation"),
+        (Api.COMPLETIONS, {"truncate_prompt_tokens": 100}, ""),
+        (Api.COMPLETIONS, {"truncate_prompt_tokens": None}, ""),
+        (Api.GENERATE, {"sampling_params": {"truncate_prompt_tokens": -1}}, "truncation"),
         (Api.GENERATE, {"sampling_params": {"n": 2}}, "answers"),
         (Api.GENERATE, {"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         (Api.MESSAGES, {"system": "s"}, ""),
