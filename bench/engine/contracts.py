@@ -87,6 +87,7 @@ class PairFields(msgspec.Struct, frozen=True):
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
     rid: str = ""
+    request_id: str = ""
 
 
 class Export(msgspec.Struct, frozen=True):

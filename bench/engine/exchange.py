@@ -188,8 +188,9 @@ class KvExchange:
         return self._config.kv_connector in {"SGLang", "TensorRT-LLM"}
 
     def plan(self, body: bytes, request_id: str) -> Plan:
-        """What a request is. Raises msgspec.DecodeError."""
+        """What a request is. Raises msgspec.DecodeError. ``request_id``: of its header; empty: that of its body."""
         fields = msgspec.json.decode(body, type=PairFields)
+        request_id = request_id or fields.request_id
         # as vLLM makes its own id: that of the header, and eight random digits
         own = f"{request_id or 'cmpl'}-{secrets.token_hex(4)}" if self._is_pull else request_id
         return plan_of(self._config, fields, own)

@@ -341,7 +341,9 @@ class EngineServer:
         """What the request is in a pair, and its job as that. Raises msgspec.DecodeError."""
         if self._exchange is None:
             return None, job
-        plan = self._exchange.plan(body, http.headers.get("x-request-id", ""))
+        # vLLM's responses have an id of their own, whatever the header says
+        is_response = http.path in Api.RESPONSES.spec.paths
+        plan = self._exchange.plan(body, "" if is_response else http.headers.get("x-request-id", ""))
         if isinstance(plan, Export) and self._exchange.cuts_answers:
             job = msgspec.structs.replace(job, max_tokens=1)
         return plan, job

@@ -140,26 +140,24 @@ class Nixl:
     def __init__(self, *, joins_by_request_id: bool = False) -> None:
         self.joins_by_request_id = joins_by_request_id
 
-    def prefill_changes(
-        self,
-        request: InferenceRequest,
-        fields: Mapping[str, msgspec.Raw],
-        this: Try,  # noqa: ARG002 - as other connectors
-    ) -> Changes:
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept."""
-        return _one_token_with(request, fields, _ASKED)
+        changes = _one_token_with(request, fields, _ASKED)
+        return Changes({**changes.fields, **self._id(request, this)}, changes.without)
 
     def decode_changes(
-        self,
-        request: InferenceRequest,
-        fields: Mapping[str, msgspec.Raw],
-        this: Try,  # noqa: ARG002 - as other connectors
-        answer: PrefillAnswer,
+        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try, answer: PrefillAnswer
     ) -> Changes | None:
         """Where the KV cache is."""
         if not answer.parameters:
             return None
-        return Changes(_with_parameters(request, fields, answer.parameters))
+        return Changes({**_with_parameters(request, fields, answer.parameters), **self._id(request, this)})
+
+    def _id(self, request: InferenceRequest, this: Try) -> dict[str, object]:
+        """vLLM gives a response an id of its own, whatever the header says."""
+        if not self.joins_by_request_id or request.api is not Api.RESPONSES:
+            return {}
+        return {"request_id": msgspec.Raw(msgspec.json.encode(f"resp_{this.id}"))}
 
 
 class PeerToPeer:
