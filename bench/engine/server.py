@@ -342,7 +342,9 @@ class EngineServer:
         """What the request is in a pair, or each of its prompts, and its job as that. Raises msgspec.DecodeError."""
         if self._exchange is None:
             return [], job
-        plans = self._exchange.plans(body, http.headers.get("x-request-id", ""))
+        # vLLM's responses have an id of their own, whatever the header says
+        is_response = http.path in Api.RESPONSES.spec.paths
+        plans = self._exchange.plans(body, "" if is_response else http.headers.get("x-request-id", ""))
         if len(plans) > 1 and (len(plans) != len(job.prompts) or job.choices > 1):
             msg = "there are as many rooms as prompts, with one answer to each."
             raise FieldsInvalid(msg)

@@ -200,17 +200,19 @@ class Processes:
         self._commands[name] = command
         return process.pid
 
-    async def wait_ready(self, name: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
-        """Until ``name`` is ready; StartFailed if it ends or takes longer than three minutes."""
+    async def wait_ready(
+        self, name: str, is_ready: Callable[[], Awaitable[bool]], *, timeout_s: float = _READY_S
+    ) -> None:
+        """Until ``name`` is ready; StartFailed if it ends or takes longer."""
         process = self._named(name)
-        deadline = asyncio.get_running_loop().time() + _READY_S
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while not await is_ready():
             if process.returncode is not None:
                 raise StartFailed(
                     f"{name} ended with status {process.returncode}; its log ends so:\n{self._tail(name)}"
                 )
             if asyncio.get_running_loop().time() > deadline:
-                raise StartFailed(f"{name} is not ready after {_READY_S:g} s; its log ends so:\n{self._tail(name)}")
+                raise StartFailed(f"{name} is not ready after {timeout_s:g} s; its log ends so:\n{self._tail(name)}")
             await asyncio.sleep(0.05)
 
     async def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:

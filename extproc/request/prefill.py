@@ -8,6 +8,7 @@ A prefill engine gets the request itself, for one token and not streamed, so tha
 | `stream` | `false`; `stream_options` removed |
 | the API's limits of tokens | 1, those that the body has, or else the API's own |
 | `min_tokens`, `min_completion_tokens` | removed: they may not be above the limit |
+| `thinking` of `/v1/messages`, with a budget | removed without `do_remote_decode`: it must be below the limit |
 | `store` of `/v1/responses` | `false`: the answer is nobody's |
 | all others | byte for byte: the prompt depends on them |
 
@@ -78,6 +79,7 @@ WHOLE: Final[Mapping[str, str]] = MappingProxyType(
         "forced_call": "its answer must call a tool, which one token cannot be",
         "beam_search": "beam search writes several answers side by side",
         "embeddings": "its prompt is not made of tokens",
+        "truncation": "its prompt is truncated to what its answer leaves, which differs for one token",
         "steering": "its client chooses engines itself, by a field in allowedFields",
     }
 )
@@ -143,26 +145,24 @@ class Nixl:
     def __init__(self, *, joins_by_request_id: bool = False) -> None:
         self.joins_by_request_id = joins_by_request_id
 
-    def prefill_changes(
-        self,
-        request: InferenceRequest,
-        fields: Mapping[str, msgspec.Raw],
-        this: Try,  # noqa: ARG002 - as other connectors
-    ) -> Changes:
+    def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept."""
-        return _one_token_with(request, fields, _ASKED)
+        changes = _one_token_with(request, fields, _ASKED)
+        return Changes({**changes.fields, **self._id(request, this)}, changes.without)
 
     def decode_changes(
-        self,
-        request: InferenceRequest,
-        fields: Mapping[str, msgspec.Raw],
-        this: Try,  # noqa: ARG002 - as other connectors
-        answer: PrefillAnswer,
+        self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try, answer: PrefillAnswer
     ) -> Changes | None:
         """Where the KV cache is."""
         if not answer.parameters:
             return None
-        return Changes(_with_parameters(request, fields, answer.parameters))
+        return Changes({**_with_parameters(request, fields, answer.parameters), **self._id(request, this)})
+
+    def _id(self, request: InferenceRequest, this: Try) -> dict[str, object]:
+        """vLLM gives a response an id of its own, whatever the header says."""
+        if not self.joins_by_request_id or request.api is not Api.RESPONSES:
+            return {}
+        return {"request_id": msgspec.Raw(msgspec.json.encode(f"resp_{this.id}"))}
 
 
 class PeerToPeer:
@@ -176,7 +176,8 @@ class PeerToPeer:
 
     def prefill_changes(self, request: InferenceRequest, fields: Mapping[str, msgspec.Raw], this: Try) -> Changes:
         """One token, and the KV cache is kept under the id."""
-        return _one_token_with(request, fields, {"remote_decoder": {"kv_request_id": this.id}})
+        changes = _one_token_with(request, fields, {"remote_decoder": {"kv_request_id": this.id}})
+        return _without_budget(request, fields, changes)
 
     def decode_changes(
         self,
@@ -309,7 +310,7 @@ class SharedStore:
         this: Try,  # noqa: ARG002 - as other connectors
     ) -> Changes:
         """One token."""
-        return _one_token(request, fields)
+        return _without_budget(request, fields, _one_token(request, fields))
 
     def decode_changes(
         self,
@@ -367,7 +368,17 @@ def _why_whole_by_fields(request: InferenceRequest, body: bytes, protocol: Prefi
     if _is_on(options, "use_beam_search"):
         return "beam_search"
     sends_tokens = any(is_given(fields.get(name, msgspec.Raw())) for name in CHAT_TOKENS)
-    return "embeddings" if request.media.replaces_text and not sends_tokens else ""
+    if request.media.replaces_text and not sends_tokens:
+        return "embeddings"
+    return "truncation" if _truncates_by_answer(options) else ""
+
+
+def _truncates_by_answer(options: Mapping[str, msgspec.Raw]) -> bool:
+    """vLLM truncates to a number of tokens, or, for -1, to its longest prompt: in most versions that is what the limit
+    of the answer leaves.
+    """
+    longest, kind = options.get("truncate_prompt_tokens", msgspec.Raw()), options.get("truncation", msgspec.Raw())
+    return bytes(longest).lstrip(b'"').startswith(b"-") or (is_given(kind) and bytes(kind) != b'"disabled"')
 
 
 def _forces_call(fields: Mapping[str, msgspec.Raw]) -> bool:
@@ -395,6 +406,15 @@ def _one_token(request: InferenceRequest, fields: Mapping[str, msgspec.Raw]) -> 
         limits = request.api.spec.limits
         changes |= dict.fromkeys([name for name in limits if name in fields] or limits[:1], _ONE)
     return Changes(changes, _REMOVED)
+
+
+def _without_budget(request: InferenceRequest, fields: Mapping[str, msgspec.Raw], changes: Changes) -> Changes:
+    """vLLM refuses a budget that is not below the limit, but where ``do_remote_decode`` is sent. Should thinking change
+    the prompt, the decode engine finds less of it: here blocks are found by their tokens.
+    """
+    if request.api is Api.MESSAGES and "budget_tokens" in _members(fields.get("thinking")):
+        return Changes(changes.fields, (*changes.without, "thinking"))
+    return changes
 
 
 def _one_token_with(

@@ -209,6 +209,16 @@ async def test_answers_are_those_of_a_whole_engine_and_the_decode_engine_compute
         assert first["prefill_wait_s"] > 0
 
 
+async def test_a_response_is_pushed_though_its_engines_do_not_read_the_header_for_its_id(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, connector="NixlPushConnector") as scene:
+        answer = await scene.openai.responses.create(model=MODEL, input=PROMPT, max_output_tokens=6)
+        assert answer.usage is not None
+        assert answer.usage.output_tokens == 6
+        assert await scene.legs("prefilled") == 1
+        assert await scene.pair.decode.computed() == 0
+        await scene.pair.are_free()
+
+
 async def test_tensorrt_llms_context_comes_first(tmp_path: Path) -> None:
     async with running("NixlConnector") as whole, scene_of(tmp_path, connector="context_first") as scene:
         async with openai.AsyncOpenAI(base_url=f"{whole.decode.url}/v1", api_key="none", timeout=60) as one:

@@ -28,7 +28,7 @@ from tests.waiting import eventually
 from tests.with_vllm.model import NAME, adapter_script, write_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 BLOCK = 32
 _UP_S = 240
@@ -63,63 +63,53 @@ async def engines(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) ->
     writing = await asyncio.create_subprocess_exec(vllm_python, *adapter_script(adapter))
     assert await writing.wait() == 0
     ports, events, replays = (tuple(free_ports(2)) for _ in range(3))
-    environment = {
+    async with Processes(directory) as processes:
+        for number, port in enumerate(ports):
+            published = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{events[number]}",
+                "replay_endpoint": f"tcp://*:{replays[number]}",
+                "topic": f"kv@127.0.0.1:{port}@{NAME}",
+            }
+            flags = ["--load-format", "dummy", "--dtype", "bfloat16", "--kv-events-config", json.dumps(published)]
+            flags += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8"]
+            flags += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", "2048"]
+            command = engine_command(vllm_python, model, port, flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+            await processes.start(f"vllm-{number}", command)
+            await until_up(processes, f"vllm-{number}", port)
+        addresses = (f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+        yield Engines(addresses, events, replays, model, adapter)
+
+
+def engine_command(python: str, model: Path, port: int, flags: Sequence[str], **environment: str) -> list[str]:
+    """An engine for ``model``. ``flags`` and ``environment``: beside those of every engine here."""
+    of_all = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
-    async with Processes(directory) as processes, httpx.AsyncClient(timeout=60) as http:
-        for number, port in enumerate(ports):
-            command = _command(vllm_python, model, port, events[number], replays[number])
-            await processes.start(f"vllm-{number}", ["env", *(f"{k}={v}" for k, v in environment.items()), *command])
-
-            async def is_up(port: int = port) -> bool:
-                try:
-                    return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
-                except httpx.TransportError:
-                    return False
-
-            try:
-                await eventually(is_up, timeout_s=_UP_S)
-            except TimeoutError:
-                tail = (directory / f"vllm-{number}.log").read_text()[-3000:]
-                pytest.fail(f"vLLM is not up after {_UP_S} s; its log ends so:\n{tail}")
-        addresses = (f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
-        yield Engines(addresses, events, replays, model, adapter)
+    words = ["env", *(f"{name}={value}" for name, value in {**of_all, **environment}.items())]
+    words += [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", NAME]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "8192", "--max-num-seqs", "64"]
+    words += ["--kv-cache-memory-bytes", "268435456", "--max-num-batched-tokens", "2048"]
+    return [*words, "--enforce-eager", "--enable-prompt-tokens-details", *flags]
 
 
-def _command(python: str, model: Path, port: int, events: int, replay: int) -> list[str]:
-    published = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replay}",
-        "topic": f"kv@127.0.0.1:{port}@{NAME}",
-    }
-    flags = {
-        "--model": model,
-        "--served-model-name": NAME,
-        "--load-format": "dummy",
-        "--dtype": "bfloat16",
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--max-model-len": 8192,
-        "--block-size": BLOCK,
-        "--num-gpu-blocks-override": 2048,
-        "--kv-cache-memory-bytes": 268_435_456,
-        "--max-num-batched-tokens": 2048,
-        "--max-num-seqs": 64,
-        "--max-loras": 2,
-        "--max-cpu-loras": 4,
-        "--max-lora-rank": 8,
-        "--kv-events-config": json.dumps(published),
-    }
-    switches = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-lora"]
-    words = [str(word) for pair in flags.items() for word in pair]
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *words, *switches]
+async def until_up(processes: Processes, name: str, port: int) -> None:
+    """Until the engine answers."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        url = f"http://127.0.0.1:{port}/health"
+        await processes.wait_ready(name, lambda: _is_there(http, url), timeout_s=_UP_S)
+
+
+async def _is_there(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(url)).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 class Gateway(msgspec.Struct, frozen=True):
@@ -148,17 +138,25 @@ class Gateway(msgspec.Struct, frozen=True):
 @asynccontextmanager
 async def gateway(directory: Path, engines: Engines, *, precise: bool) -> AsyncIterator[Gateway]:
     """``precise``: by KV events and the model's own tokenizer."""
-    listen, admin, grpc, metrics = free_ports(4)
     endpoints = [{"address": address} for address in engines.addresses]
-    server = {"model": NAME, "scrapeInterval": "200ms", "endpoints": endpoints}
+    server: dict[str, object] = {"endpoints": endpoints}
     if precise:
         server.update({"kvEvents": {}, "tokenizer": {"path": str(engines.model), "timeout": "2s"}})
         for endpoint, events, replay in zip(endpoints, engines.events, engines.replays, strict=True):
             endpoint.update({"kvEvents": f"127.0.0.1:{events}", "kvReplay": f"127.0.0.1:{replay}"})
+    async with gateway_of(directory, server) as made:
+        await asyncio.sleep(1.0)  # for replays of KV events
+        yield made
+
+
+@asynccontextmanager
+async def gateway_of(directory: Path, server: Mapping[str, object]) -> AsyncIterator[Gateway]:
+    """``server``: the specification of the ModelServer, beside the model. Until two engines have reported twice."""
+    listen, admin, grpc, metrics = free_ports(4)
     at = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{grpc}"}
     rule = {"targetModels": [{"modelServerName": "tiny"}]}
     documents = [
-        _document("ModelServer", "tiny", server),
+        _document("ModelServer", "tiny", {"model": NAME, "scrapeInterval": "200ms", **server}),
         _document("ModelRoute", "tiny", {"modelName": "chat", "loraAdapters": ["sql"], "rules": [rule]}),
         _document("GatewayConfig", "gateway", dict(at)),
     ]
@@ -168,29 +166,21 @@ async def gateway(directory: Path, engines: Engines, *, precise: bool) -> AsyncI
     python = [sys.executable, "-m"]
     flags = ["--metrics", f"127.0.0.1:{metrics}", "--decision-log", str(log), "--decision-sample", "1"]
     async with Processes(directory) as processes, httpx.AsyncClient(timeout=60) as http:
-
-        async def is_there(url: str) -> bool:
-            try:
-                return (await http.get(url)).status_code == 200
-            except httpx.TransportError:
-                return False
-
         await processes.start(
             "extproc", [*python, "extproc", "--config", str(config), "--listen", at["extproc"], *flags]
         )
-        await eventually(lambda: is_there(f"http://127.0.0.1:{metrics}/readyz"))
+        await eventually(lambda: _is_there(http, f"http://127.0.0.1:{metrics}/readyz"))
         writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
         await processes.start("bundle", writer)
         await eventually((bundle / "bootstrap.json").is_file)
         await processes.start("envoy", envoy_command(bundle))
-        await eventually(lambda: is_there(f"http://{at['listen']}/v1/models/chat"))
+        await eventually(lambda: _is_there(http, f"http://{at['listen']}/v1/models/chat"))
         made = Gateway(f"http://{at['listen']}", f"http://127.0.0.1:{metrics}", log)
 
         async def have_reported() -> bool:
             return await made.metric("attache_engine_reports_total") >= 4
 
         await eventually(have_reported)
-        await asyncio.sleep(1.0)  # for replays of KV events
         yield made
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that fits anywhere: a tiny Llama without weights, and a tokenizer of one token a byte, so that counts are
-known.
+"""A model that fits anywhere: a tiny Llama, and a tokenizer of one token a byte, so that counts are known. It has no
+weights: vLLM draws such small ones that an answer depends on the last token alone. Where answers are compared, a script
+writes weights by which they depend on the whole prompt.
 """
 
 from __future__ import annotations
@@ -55,6 +56,26 @@ config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 1
           "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "tiny"}
 (directory / "adapter_config.json").write_text(json.dumps(config))
 """
+# Only printable ASCII has a score: no answer ends by itself, and each token is a character in a stream, too.
+_WRITE_WEIGHTS: Final = """
+import sys, torch
+from safetensors.torch import save_file
+chance = torch.Generator().manual_seed(7)
+def drawn(*shape):
+    return torch.randn(*shape, generator=chance) * shape[-1] ** -0.5
+words = drawn(512, 256) * 4
+words[:32], words[127:] = 0, 0
+tensors = {"model.embed_tokens.weight": words, "model.norm.weight": torch.ones(256)}
+sizes = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256),
+         "self_attn.o_proj": (256, 256), "mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256),
+         "mlp.down_proj": (256, 512)}
+for layer in range(4):
+    for name, shape in sizes.items():
+        tensors[f"model.layers.{layer}.{name}.weight"] = drawn(*shape) * (2 if name.startswith("self_attn") else 1)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(256)
+save_file(tensors, sys.argv[1] + "/model.safetensors", metadata={"format": "pt"})
+"""
 
 
 def write_model(directory: Path) -> None:
@@ -99,6 +120,11 @@ def write_model(directory: Path) -> None:
 def adapter_script(directory: Path) -> list[str]:
     """Arguments of a Python with torch, which writes a LoRA adapter of random numbers into ``directory``."""
     return ["-c", _WRITE_ADAPTER, str(directory)]
+
+
+def weights_script(directory: Path) -> list[str]:
+    """Likewise, which writes the weights of the model in ``directory``."""
+    return ["-c", _WRITE_WEIGHTS, str(directory)]
 
 
 def _byte_letters() -> dict[int, str]:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import pytest
 
 from extproc.engines.answers import KnownEngine, PrefillAnswer, Unreadable, known_engines, prefill_in
@@ -37,6 +39,8 @@ ASKED: Final = {
     "remote_host": None,
     "remote_port": None,
 }
+# vLLM 0.32.0 with NixlConnector: a prompt of 300 characters, of which two blocks were cached.
+RECORDED: Final = Path(__file__).parent / "nixl_answers.jsonl"
 ANSWERED: Final = (
     b'{"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[11, 12, 13]],'
     b' "remote_engine_id": "7c0d", "remote_request_id": "chatcmpl-1-1a2b3c4d", "remote_host": "10.0.0.11",'
@@ -128,6 +132,11 @@ CASES: Final[list[tuple[Api, dict[str, Any], dict[str, Any]]]] = [
 ]
 
 
+def id_of(api: Api, connector: Connector) -> str:
+    """In a body: both engines must know a request by one id, and vLLM's responses have none of the header."""
+    return "resp_t-1-1" if (api, connector) == (Api.RESPONSES, "NixlPushConnector") else ""
+
+
 @pytest.mark.parametrize(("api", "body", "expected"), CASES)
 def test_the_prefill_engine_computes_the_prompt_and_one_token(
     api: Api, body: dict[str, Any], expected: dict[str, Any]
@@ -137,6 +146,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(
     for connector in NIXL:
         with_parameters = prefill(api, connector, body)
         assert with_parameters.pop("kv_transfer_params") == ASKED
+        assert with_parameters.pop("request_id", "") == id_of(api, connector)
         if api is Api.GENERATE:
             assert with_parameters["sampling_params"].pop("extra_args") == {"kv_transfer_params": ASKED}
         assert with_parameters == expected
@@ -157,9 +167,38 @@ def test_the_decode_engine_gets_the_clients_request_and_the_parameters_as_they_c
             extra = changed["sampling_params"].pop("extra_args")
             assert extra == {"kv_transfer_params": json.loads(ANSWERED)}
         assert changed.pop("kv_transfer_params") == json.loads(ANSWERED)
+        assert changed.pop("request_id", "") == id_of(api, connector)
         assert changed == body
     for store in STORES:
         assert json.loads(decode(api, store, body, PrefillAnswer()) or b"") == body
+
+
+@pytest.mark.parametrize("thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])
+def test_no_budget_for_thinking_is_above_the_limit_of_a_prefill(thinking: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": MESSAGES, "max_tokens": 2000, "thinking": thinking}
+    for store in STORES:
+        assert ("thinking" in prefill(Api.MESSAGES, store, body)) == (thinking["type"] == "adaptive")
+    assert ("thinking" in prefill(Api.MESSAGES, "OffloadingConnector", body)) == (thinking["type"] == "adaptive")
+    # vLLM knows these prefills by do_remote_decode
+    for connector in (*NIXL, "MooncakeConnector"):
+        assert prefill(Api.MESSAGES, connector, body)["thinking"] == thinking
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    api: str
+    answer: msgspec.Raw
+
+
+@pytest.mark.parametrize(
+    "recorded", msgspec.json.Decoder(Recorded).decode_lines(RECORDED.read_bytes()), ids=lambda one: one.api
+)
+def test_what_a_real_engine_has_answered_is_read(recorded: Recorded) -> None:
+    api, whole = Api[recorded.api], bytes(recorded.answer)
+    answer, told = prefill_in(whole), json.loads(whole)["kv_transfer_params"]
+    assert (answer.prompt_tokens, answer.cached_tokens) == (told["remote_num_tokens"], 256)
+    assert answer.is_cut
+    found = json.loads(decode(api, "NixlConnector", {"model": "m", **api.spec.example}, answer) or b"")
+    assert found["kv_transfer_params"] == told
 
 
 # What both engines get, where that is known before the prefill.
@@ -306,6 +345,13 @@ def test_a_long_body_is_not_read_again() -> None:
         (Api.CHAT, {"prompt_token_ids": [1, 2]}, ""),
         (Api.RESPONSES, {"previous_response_id": "resp_1"}, "stored_prompt"),
         (Api.RESPONSES, {"background": True}, "background"),
+        (Api.RESPONSES, {"truncation": "auto"}, "truncation"),
+        (Api.RESPONSES, {"truncation": "disabled"}, ""),
+        (Api.CHAT, {"truncate_prompt_tokens": -1}, "truncation"),
+        (Api.COMPLETIONS, {"truncate_prompt_tokens": "-1"}, "truncation"),
+        (Api.COMPLETIONS, {"truncate_prompt_tokens": 100}, ""),
+        (Api.COMPLETIONS, {"truncate_prompt_tokens": None}, ""),
+        (Api.GENERATE, {"sampling_params": {"truncate_prompt_tokens": -1}}, "truncation"),
         (Api.GENERATE, {"sampling_params": {"n": 2}}, "answers"),
         (Api.GENERATE, {"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         (Api.MESSAGES, {"system": "s"}, ""),
