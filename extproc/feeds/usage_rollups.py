@@ -4,7 +4,7 @@
 A process that starts asks before it serves, for a bounded time, and goes on asking until the rows are whole: the usage
 process may be away, or behind the log by hours. Each answer counts, as levels are only ever lowered. It asks again when
 Redis had to begin with buckets that it did not know: it may have lost them. And it asks once a minute, for what a
-process that died had not told anybody.
+process that died had not told anybody, and at once for a budget that a reload has added.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ class UsageRollups:
         self._began_s = wall_clock()
         self._wanted = asyncio.Event()
         self._wanted.set()
+        # a budget was added
+        self._added = asyncio.Event()
+        self._asked = core.admission.known_budgets()
         self._is_over = False
         self._reason = ""
         # whether the log says that levels are those of the rows
@@ -117,17 +120,32 @@ class UsageRollups:
             self._wanted.set()
             self._note(f"it takes longer than {self._times.start_s:g} s")
 
+    def on_config(self) -> None:
+        """Another configuration is in use: ask at once for budgets that it has added, which would begin full."""
+        known = self._core.admission.known_budgets()
+        if not known <= self._asked:
+            self._added.set()
+            self._wanted.set()
+        self._asked = known
+
     async def run(self) -> None:
         """Ask as often as needed."""
         while not self._is_over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._times.again_s):
                     await self._wanted.wait()
-            await asyncio.sleep(self._times.pause_s)
+            await self._pause(self._times.pause_s)
+            self._added.clear()
             await self._try()
             if not self._wanted.is_set():
                 # so that a store that begins with many buckets is no load
-                await asyncio.sleep(self._times.lost_s)
+                await self._pause(self._times.lost_s)
+
+    async def _pause(self, seconds: float) -> None:
+        """Until a budget is added, at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._added.wait()
 
     async def _try(self) -> bool:
         """Ask once. Returns whether a start asks again at once: nothing listens yet, of processes that start together,

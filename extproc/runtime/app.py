@@ -181,9 +181,9 @@ class App:
             begin=self._begin,
             done=demand.notify_followers,
         )
-        self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         self._loader: AdapterLoader | None = None
         self._prefills: Prefills | None = None
+        self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         self._feed = DirectoryFeed(
             settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
         )
@@ -339,6 +339,8 @@ class App:
         if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
             self._has_pool.set()
         self._check_listener(snapshot)
+        if self._rollups is not None:
+            self._rollups.on_config()
         worker = self._settings.worker
         if worker is not None and worker.number:
             return

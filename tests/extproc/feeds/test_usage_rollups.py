@@ -212,6 +212,29 @@ async def test_rows_are_asked_for_again_for_what_nobody_was_told(usage: tuple[Us
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_budget_that_a_reload_adds_does_not_begin_full(usage: tuple[Usage, str]) -> None:
+    server, url = usage
+    process = Process("{name: month, window: Month, max: {requests: 5}}")
+    server.page = rows({"tenant": "a", "requests": 1, "route": "default/chat"})
+    # no pause of it ends in time
+    feed = Feed(process, url, msgspec.structs.replace(PATIENT, pause_s=0.0, lost_s=1e6, again_s=1e6)).rollups
+    await feed.load()
+    task = asyncio.create_task(feed.run())
+    feed.on_config()
+    added = Process("{name: more, window: Month, max: {requests: 3}}")
+    process.core.apply(added.snapshot, 0.0)
+    feed.on_config()
+    await eventually(lambda: process.left(0.0) == 2.0)
+    # nothing is added, nothing is asked
+    asked = len(server.asked)
+    process.core.apply(added.snapshot, 0.0)
+    feed.on_config()
+    assert not feed._wanted.is_set()
+    assert len(server.asked) == asked
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_without_sums_there_is_one_line_and_nothing_is_asked_again(
     usage: tuple[Usage, str], caplog: pytest.LogCaptureFixture
 ) -> None:
