@@ -86,7 +86,7 @@ class UsageRollups:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        perform: Callable[[Sequence[Effect]], None],
+        perform: Callable[[list[Effect]], object],
         times: Times = _TIMES,
     ) -> None:
         """``url``: of the usage process, such as http://127.0.0.1:9010. ``limits``: the store of global budgets."""
