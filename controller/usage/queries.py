@@ -78,8 +78,16 @@ class ReportRow(msgspec.Struct, frozen=True):
     costs: Mapping[str, int]
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What a report reads of one table: ``start`` to before ``end``, in seconds since 1970."""
+
+    table: sa.Table
+    start: int
+    end: int
+
+
 class Report(msgspec.Struct, frozen=True):
-    """``source``: the table that was read. ``next_offset``: where the next page begins, None if this is the last."""
+    """``source``: the tables that were read. ``next_offset``: where the next page begins, None if this is the last."""
 
     query: Query
     source: str
@@ -217,40 +225,63 @@ def bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
     return start, start + seconds
 
 
-def source_of(query: Query) -> sa.Table:
-    """The smallest table that answers exactly: sums by day, by hour, or the rows themselves."""
+def parts_of(query: Query) -> tuple[Part, ...]:
+    """The smallest tables that answer exactly: sums by day, by hour with rows of what is before and after whole hours,
+    or the rows themselves.
+    """
+    rows = (Part(requests, query.start, query.end),)
     if _needs_rows(query):
-        return requests
+        return rows
     changes = changes_of_offset(zone_of(query.zone), query.start, query.end)
     aligned = (query.start, query.end)
     by_day = query.width is None or (query.width == "day" and not any(ahead for _, ahead in changes))
     by_hour = query.width is None or not any(ahead % HOUR_S or at % HOUR_S for at, ahead in changes)
     if by_day and not any(at % DAY_S for at in aligned):
-        return rollups_day
-    if by_hour and query.width != "minute" and not any(at % HOUR_S for at in aligned):
-        return rollups_hour
-    return requests
+        return (Part(rollups_day, query.start, query.end),)
+    first, last = query.start + -query.start % HOUR_S, query.end - query.end % HOUR_S
+    if not by_hour or query.width == "minute" or first >= last:
+        return rows
+    found = Part(requests, query.start, first), Part(rollups_hour, first, last), Part(requests, last, query.end)
+    return tuple(part for part in found if part.start < part.end)
 
 
 def run(connection: sa.Connection, query: Query) -> Report:
     """The numbers; raises BadQuery where they need rows or sums that are not kept any more, SQLAlchemyError."""
-    table = source_of(query)
-    what = requests.name if table is requests else SUMS_KEPT
+    parts = parts_of(query)
+    for part in parts:
+        _check_is_kept(connection, query, part)
+    currencies = tuple(sorted({one for part in parts for one in _currencies(connection, query, part)}))
+    statement = _grouped(query, currencies, parts[0])
+    keys = (() if query.width is None else ("interval",)) + query.groups
+    numbers = [sa.text(str(index)) for index in range(1, len(keys) + 1)]
+    if len(parts) > 1:
+        every = sa.union_all(*(_grouped(query, currencies, part) for part in parts)).subquery()
+        # a part without rows has no costs
+        sums = [sa.func.sum(sa.func.coalesce(one, 0)).label(one.name) for one in every.c if one.name not in keys]
+        statement = sa.select(*(every.c[name] for name in keys), *sums).group_by(*numbers)
+    statement = statement.order_by(*numbers).limit(query.limit + 1).offset(query.offset)
+    found = [dict(one) for one in connection.execute(statement).mappings() if one["sum_requests"]]
+    rows = tuple(_row(one, query, currencies) for one in found[: query.limit])
+    source = "+".join(dict.fromkeys(part.table.name for part in parts))
+    return Report(query, source, currencies, rows, query.offset + query.limit if len(found) > query.limit else None)
+
+
+def _check_is_kept(connection: sa.Connection, query: Query, part: Part) -> None:
+    """Raises BadQuery."""
+    has_rows = part.table is requests
+    what = requests.name if has_rows else SUMS_KEPT
     since_s = connection.execute(sa.select(horizons.c.at_s).where(horizons.c.what == what)).scalar()
-    if since_s is not None and query.start < since_s:
+    if since_s is not None and part.start < since_s:
         since = datetime.fromtimestamp(since_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         without = "no key_id" if _needs_rows(query) else "whole hours and no minutes"
-        other = f", or {without}" if table is requests else ""
-        name = "rows" if table is requests else "sums"
-        raise BadQuery("start", f"{name} are kept since {since}: write a later start{other}")
+        other = f", or {without}" if has_rows else ""
+        raise BadQuery("start", f"{'rows' if has_rows else 'sums'} are kept since {since}: write a later start{other}")
+
+
+def _grouped(query: Query, currencies: Sequence[str], part: Part) -> sa.Select[Any]:
+    """The sums of one table, by the query's dimensions."""
+    table = part.table
     time = sa.cast(table.c.at_us / 1_000_000, sa.BigInteger) if table is requests else table.c.start
-    unit = 1_000_000 if table is requests else 1
-    where = [
-        (table.c.at_us if table is requests else table.c.start) >= query.start * unit,
-        (table.c.at_us if table is requests else table.c.start) < query.end * unit,
-        *(table.c[name].in_(values) for name, values in query.filters),
-    ]
-    currencies = tuple(sorted(_currencies(connection, table, where)))
     keys = [table.c[name].label(name) for name in query.groups]
     if query.width is not None:
         keys.insert(0, _interval(query, time, query.width).label("interval"))
@@ -259,14 +290,18 @@ def run(connection: sa.Connection, query: Query) -> Report:
         sa.func.sum(sa.case((table.c.currency == currency, table.c.cost_micros), else_=0)).label(f"cost_{index}")
         for index, currency in enumerate(currencies)
     ]
-    statement = sa.select(*keys, *sums, *costs).where(*where)
-    if keys:
-        statement = statement.group_by(*(sa.text(str(index)) for index in range(1, len(keys) + 1)))
-        statement = statement.order_by(*(sa.text(str(index)) for index in range(1, len(keys) + 1)))
-    statement = statement.limit(query.limit + 1).offset(query.offset)
-    found = [dict(one) for one in connection.execute(statement).mappings() if one["sum_requests"]]
-    rows = tuple(_row(one, query, currencies) for one in found[: query.limit])
-    return Report(query, table.name, currencies, rows, query.offset + query.limit if len(found) > query.limit else None)
+    numbers = (sa.text(str(index)) for index in range(1, len(keys) + 1))
+    return sa.select(*keys, *sums, *costs).where(*_conditions(query, part)).group_by(*numbers)
+
+
+def _conditions(query: Query, part: Part) -> list[sa.ColumnElement[bool]]:
+    table = part.table
+    time, unit = (table.c.at_us, 1_000_000) if table is requests else (table.c.start, 1)
+    return [
+        time >= part.start * unit,
+        time < part.end * unit,
+        *(table.c[name].in_(values) for name, values in query.filters),
+    ]
 
 
 def sources(connection: sa.Connection) -> dict[str, float]:
@@ -275,9 +310,10 @@ def sources(connection: sa.Connection) -> dict[str, float]:
     return {source: until_us / 1_000_000 for source, until_us in connection.execute(query)}
 
 
-def _currencies(connection: sa.Connection, table: sa.Table, where: Sequence[sa.ColumnElement[bool]]) -> list[str]:
-    found = connection.execute(sa.select(table.c.currency).where(*where, table.c.currency != "").distinct().limit(100))
-    return list(found.scalars())
+def _currencies(connection: sa.Connection, query: Query, part: Part) -> list[str]:
+    currency = part.table.c.currency
+    wanted = sa.select(currency).where(*_conditions(query, part), currency != "").distinct().limit(100)
+    return list(connection.execute(wanted).scalars())
 
 
 def _interval(query: Query, time: sa.ColumnElement[int], width: str) -> sa.ColumnElement[Any]:

@@ -13,7 +13,7 @@ import msgspec
 
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage import UsageContext, UsageCounts, UsageLine, stored_name
-from extproc.api.used_tokens import CUTS, TIME_LIMITS, Answer, Expected, used_tokens
+from extproc.api.used_tokens import CUTS, TIME_LIMITS, Answer, expected_of, used_tokens
 from extproc.protocol import ANONYMOUS, APIS_BY_PATH, SERVER_CLUSTER, truncate_name
 
 # A line has some 2 KB, and one with all of its texts at their longest 32: what is longer is no line of Envoy's.
@@ -120,7 +120,7 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
     if not 0 <= line.status <= 999:
         raise BadLine("its status is not possible")
     known = context or _known_to_envoy(line)
-    used = None if known.refused else used_tokens(_expected(known), _answer(line, known))
+    used = None if known.refused else used_tokens(expected_of(known), _answer(line, known))
     tokens, is_estimated = (TokenCounts(), False) if used is None else (used.counts, used.is_estimated)
     ended = _end_of(line, known)
     cost, price_id, currency = _cost(tokens, known, was_used=used is not None)
@@ -194,20 +194,6 @@ def _answer(line: UsageLine, context: UsageContext) -> Answer:
         duration_ms=(duration_us or 0) // 1_000,
         first_byte_us=_duration(line.first_byte_us),
         bytes=line.answer_bytes,
-    )
-
-
-def _expected(context: UsageContext) -> Expected:
-    return Expected(
-        input_tokens=context.input_tokens,
-        output_tokens=context.output_tokens,
-        answers=context.answers,
-        most_output=context.most_output,
-        token_us=context.token_us,
-        tokens_per_event=context.tokens_per_event,
-        held_ms=context.queued_ms,
-        is_streamed=context.streamed,
-        in_background=context.in_background,
     )
 
 

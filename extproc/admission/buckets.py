@@ -61,11 +61,14 @@ class Limit(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BucketLevel(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens a bucket has left."""
+    """How many tokens a bucket has left. ``reserved``: how many of them running requests of its sender have reserved;
+    0 where ``level`` has that subtracted already.
+    """
 
     key: str
     limit: Limit
     level: float
+    reserved: float = 0.0
 
 
 class Reservation(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ MAX_BUCKETS: Final = 100_000
 _MAX_TABLES: Final = 10_000
 # Most that are sent to a process that starts: a message of half a megabyte.
 MOST_LEVELS: Final = 10_000
+_ROUNDING: Final = 1e-6
 
 
 class _NamedBucket(Bucket, kw_only=True):
@@ -43,6 +44,8 @@ class LocalLimits:
         self._chosen: OrderedDict[str, OrderedDict[str, _NamedBucket]] = OrderedDict()
         # of budgets: none is dropped before its window has ended, and requests that began in it have
         self._budgets: ByWindow[dict[str, _NamedBucket]] = ByWindow(dict)
+        # of budgets, what running requests of other processes have reserved: by process and key
+        self._reserved: dict[str, dict[str, tuple[Limit, float]]] = {}
         # how often levels have changed other than by inflow
         self.changes = 0
 
@@ -73,15 +76,52 @@ class LocalLimits:
             if not charge.limit.ends_at_s or self._budget_bucket_of(charge) is not None:
                 self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
 
-    def spent_elsewhere(self, key: str, limit: Limit, amount: float, now: float) -> None:
-        """Another process on this machine has reserved ``amount``, or refunded it if negative."""
+    def spend(self, key: str, limit: Limit, amount: float, now: float) -> None:
+        """``amount`` was used, or refunded if negative, and nothing is reserved for it here."""
         bucket = self._bucket(self._owned(Charge(key, limit, "requests", 0.0)), now)
         self.changes += 1
         bucket.level = min(limit.capacity, bucket.level - amount)
 
+    def spent_elsewhere(
+        self, origin: str, key: str, limit: Limit, amount: float, now: float, *, reserved: float = 0.0
+    ) -> None:
+        """The process ``origin`` on this machine has taken ``amount``, or refunded it if negative. ``reserved``: by how
+        much what its running requests have reserved has changed.
+        """
+        if reserved:
+            known = self._reserved_by(origin, key)
+            # a reservation that is not known here is not in the level either: it was given back, or never heard of
+            amount += max(0.0, -reserved - known)
+            self._set_reserved(origin, key, limit, known + reserved)
+        self.spend(key, limit, amount, now)
+
+    def give_back(self, origin: str, now: float) -> None:
+        """The process ``origin`` is gone: what its requests have used is charged when it becomes known."""
+        for key, (limit, amount) in self._reserved.pop(origin, {}).items():
+            self.spend(key, limit, -amount, now)
+
+    def ingest(self, origin: str, levels: Sequence[BucketLevel], now: float) -> None:
+        """Lower the buckets to the ``levels`` of the process ``origin``, and to what is reserved of them."""
+        self.changes += 1
+        for one in levels:
+            bucket = self._bucket(self._owned(Charge(one.key, one.limit, "requests", 0.0)), now)
+            level = one.level
+            if one.limit.ends_at_s:
+                bucket.level -= one.reserved - self._reserved_by(origin, one.key)
+                self._set_reserved(origin, one.key, one.limit, one.reserved)
+                level -= bucket.claims + self._reserved_elsewhere(one.key)
+            bucket.level = min(bucket.level, level)
+
     def levels(self, now: float) -> list[BucketLevel]:
-        """The levels of all buckets that are not full: of budgets all, of rate limits the most recently used ones."""
-        found = list(self.budget_levels())
+        """The levels of all buckets that are not full: of budgets all, of rate limits the most recently used ones. From
+        those of budgets nothing is subtracted that is only reserved: the processes that read them may outlive those
+        that have reserved it.
+        """
+        found = [
+            BucketLevel(key, bucket.limit, bucket.level + bucket.claims + self._reserved_elsewhere(key), bucket.claims)
+            for key, bucket in self._budget_buckets()
+            if bucket.level < bucket.limit.capacity
+        ]
         most = MOST_LEVELS + len(found)
         for key, bucket in islice(self._last_used(), 2 * MOST_LEVELS):
             bucket.fill(bucket.limit, now)
@@ -97,9 +137,25 @@ class LocalLimits:
         """
         return (
             BucketLevel(key, bucket.limit, bucket.level)
-            for key, bucket in [one for window in self._budgets for one in window.items()]
+            for key, bucket in self._budget_buckets()
             if bucket.level < bucket.limit.capacity
         )
+
+    def _budget_buckets(self) -> list[tuple[str, _NamedBucket]]:
+        return [one for window in self._budgets for one in window.items()]
+
+    def _reserved_by(self, origin: str, key: str) -> float:
+        found = self._reserved.get(origin, {}).get(key)
+        return 0.0 if found is None else found[1]
+
+    def _reserved_elsewhere(self, key: str) -> float:
+        return sum(found[1] for one in self._reserved.values() if (found := one.get(key)) is not None)
+
+    def _set_reserved(self, origin: str, key: str, limit: Limit, amount: float) -> None:
+        if amount > _ROUNDING:
+            self._reserved.setdefault(origin, {})[key] = limit, amount
+        elif (known := self._reserved.get(origin)) is not None:
+            known.pop(key, None)
 
     def level_of(self, charge: Charge) -> float:
         """What a budget has left, with nothing changed."""
@@ -119,7 +175,7 @@ class LocalLimits:
         ]
 
     def lower(self, levels: Sequence[BucketLevel], now: float) -> None:
-        """Lower the buckets to another process's levels."""
+        """Lower the buckets to levels from another source."""
         self.changes += 1
         for one in levels:
             bucket = self._bucket(self._owned(Charge(one.key, one.limit, "requests", 0.0)), now)

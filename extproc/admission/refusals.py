@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.budgets import BudgetKey
+from extproc.api.budgets import OF_KEY
 from extproc.api.quantities import money_text
 from extproc.errors import BudgetSpent, LimitsUnavailable, RateLimited
 from extproc.protocol import BUDGET_HEADERS
@@ -63,7 +65,9 @@ def _wait_s(charge: Charge, shortfall: float) -> float:
 def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[str, str]) -> BudgetSpent:
     most, left = amount_text(charge, charge.limit.capacity), amount_text(charge, max(0.0, level))
     whose = "of all callers" if budget.level == "gateway" else f"of this {budget.level}"
-    begin = f"The {_EVERY[budget.window]} budget '{budget.name}' {whose}"
+    # what a key has itself has no name that its client could know
+    name = "" if budget.name.startswith(OF_KEY) else f" '{budget.name}'"
+    begin = f"The {_EVERY[budget.window]} budget{name} {whose}"
     if level <= 0:
         message = f"{begin} ({most}) is used up."
     else:
@@ -71,7 +75,8 @@ def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[st
         needs = f"the request needs up to {need}, {left} of {most} are left"
         message = f"{begin} is not enough: {needs}; shorten the prompt or lower max_tokens."
     again = max(1, math.ceil(charge.ends_in_s))
-    message = f"{message} It resets in {_duration(again)}."
+    end = datetime.fromtimestamp(charge.limit.ends_at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    message = f"{message} It resets in {_duration(again)}, at {end}."
     return BudgetSpent(message, budget=budget.key, headers=headers, retry_after_s=again)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from extproc.api.errors import Finding, Path
 
+# Begins the names of budgets that keys have themselves.
+OF_KEY: Final = "key:"
 _NO_MAX: Final = "limits nothing; write tokens, inputTokens, outputTokens, requests or money"
 
 
@@ -97,7 +99,7 @@ class KeyBudget(Spec, frozen=True):
     def budget(self) -> Budget:
         """As a budget of the gateway. Its name is none that a configuration can have."""
         return Budget(
-            name=f"key:{self.window.lower()}",
+            name=f"{OF_KEY}{self.window.lower()}",
             window=self.window,
             max=self.max,
             per="ApiKey",

@@ -23,6 +23,8 @@ from extproc.api.usage import UsageCounts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from extproc.api.usage import UsageContext
+
 # No engine means a number of tokens above this one: it counts as not reported.
 MOST_TOKENS: Final = 100_000_000
 # Of one answer. The fastest accelerators write some 3,000 tokens a second; what is measured as no time may be a
@@ -102,6 +104,21 @@ class UsedTokens(msgspec.Struct, frozen=True):
 
     counts: TokenCounts
     is_estimated: bool
+
+
+def expected_of(context: UsageContext) -> Expected:
+    """As the usage log has it."""
+    return Expected(
+        input_tokens=context.input_tokens,
+        output_tokens=context.output_tokens,
+        answers=context.answers,
+        most_output=context.most_output,
+        token_us=context.token_us,
+        tokens_per_event=context.tokens_per_event,
+        held_ms=context.queued_ms,
+        is_streamed=context.streamed,
+        in_background=context.in_background,
+    )
 
 
 def used_tokens(expected: Expected, answer: Answer) -> UsedTokens | None:

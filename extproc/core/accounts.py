@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel, ByWindow, Limit
+from extproc.admission.buckets import BucketLevel, ByWindow, Limit, Reservation
 from extproc.admission.budgets import ALONE
+from extproc.admission.limits import Grant
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.core.effects import Broadcast, Effect, Overdraft, SettleGrant, SoftBudgetPassed
 from extproc.core.peers import AskLevels, Levels, LimitSpent
@@ -22,12 +23,14 @@ from extproc.core.peers import AskLevels, Levels, LimitSpent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.limits import Charge, Grant, Usage
+    from extproc.admission.limits import Charge, Usage
     from extproc.admission.local_limits import LocalLimits
     from extproc.core.record import Record
 
 # Requests for levels, one with each of the first heartbeats; a process that is alone gets no answer.
 _MOST_QUESTIONS: Final = 20
+# The claim of what was used without a reservation.
+_UNRESERVED: Final = Reservation(0.0, 1.0, 0)
 
 
 class Accounts:
@@ -53,7 +56,7 @@ class Accounts:
         """Reserve in this process's own buckets; raises RateLimited with nothing taken."""
         grant = self._limits.reserve(charges, now)
         for charge in grant.charges:
-            self._broadcast_spent(charge, charge.amount, out)
+            self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount)
         return grant
 
     def store_answered(self) -> None:
@@ -102,7 +105,17 @@ class Accounts:
                 out.extend(Overdraft(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
                 continue
             for charge in grant.charges:
-                self._broadcast_spent(charge, _used(used, charge) - charge.amount, out)
+                self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
+
+    def charge(self, charges: Sequence[Charge], used: Usage, now: float, out: list[Effect]) -> None:
+        """Charge what was used without a reservation, or with one that was given back."""
+        shared = [msgspec.structs.replace(one, amount=0.0) for one in charges if one.is_global]
+        if shared:
+            out.append(SettleGrant(Grant(shared, [_UNRESERVED] * len(shared), [], is_global=True), used))
+        for one in charges:
+            if not one.is_global:
+                self._limits.spend(one.key, one.limit, used.of(one.resource), now)
+                self._broadcast_spent(one, used.of(one.resource), out)
 
     def close(self, record: Record, used: Usage | None, service: float, now: float, out: list[Effect]) -> None:
         """Correct the accounts of a request's flow and of its limits; ``used`` None: no engine got it."""
@@ -114,9 +127,12 @@ class Accounts:
             grants, record.grants = record.grants, ()
             self.settle_grants(grants, used, now, out)
 
-    def _broadcast_spent(self, charge: Charge, amount: float, out: list[Effect]) -> None:
-        if self._machine is not None and amount:
-            out.append(Broadcast(LimitSpent(self._machine, charge.key, charge.limit, amount)))
+    def _broadcast_spent(self, charge: Charge, amount: float, out: list[Effect], *, reserved: float = 0.0) -> None:
+        if not charge.limit.ends_at_s:
+            # what a bucket that fills has lost to a process that died comes back by itself
+            reserved = 0.0
+        if self._machine is not None and (amount or reserved):
+            out.append(Broadcast(LimitSpent(self._machine, charge.key, charge.limit, amount, reserved)))
 
 
 def _used(used: Usage | None, charge: Charge) -> float:
@@ -152,7 +168,7 @@ class LevelExchange:
         """Apply an event of the process ``origin``, if it concerns this machine."""
         match event:
             case LimitSpent() if event.machine == self._machine:
-                self._limits.spent_elsewhere(event.key, event.limit, event.amount, now)
+                self._limits.spent_elsewhere(origin, event.key, event.limit, event.amount, now, reserved=event.reserved)
             case AskLevels() if event.machine == self._machine:
                 levels = self._limits.levels(now)
                 # budgets may have many; the last message says that it is all
@@ -160,5 +176,5 @@ class LevelExchange:
                     part = levels[begin : begin + MOST_LEVELS]
                     out.append(Broadcast(Levels(origin, part, has_more=begin + MOST_LEVELS < len(levels))))
             case Levels() if event.asker == self._origin:
-                self._limits.lower(event.levels, now)
+                self._limits.ingest(origin, event.levels, now)
                 self.is_told = self.is_told or not event.has_more

@@ -22,6 +22,7 @@ from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AskGuard, Broadcast, Effect
 from extproc.core.feedback import apply_adapter_change, on_metrics
 from extproc.core.guards import GuardStopped
+from extproc.core.orphans import OrphanedRequests, process_of
 from extproc.core.peers import (
     AdapterChanged,
     AskLevels,
@@ -34,6 +35,7 @@ from extproc.core.peers import (
     RequestEnded,
     RequestPrefilled,
     RequestStarted,
+    RowsRead,
 )
 from extproc.core.pipeline import AdmissionPipeline
 from extproc.core.prefill_leg import PrefillLegs
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.guards import GuardFailed, GuardReply
+    from extproc.core.orphans import Orphan
     from extproc.core.peers import EventBatch
     from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Attachment, Outcome, WorkResult
@@ -114,6 +117,7 @@ class Core:
             self._records, self.admission, self._accounts, self._dispatcher, rng=rng, has_peers=machine is not None
         )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
+        self._orphans = OrphanedRequests(self.admission, self._accounts)
         self._legs = PrefillLegs(self._records, self._dispatcher, self._running, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
 
@@ -283,6 +287,22 @@ class Core:
         self._running.settle(outcome, now, out)
         return out
 
+    def has_no_record(self, ticket: str) -> bool:
+        """Whether no request of this process has the ticket."""
+        record = self._records.get(ticket)
+        return (record is None or not record.is_ours) and process_of(ticket) != self.name
+
+    def on_orphan(self, orphan: Orphan, now: float) -> list[Effect]:
+        """The outcome of a request came that another process has decided: that one settles it, or it is gone."""
+        out = list[Effect]()
+        self._orphans.on_outcome(orphan, now, out, may_be_settled=self.peer_view.is_alive(process_of(orphan.ticket)))
+        return out
+
+    def on_rows_read(self, read_s: float) -> list[Effect]:
+        """Budgets are lowered to what usage rows leave, which were read until ``read_s``, seconds since 1970."""
+        self._orphans.rows_read_s = read_s
+        return [] if self._machine is None else [Broadcast(RowsRead(read_s))]
+
     def on_metrics(self, event: EngineReported, now: float) -> list[Effect]:
         """An engine has reported its metrics or its models to this process."""
         out: list[Effect] = [] if self._machine is None else [Broadcast(event)]
@@ -294,6 +314,7 @@ class Core:
         """Apply the events of another process."""
         out, origin = list[Effect](), batch.origin
         self.peer_view.record_event(origin, now)
+        self._orphans.on_process_alive(origin)
         for event in batch.events:
             match event:
                 case RequestStarted() | RequestPrefilled() | RequestEnded():
@@ -305,6 +326,8 @@ class Core:
                     on_metrics(self.pools, event, now, [])
                 case ProcessAlive():
                     self._running.finish_elsewhere(self.peer_view.remove_lost(origin, event.running), now, out)
+                case RowsRead():
+                    self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
                 case AdapterChanged():
                     apply_adapter_change(self.pools, event, now)
                 case LimitSpent() | AskLevels() | Levels():
@@ -330,7 +353,10 @@ class Core:
         """Send the list of requests that run here, and end the requests of processes that are silent."""
         out: list[Effect] = [Broadcast(ProcessAlive(self._running.local_tickets()))]
         self.levels.ask(out)
-        self._running.finish_elsewhere(self.peer_view.remove_silent(now), now, out)
+        for origin, tickets in self.peer_view.remove_silent(now).items():
+            self._running.finish_elsewhere(tickets, now, out)
+            self.admission.limits.give_back(origin, now)
+            self._orphans.on_process_lost(origin, now, out)
         self._pipeline.wake(now, out)
         return out
 

@@ -95,12 +95,15 @@ class ProcessAlive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 
 class LimitSpent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """``amount`` was taken from a local limit's bucket; negative: refunded. ``machine``: whose limit it is."""
+    """``amount`` was taken from a local limit's bucket; negative: refunded. ``machine``: whose limit it is.
+    ``reserved``: of a budget, by how much what the sender's running requests have reserved has changed.
+    """
 
     machine: str
     key: str
     limit: Limit
     amount: float
+    reserved: float = 0.0
 
 
 class AskLevels(msgspec.Struct, frozen=True, array_like=True, tag="q"):
@@ -110,8 +113,8 @@ class AskLevels(msgspec.Struct, frozen=True, array_like=True, tag="q"):
 
 
 class Levels(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """Of all buckets that are not full, for the process ``asker`` that has asked. ``has_more``: another such event
-    follows.
+    """Of all buckets that are not full, for the process ``asker`` that has asked. Of budgets nothing is subtracted that
+    is only reserved; ``reserved`` is the sender's. ``has_more``: another such event follows.
     """
 
     asker: str
@@ -128,6 +131,14 @@ class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     change: Change
 
 
+class RowsRead(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+    """A process has lowered its budgets, and those in Redis, to what usage rows leave. ``read_s``: when, seconds since
+    1970.
+    """
+
+    read_s: float
+
+
 PeerEvent = (
     RequestStarted
     | RequestPrefilled
@@ -139,6 +150,7 @@ PeerEvent = (
     | AskLevels
     | Levels
     | AdapterChanged
+    | RowsRead
 )
 
 
@@ -205,10 +217,13 @@ class PeerView:
         self._running[origin].difference_update(gone)
         return gone
 
-    def remove_silent(self, now: float) -> list[str]:
-        """Remove the processes that have gone silent; returns their requests."""
-        gone: list[str] = []
-        for origin in [one for one, at_s in self._seen_at_s.items() if now - at_s > SILENCE_S]:
+    def is_alive(self, origin: str) -> bool:
+        """Whether the process has sent an event within the last ``SILENCE_S``."""
+        return origin in self._seen_at_s
+
+    def remove_silent(self, now: float) -> dict[str, list[str]]:
+        """Remove the processes that have gone silent; returns their requests, by process."""
+        silent = [one for one, at_s in self._seen_at_s.items() if now - at_s > SILENCE_S]
+        for origin in silent:
             del self._seen_at_s[origin]
-            gone += sorted(self._running.pop(origin))
-        return gone
+        return {origin: sorted(self._running.pop(origin)) for origin in silent}

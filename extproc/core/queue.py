@@ -41,7 +41,7 @@ from extproc.errors import Refusal
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from extproc.admission.limits import Charge
     from extproc.api.admission import FlowControl, KeyRateLimit
@@ -137,8 +137,16 @@ class AdmissionController:
 
     def usage_queries(self, wall_s: float) -> list[UsageQuery]:
         """Those that all budgets need."""
-        groups = {id(group): group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.groups()}
-        return usage_queries(groups.values(), wall_s, has_keys=bool(self._key_owners))
+        return usage_queries(self._budget_groups(), wall_s, has_keys=bool(self._key_owners))
+
+    def known_budgets(self) -> set[tuple[str, str, str, str]]:
+        """What the accounts of all budgets depend on: name, whose they are, window and time zone."""
+        every = (one for group in self._budget_groups() for one in group)
+        return {(one.name, one.budget.per, one.budget.window, one.budget.time_zone) for one in every}
+
+    def _budget_groups(self) -> Collection[Sequence[CompiledBudget]]:
+        found = (group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.groups())
+        return {id(group): group for group in found}.values()
 
     def spent_by_rows(self, query: UsageQuery, wall_s: float) -> SpentByRows:
         """Nothing yet."""

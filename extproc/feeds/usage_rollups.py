@@ -3,12 +3,14 @@
 
 A process that starts asks before it serves, for a bounded time, and goes on asking until the rows are whole: the usage
 process may be away, or behind the log by hours. Each answer counts, as levels are only ever lowered. It asks again when
-Redis had to begin with buckets that it did not know: it may have lost them.
+Redis had to begin with buckets that it did not know: it may have lost them. And it asks once a minute, for what a
+process that died had not told anybody, and at once for a budget that a reload has added.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from functools import partial
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
     from aiohttp import ClientSession
 
-    from extproc.admission.budgets import UsageQuery
+    from extproc.admission.budgets import SpentByRows, UsageQuery
     from extproc.core.core import Core
+    from extproc.core.effects import Effect
     from extproc.feeds.redis_limits import RedisLimits
 
 log = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ class _NoReports(Exception):
 class Times(msgspec.Struct, frozen=True):
     """In seconds. ``start_s``: the longest that a start waits; ``retry_s``: its pauses. ``page_s``: the longest that
     a page may take. ``pause_s``: between two questions afterwards. ``lost_s``: after the store had to begin with
-    buckets that it did not know, which it has to at the start of each window, too.
+    buckets that it did not know, which it has to at the start of each window, too. ``again_s``: without any reason.
     """
 
     start_s: float = 5.0
@@ -66,6 +69,7 @@ class Times(msgspec.Struct, frozen=True):
     page_s: float = 60.0
     pause_s: float = 5.0
     lost_s: float = 30.0
+    again_s: float = 60.0
 
 
 _TIMES: Final = Times()
@@ -82,9 +86,11 @@ class UsageRollups:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        perform: Callable[[list[Effect]], object],
         times: Times = _TIMES,
     ) -> None:
         """``url``: of the usage process, such as http://127.0.0.1:9010. ``limits``: the store of global budgets."""
+        self._perform = perform
         self._url = url.rstrip("/")
         self._core = core
         self._limits = limits
@@ -94,8 +100,13 @@ class UsageRollups:
         self._began_s = wall_clock()
         self._wanted = asyncio.Event()
         self._wanted.set()
+        # a budget was added
+        self._added = asyncio.Event()
+        self._asked = core.admission.known_budgets()
         self._is_over = False
         self._reason = ""
+        # whether the log says that levels are those of the rows
+        self._is_known = False
         if limits is not None:
             limits.on_new_bucket = self._wanted.set
 
@@ -109,15 +120,32 @@ class UsageRollups:
             self._wanted.set()
             self._note(f"it takes longer than {self._times.start_s:g} s")
 
+    def on_config(self) -> None:
+        """Another configuration is in use: ask at once for budgets that it has added, which would begin full."""
+        known = self._core.admission.known_budgets()
+        if not known <= self._asked:
+            self._added.set()
+            self._wanted.set()
+        self._asked = known
+
     async def run(self) -> None:
         """Ask as often as needed."""
         while not self._is_over:
-            await self._wanted.wait()
-            await asyncio.sleep(self._times.pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._times.again_s):
+                    await self._wanted.wait()
+            await self._pause(self._times.pause_s)
+            self._added.clear()
             await self._try()
             if not self._wanted.is_set():
                 # so that a store that begins with many buckets is no load
-                await asyncio.sleep(self._times.lost_s)
+                await self._pause(self._times.lost_s)
+
+    async def _pause(self, seconds: float) -> None:
+        """Until a budget is added, at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._added.wait()
 
     async def _try(self) -> bool:
         """Ask once. Returns whether a start asks again at once: nothing listens yet, of processes that start together,
@@ -143,13 +171,15 @@ class UsageRollups:
             # the last seconds before the start come later
             self._wanted.set()
             return False
-        self._reason = ""
-        log.info("the levels of budgets are those of the usage rows of %s", self._url)
+        if not self._is_known:
+            log.info("the levels of budgets are those of the usage rows of %s", self._url)
+        self._reason, self._is_known = "", True
         return False
 
     def _note(self, reason: str) -> None:
         """Once for each cause in succession."""
         if reason != self._reason:
+            self._is_known = False
             log.warning("budgets have the levels that are known here, until %s answers in full: %s", self._url, reason)
         self._reason = reason
 
@@ -159,6 +189,7 @@ class UsageRollups:
         from aiohttp import ClientSession  # noqa: PLC0415
 
         until_s = math.inf
+        found: list[SpentByRows] = []
         async with ClientSession() as session:
             for query in self._core.admission.usage_queries(self._wall_clock()):
                 spent = self._core.admission.spent_by_rows(query, self._wall_clock())
@@ -166,9 +197,12 @@ class UsageRollups:
                     url = self._url_of(query, sorted(dimensions), tenants)
                     add = partial(spent.add, is_by_key=number > 0)
                     until_s = min(until_s, await self._read_pages(session, url, add))
-                shared = self._core.lower_budgets(spent, self._clock())
-                if self._limits is not None:
-                    self._limits.lower(shared)
+                found.append(spent)
+        for spent in found:
+            shared = self._core.lower_budgets(spent, self._clock())
+            if self._limits is not None:
+                self._limits.lower(shared)
+        self._perform(self._core.on_rows_read(self._wall_clock()))
         return until_s
 
     async def _read_pages(self, session: ClientSession, url: str, add: Callable[[RolledUp], None]) -> float:

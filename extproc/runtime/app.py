@@ -169,7 +169,6 @@ class App:
         number = 0 if settings.worker is None else settings.worker.number
         self._owner = None if settings.state is None else StateOwner(settings.state, number)
         self._saved = self._load_saved(number)
-        self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         demand = self._demand = DemandWatch(core, clock)
         self._supervisor = Supervisor(metrics.feed_failed)
         self._peers = Peers(buses, metrics, origin=origin)
@@ -184,6 +183,7 @@ class App:
         )
         self._loader: AdapterLoader | None = None
         self._prefills: Prefills | None = None
+        self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         self._feed = DirectoryFeed(
             settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
         )
@@ -295,7 +295,14 @@ class App:
         return saved
 
     def _usage_rollups(self, url: str) -> UsageRollups:
-        return UsageRollups(url, self._core, self._limits, clock=self._clock, wall_clock=self._wall_clock)
+        return UsageRollups(
+            url,
+            self._core,
+            self._limits,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+            perform=self._performer.perform,
+        )
 
     def _begin(self, ask: Work) -> None:
         """Have an engine load an adapter, or prefill; the HTTP client comes with the first of them."""
@@ -334,6 +341,8 @@ class App:
         if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
             self._has_pool.set()
         self._check_listener(snapshot)
+        if self._rollups is not None:
+            self._rollups.on_config()
         worker = self._settings.worker
         if worker is not None and worker.number:
             return

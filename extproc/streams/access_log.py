@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
+from extproc.api.usage import UsageContext
 from extproc.api.used_tokens import CUTS, TIME_LIMITS
 from extproc.core.effects import RequestSettled
+from extproc.core.orphans import Orphan
 from extproc.core.record import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
@@ -23,6 +27,7 @@ from extproc.protocol import (
     TICKET,
     TTFT_TAG,
     UNCACHED_TOKENS,
+    USAGE_CONTEXT,
     USAGE_NAMESPACE,
 )
 from extproc.streams.headers import is_encoded
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 
 # Of the time until the first byte, in microseconds.
 _MOST_DIGITS: Final = 15
+_contexts: Final = msgspec.json.Decoder(UsageContext)
 
 
 def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float, failures: FailureLog) -> None:
@@ -61,13 +67,25 @@ def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, no
 def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> None:
     outcome = read_outcome(entry)
     effects = context.core.on_outcome(outcome, now) if outcome.ticket else []
+    if outcome.ticket and context.core.has_no_record(outcome.ticket) and (orphan := _orphan(entry, outcome)):
+        effects += context.core.on_orphan(orphan, now)
     context.perform(effects)
     settled = next((one for one in effects if isinstance(one, RequestSettled)), None)
     if settled is None:
         context.metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
     elif settled.is_ours:
-        start = entry.common_properties.start_time
-        context.metrics.matched_entry(start.seconds + start.nanos * 1e-9 + outcome.duration_s)
+        context.metrics.matched_entry(_arrived_s(entry) + outcome.duration_s)
+
+
+def _orphan(entry: HttpAccessLogEntry, outcome: Outcome) -> Orphan | None:
+    """None without a usage log: then nobody knows whose it was."""
+    text = _text(entry.common_properties.metadata.filter_metadata.get(NAMESPACE), USAGE_CONTEXT)
+    return Orphan(outcome, _contexts.decode(text), _arrived_s(entry)) if text else None
+
+
+def _arrived_s(entry: HttpAccessLogEntry) -> float:
+    start = entry.common_properties.start_time
+    return start.seconds + start.nanos * 1e-9
 
 
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:

@@ -103,7 +103,7 @@ async def test_openai_through_a_key_with_a_budget_and_a_model(
         # workers learn a moment later what others have granted
         assert 2 <= granted <= 4
     assert spent.value.code == "insufficient_quota"
-    assert "The monthly budget 'key:month' of this API key (2 requests) is used up." in spent.value.message
+    assert "The monthly budget of this API key (2 requests) is used up." in spent.value.message
     async with openai.AsyncOpenAI(base_url=url, api_key="sk-unknown-0123", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(model=ALIAS, messages=HELLO)
@@ -133,7 +133,7 @@ async def test_anthropic_through_a_key_with_a_budget_and_a_model(
             await eventually(is_never)
         assert 1 <= granted <= 2
     assert denied.value.body["error"]["type"] == "permission_error"  # type: ignore[index]
-    assert "The daily budget 'key:day' of this API key (1 requests) is used up" in str(spent.value.body)
+    assert "The daily budget of this API key (1 requests) is used up" in str(spent.value.body)
     async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="sk-unknown-0123", max_retries=0) as client:
         with pytest.raises(anthropic.AuthenticationError) as unknown:
             await client.messages.create(model=ALIAS, max_tokens=2, messages=HELLO)

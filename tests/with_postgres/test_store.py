@@ -348,10 +348,37 @@ def test_days_have_as_many_hours_as_clocks_give_them(many: tuple[SqlStore, list[
     assert [(one.end - one.start) // HOUR for one in found.rows] == [24, 25, 24]
 
 
+def test_windows_of_half_hour_zones_are_sums_of_hours_with_rows_at_both_ends(store: SqlStore) -> None:
+    """As budgets ask for them: an open month in Kolkata, until now."""
+    begin = round(datetime(2026, 11, 1, tzinfo=ZoneInfo("Asia/Kolkata")).timestamp())
+    now = NOON_S + 1_234
+    times = {
+        "before": begin - 1, "first": begin, "edge": begin + 1_799, "hour": begin + 1_800, "middle": NOON_S - 86_400.5,
+        "last": now - now % HOUR - 1, "tail": now - now % HOUR, "now": now - 1, "after": now,
+    }  # fmt: skip
+    store.write([row(name, at=one, tenant=f"team-{len(name)}") for name, one in times.items()], Position(), at(1))
+    inside = [name for name in times if name not in {"before", "after"}]
+    found = report(store, start=begin, end=now, groups=("tenant",))
+    assert found.source == "requests+rollups_hour"
+    expected = sorted(Counter(f"team-{len(name)}" for name in inside).items())
+    assert requests_of(found) == [({"tenant": tenant}, count) for tenant, count in expected]
+    assert sum(one.costs["USD"] for one in found.rows) == 104 * len(inside)
+    (total,) = report(store, start=begin, end=now).rows
+    assert (total.sums["requests"], total.costs) == (len(inside), {"USD": 104 * len(inside)})
+    # rows between are not read
+    with store.engine.begin() as connection:
+        connection.execute(requests.delete().where(requests.c.id.in_(["hour", "middle", "last"])))
+    assert report(store, start=begin, end=now, groups=("tenant",)) == found
+    page = [report(store, start=begin, end=now, groups=("tenant",), limit=1, offset=one) for one in range(2)]
+    assert [one.rows[0] for one in page] == list(found.rows[:2])
+    assert requests_of(report(store, start=NOON_S - 7 * HOUR + 1, end=NOON_S - 6 * HOUR - 1)) == []
+
+
 def test_a_report_that_needs_rows_which_are_gone_says_what_to_ask(store: SqlStore) -> None:
     store.write([row("a")], Position(), at(1))
     store.prune(NOON_S, HOUR, 90 * 24 * HOUR)
     query = query_of({"start": ["2026-11-23T00:30:00"], "end": ["2026-11-24"]}, NOON_S)
+    # the first half hour
     with store.engine.connect() as connection, pytest.raises(BadQuery, match="whole hours"):
         run(connection, query)
 

@@ -322,8 +322,12 @@ def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, objec
 
 def _own_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
     """The state of the caller's limits and budgets, and where its session is, which extproc writes into metadata."""
-    has_limits = any(route.spec.rate_limits for route in snapshot.routes)
-    has_budgets = bool(snapshot.gateway.budgets) or any(route.spec.budgets for route in snapshot.routes)
+    gateway, routes = snapshot.gateway, snapshot.routes
+    # those of the key store, too
+    keys = () if gateway.authentication is None else gateway.authentication.api_keys
+    has_limits = any(route.spec.rate_limits for route in routes) or any(key.rate_limits for key in keys)
+    has_budgets = bool(gateway.budgets)
+    has_budgets = has_budgets or any(route.spec.budgets for route in routes) or any(key.budgets for key in keys)
     own = (*(RATE_LIMIT_HEADERS if has_limits else ()), *(BUDGET_HEADERS if has_budgets else ()))
     return [
         HeaderValueOption(

@@ -21,12 +21,14 @@ from extproc.admission.budgets import (
     CompiledBudget,
     RolledUp,
     SpentByRows,
+    compile_keys,
     usage_queries,
 )
 from extproc.admission.identity import Caller
 from extproc.admission.limits import NO_USAGE, Grant, Usage
 from extproc.admission.local_limits import LocalLimits
-from extproc.api.budgets import Budget
+from extproc.api.authentication import ApiKey
+from extproc.api.budgets import Budget, BudgetMax, KeyBudget
 from extproc.api.pricing import Price, Rates
 from extproc.api.quantities import Money, decode_quantity
 from extproc.errors import BudgetSpent
@@ -88,12 +90,24 @@ def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
         limits.reserve(budgets.charges(Caller("a", "ann"), usage, NOON), 0.0)
     assert refused.value.message == (
         "The daily budget 'team' of this user is not enough: the request needs up to 0.00006 USD, 0.00004 USD of"
-        " 0.0001 USD are left; shorten the prompt or lower max_tokens. It resets in 12h0m0s."
+        " 0.0001 USD are left; shorten the prompt or lower max_tokens. It resets in 12h0m0s, at 2026-11-16T00:00:00Z."
     )
     assert refused.value.retry_after_s == 12 * 3600
     assert refused.value.headers["x-attache-budget-remaining"] == '"team";r=0.00004;t=43200;unit="USD"'
     assert refused.value.headers["x-attache-budget-warning"] == '"team";used=0.60;unit="USD"'
     limits.reserve(budgets.charges(Caller("b", "ann"), usage, NOON), 0.0)
+
+
+def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
+    key = ApiKey("k", "a", budgets=(KeyBudget("Day", BudgetMax(requests=1)),))
+    budgets, limits = BudgetsOf(of_keys=compile_keys([key], BudgetAccounts())), LocalLimits()
+    caller = Caller("a", "", "k")
+    limits.reserve(budgets.charges(caller, NO_USAGE, NOON), 0.0)
+    with pytest.raises(BudgetSpent) as refused:
+        limits.reserve(budgets.charges(caller, NO_USAGE, NOON), 0.0)
+    assert refused.value.message == (
+        "The daily budget of this API key (1 requests) is used up. It resets in 12h0m0s, at 2026-11-16T00:00:00Z."
+    )
 
 
 def test_all_budgets_must_have_room_and_nothing_is_taken_if_one_has_none() -> None:

@@ -240,11 +240,14 @@ def test_workers_of_a_machine_share_a_budget_and_a_new_one_is_told() -> None:
     wire: list[Process] = []
     budget = "{name: b, per: User, window: Month, max: {requests: 3}}"
     one, other = (Process(budget, name=name, wire=wire) for name in "xy")
-    assert [isinstance(process.ask(0.0), Decision) for process in (one, other, one, other)] == [True] * 3 + [False]
+    decisions = [process.ask(0.0) for process in (one, other, one, other)]
+    assert [isinstance(one, Decision) for one in decisions] == [True] * 3 + [False]
+    for decision in decisions[0:3:2]:
+        one.ends(decision, 0.0)
     # more than one message holds
     users = [f"u{number}" for number in range(MOST_LEVELS + 1)]
     for user in (*users, users[-1]):
-        one.ask(0.0, user=user)
+        other.ask(0.0, user=user)
     wire.remove(one)
     third = Process(budget, name="z", wire=wire)
     third.perform(third.core.heartbeat(0.5), 0.5)

@@ -7,6 +7,7 @@ import asyncio
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -77,7 +78,13 @@ class Feed:
     def __init__(self, process: Process, url: str, times: Times = PATIENT) -> None:
         self.wall_s = BEGAN_S
         self.rollups = UsageRollups(
-            url, process.core, None, clock=lambda: 0.0, wall_clock=lambda: self.wall_s, times=times
+            url,
+            process.core,
+            None,
+            clock=lambda: 0.0,
+            wall_clock=lambda: self.wall_s,
+            perform=list,
+            times=times,
         )
 
 
@@ -185,6 +192,45 @@ async def test_a_start_does_not_wait_for_the_last_seconds_before_it(usage: tuple
     await eventually(lambda: len(server.asked) > 3)
     server.page = ROWS
     await eventually(lambda: not feed._wanted.is_set())
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_rows_are_asked_for_again_for_what_nobody_was_told(usage: tuple[Usage, str]) -> None:
+    server, url = usage
+    process = Process("{name: month, window: Month, max: {requests: 5}}")
+    row = {"tenant": "a", "requests": 1, "route": "default/chat"}
+    server.page = rows(row)
+    feed = Feed(process, url, msgspec.structs.replace(PATIENT, again_s=0.01)).rollups
+    await feed.load()
+    task = asyncio.create_task(feed.run())
+    await eventually(lambda: process.left(0.0) == 4.0)
+    # of a process that was killed
+    server.page = rows({**row, "requests": 2})
+    await eventually(lambda: process.left(0.0) == 3.0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_budget_that_a_reload_adds_does_not_begin_full(usage: tuple[Usage, str]) -> None:
+    server, url = usage
+    process = Process("{name: month, window: Month, max: {requests: 5}}")
+    server.page = rows({"tenant": "a", "requests": 1, "route": "default/chat"})
+    # no pause of it ends in time
+    feed = Feed(process, url, msgspec.structs.replace(PATIENT, pause_s=0.0, lost_s=1e6, again_s=1e6)).rollups
+    await feed.load()
+    task = asyncio.create_task(feed.run())
+    feed.on_config()
+    added = Process("{name: more, window: Month, max: {requests: 3}}")
+    process.core.apply(added.snapshot, 0.0)
+    feed.on_config()
+    await eventually(lambda: process.left(0.0) == 2.0)
+    # nothing is added, nothing is asked
+    asked = len(server.asked)
+    process.core.apply(added.snapshot, 0.0)
+    feed.on_config()
+    assert not feed._wanted.is_set()
+    assert len(server.asked) == asked
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -7,14 +7,17 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
+from extproc.core.effects import Decision
 from extproc.core.record import Head
 from extproc.failures import FailureLog
 from extproc.metrics.registry import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries
 from extproc.streams.messages import HttpAccessLogEntry, StreamAccessLogsMessage
 from tests.extproc.conftest import decide, shell
+from tests.extproc.core.test_budgets import Process
 
 if TYPE_CHECKING:
     from extproc.core.core import Core
@@ -78,6 +81,21 @@ def test_one_bad_entry_loses_no_other_and_is_logged_once(
         receive_entries(message, context, 1.0, FailureLog(logging.getLogger("test")))
     assert settled == tickets[2:]
     assert len(caplog.records) == 1
+
+
+def test_an_entry_of_a_process_that_is_gone_is_charged_to_budgets() -> None:
+    before, after = (Process("{name: b, window: Month, max: {tokens: 1000}}", name=name) for name in "xy")
+    before.core.logs_usage = before.core._dispatcher.logs_usage = True
+    decision = before.ask(0.0)
+    assert isinstance(decision, Decision)
+    message = StreamAccessLogsMessage()
+    entry = write(message.http_logs.log_entry.add(), decision.ticket, prompt_tokens=10.0, completion_tokens=30.0)
+    entry.common_properties.start_time.seconds = int(after.began_s)
+    metadata = entry.common_properties.metadata.filter_metadata
+    metadata["attache"].fields["usage"].string_value = msgspec.json.encode(decision.usage).decode()
+    context = shell(after.core, Metrics(after.core.pools.values, lambda: 1000.0, lambda: 0.0))
+    receive_entries(message, context, 1.0, FailureLog(logging.getLogger("test")))
+    assert after.left(1.0) == 960.0
 
 
 def raised(kind: type[Exception]) -> Exception:

@@ -32,6 +32,24 @@ def configurations(listeners: list[dict[str, Any]], *routes: dict[str, Any]) -> 
     return found
 
 
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"budgets": [{"window": "Month", "max": {"requests": 2}}]}, {"x-attache-budget-remaining"}),
+        ({"rateLimits": [{"unit": "minute", "requests": 9}]}, {"x-ratelimit-remaining-requests"}),
+        ({}, set()),
+    ],
+)
+def test_answers_have_what_is_left_if_only_keys_have_limits(own: dict[str, Any], named: set[str]) -> None:
+    authentication = {"apiKeys": [{"name": "k", "tenant": "a", "keySHA256": "cd" * 32, **own}]}
+    gateway = document("GatewayConfig", "gateway", {"failureMode": "Close", "authentication": authentication})
+    snapshot = load_snapshot({"all.yaml": yaml.safe_dump_all([gateway]).encode()})
+    (group,) = listener_groups(snapshot.gateway)
+    text = str(route_configuration(group, snapshot, Memo()))
+    left = ("x-attache-budget-remaining", "x-ratelimit-remaining-requests")
+    assert {name for name in left if f":{name})%" in text} == named
+
+
 def last_status(host: dict[str, Any]) -> int:
     status: int = host["routes"][-1]["direct_response"]["status"]
     return status
