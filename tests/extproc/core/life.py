@@ -90,6 +90,15 @@ def engines_of(run: Run) -> list[EndpointRef]:
     return [run.assignment.endpoint] if prefill is None else [run.assignment.endpoint, prefill]
 
 
+def demand_of(run: Run, state: State) -> list[tuple[str, float]]:
+    """The engines that have it, and its tokens there, as autoscalers read it: the decode engine after the prefill."""
+    assignment = run.assignment
+    found = [] if state is State.PREFILLING else [(assignment.endpoint.address, assignment.tokens)]
+    if assignment.prefill is not None:
+        found.append((assignment.prefill.address, assignment.input_tokens))
+    return found
+
+
 class Life:
     """``reached``: how often each event happened in each state."""
 
@@ -511,10 +520,10 @@ class Life:
         own = [one for one in self.core._records.values() if one.is_ours]
         waiting = [one for one in own if one.state in WAITING]
         runs = [
-            (engine.address, one.run.assignment.tokens)
+            load
             for one in own
             if one.run is not None and one.state in IN_FLIGHT
-            for engine in engines_of(one.run)
+            for load in demand_of(one.run, one.state)
         ]
         said = self.core.demand(self.now).servers[SERVER]
         assert sum(one.arrivals for one in said.counted.values()) == len(self.own)
