@@ -258,7 +258,7 @@ def test_what_other_processes_spend_is_bounded_and_refills_nobody(monkeypatch: p
     limits.reserve([mine], 0.0)
     for number in range(1000):
         one = charge(compiled(budget(per="User")), "b", user=f"u{number}")
-        limits.spent_elsewhere(one.key, one.limit, 60.0, 0.0)
+        limits.spend(one.key, one.limit, 60.0, 0.0)
     assert limits.buckets <= 12
     with pytest.raises(BudgetSpent):
         limits.reserve([mine], 0.0)

@@ -173,9 +173,9 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reservations_of_another_process_count_here() -> None:
     limits, (charge,) = LocalLimits(), route(RateLimit(requests=10)).charges(ALICE, {}, USAGE)
-    limits.spent_elsewhere(charge.key, charge.limit, 9.0, 0.0)
+    limits.spend(charge.key, charge.limit, 9.0, 0.0)
     assert limits.reserve([charge], 0.0).levels == [0.0]
-    limits.spent_elsewhere(charge.key, charge.limit, -50.0, 0.0)
+    limits.spend(charge.key, charge.limit, -50.0, 0.0)
     assert limits.reserve([charge], 0.0).levels == [9.0]
 
 
