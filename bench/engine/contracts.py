@@ -129,8 +129,10 @@ def plans_of(config: TransferConfig, fields: PairFields, request_id: str) -> lis
     if not isinstance(hosts, list) or not isinstance(ports, list) or not len(rooms) == len(hosts) == len(ports):
         msg = "bootstrap_host, bootstrap_port and bootstrap_room are lists of one length, or none of them is."
         raise FieldsInvalid(msg)
-    each = [PairFields(bootstrap_host=a, bootstrap_port=b, bootstrap_room=c) for a, b, c in zip(hosts, ports, rooms)]  # noqa: B905 - checked
-    return [plan_of(config, one, request_id) for one in each]
+    return [
+        plan_of(config, PairFields(bootstrap_host=host, bootstrap_port=port, bootstrap_room=room), request_id)
+        for host, port, room in zip(hosts, ports, rooms, strict=True)
+    ]
 
 
 def plan_of(config: TransferConfig, fields: PairFields, request_id: str) -> Plan:

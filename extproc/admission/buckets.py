@@ -263,16 +263,15 @@ class StoreMemory:
 
     def state(self, key: str, limit: Limit, now: float) -> Statement:
         """The Statement for a message that is sent now."""
-        most_left, debt = self.most_left(key, limit, now), self._debts.get(key)
-        seen = self._last_seen(key, limit)
-        seen_at_s = 0.0 if seen is None else seen.store_at_s
-        if debt is None:
-            return Statement(most_left, seen_at_s=seen_at_s)
-        debt.sent = debt.owed
-        if limit.ends_at_s:
-            return Statement(most_left, debt.owed, debt.told, seen_at_s=seen_at_s)
-        debt.own.fill(limit, now)
-        return Statement(most_left, debt.owed, debt.told, max(0.0, most_left - debt.own.level), seen_at_s)
+        most_left, debt, seen = self.most_left(key, limit, now), self._debts.get(key), self._last_seen(key, limit)
+        owed, told, uncovered = 0.0, 0.0, math.inf
+        if debt is not None:
+            owed = debt.sent = debt.owed
+            told = debt.told
+            if not limit.ends_at_s:
+                debt.own.fill(limit, now)
+                uncovered = max(0.0, most_left - debt.own.level)
+        return Statement(most_left, owed, told, uncovered, 0.0 if seen is None else seen.store_at_s)
 
     def lower(self, key: str, limit: Limit, level: float, now: float) -> None:
         """A budget has no more than ``level`` left, from another source than the store."""
