@@ -7,7 +7,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from extproc.api.advice import no_address
+from extproc.api.advice import is_port, no_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,18 +44,16 @@ def parse_address(text: str) -> tuple[str, int]:
 
     For the address on which a process listens: a host name does not determine one. ``localhost`` is 127.0.0.1.
     """
-    host, separator, port = text.rpartition(":")
-    host = "127.0.0.1" if host.lower() == "localhost" else host
-    advice = no_address(text, takes_names=False)
-    if not separator or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(advice)
+    host, _, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
+    bare = "127.0.0.1" if host.lower() == "localhost" else host[1:-1] if is_bracketed else host
     try:
-        ip = ipaddress.ip_address(host[1:-1] if is_bracketed else host)
+        ip = ipaddress.ip_address(bare) if is_port(port) else None
     except ValueError:
-        raise ValueError(advice) from None
-    if is_bracketed != (ip.version == 6):
-        raise ValueError(advice)
+        ip = None
+    # found out only for mistakes: a directory has thousands of addresses
+    if ip is None or is_bracketed != (ip.version == 6):
+        raise ValueError(no_address(text, takes_names=False))
     return str(ip), int(port)
 
 

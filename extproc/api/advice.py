@@ -97,11 +97,11 @@ def _advice(text: str, *, takes_names: bool) -> str:
     inner = next((one for one in (host, text) if ":" in one and is_ip(one)), "")
     if inner:
         return f"write an IPv6 address in brackets and a port after it: [{inner}]:{_EXAMPLE_PORT}"
-    if _is_port(text):
+    if is_port(text):
         return _about_target(text) if takes_names else _about_own("", text)
     if not separator or text.endswith("]"):
         return f"it has no port: write {text or '127.0.0.1'}:{_EXAMPLE_PORT}"
-    if not _is_port(port):
+    if not is_port(port):
         return f"'{port}' is not a port: write one from 1 to 65535"
     return _about_target(port) if takes_names else _about_own(host, port)
 
@@ -120,7 +120,8 @@ def _about_own(host: str, port: str) -> str:
     return f"write an IP address and a port, such as 127.0.0.1:{port} or [::1]:{port}"
 
 
-def _is_port(text: str) -> bool:
+def is_port(text: str) -> bool:
+    """Whether ``text`` is the number of a port."""
     return text.isascii() and text.isdigit() and 0 < int(text) < 65536
 
 

@@ -160,4 +160,5 @@ def _unique(
             if name in seen:
                 taken.append((path, f"{shown(name)} is already in {seen[name]}; use another name"))
             seen.setdefault(name, document.file)
-        yield from document.mistakes(taken)
+        if taken:
+            yield from document.mistakes(taken)

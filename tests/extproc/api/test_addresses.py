@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.api import addresses
 from extproc.api.addresses import (
     is_guarded,
     is_in,
@@ -70,6 +71,22 @@ def test_localhost_is_an_address_to_listen_on_and_to_call() -> None:
     assert parse_target("extproc:9002") == ("extproc", 9002, False)
     # for engines a name that is resolved: Envoy is told of IP addresses alone
     assert parse_endpoint("localhost:8000") == ("localhost", 8000, False)
+
+
+def test_advice_is_sought_for_mistakes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a directory has thousands of addresses, and requests wait while they are parsed
+    sought: list[str] = []
+
+    def no_address(text: str, *, takes_names: bool) -> str:
+        sought.append(text)
+        return f"{text}, {takes_names}"
+
+    monkeypatch.setattr(addresses, "no_address", no_address)
+    assert parse_endpoint("10.0.0.1:8000") == ("10.0.0.1", 8000, True)
+    assert parse_endpoint("[fd00::1]:8000") == ("fd00::1", 8000, True)
+    assert sought == []
+    with pytest.raises(ValueError, match=r"10\.0\.0\.1, True"):
+        parse_endpoint("10.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api import host_names
+from extproc.api.addresses import HostPort, parse_endpoint
 from extproc.api.errors import ConfigInvalid
 from extproc.api.host_names import KnownNames, ResolutionTiming, ResolvedDirectory, names_in, with_addresses
-from extproc.api.load import ConfigDirectory, load_snapshot
+from extproc.api.load import ConfigDirectory, Loader, load_snapshot
 from extproc.cli.system import lookup
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from extproc.api.snapshot import Snapshot
 
 CONFIG = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -74,9 +78,13 @@ def test_names_that_nobody_asks_for_are_forgotten() -> None:
     assert names.usable(0.0) == {"b": ("10.0.0.2",)}
 
 
+def all_names(snapshot: Snapshot) -> set[str]:
+    return {name for _, names in names_in(snapshot).values() for name in names}
+
+
 def test_each_address_of_a_name_is_an_endpoint_with_what_is_said_of_the_name() -> None:
     snapshot = load_snapshot({"a.yaml": CONFIG.encode()})
-    assert names_in(snapshot) == {"engines.example"}
+    assert all_names(snapshot) == {"engines.example"}
     resolved = with_addresses(snapshot, {"engines.example": ("10.0.0.1", "10.0.0.2", "fd00::1")})
     endpoints = resolved.servers[0].spec.endpoints
     # the first is listed by address, too
@@ -101,6 +109,24 @@ def test_tls_asks_for_the_name_unless_another_is_configured(tls: str, expected: 
     assert resolved.servers[0].spec.endpoints[0].server_name == expected
 
 
+def test_only_servers_that_have_changed_are_searched_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, other = Loader(), CONFIG.replace("name: llama", "name: other")
+    known = names_in(loader.load({"a.yaml": CONFIG.encode(), "b.yaml": other.encode()}))
+    parsed: list[str] = []
+
+    def parse(text: str) -> HostPort:
+        parsed.append(text)
+        return parse_endpoint(text)
+
+    monkeypatch.setattr(host_names, "parse_endpoint", parse)
+    changed = loader.load(
+        {"a.yaml": CONFIG.encode(), "b.yaml": other.replace("Engines.example", "more.example").encode()}
+    )
+    again = names_in(changed, known)
+    assert {name for _, names in again.values() for name in names} == {"engines.example", "more.example"}
+    assert sorted(parsed) == ["10.0.0.1:8000", "more.example:8000"]
+
+
 WITH_EVENTS = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
 metadata: {name: llama}
@@ -120,7 +146,7 @@ spec: {endpoints: ["web.example:80", "localhost:81", "10.0.0.9:80"]}
 
 def test_names_of_kv_events_and_backends_are_resolved_too() -> None:
     snapshot = load_snapshot({"a.yaml": WITH_EVENTS.encode()})
-    assert names_in(snapshot) == {"events.example", "localhost", "engines.example", "web.example"}
+    assert all_names(snapshot) == {"events.example", "localhost", "engines.example", "web.example"}
     answers = {
         "events.example": ("10.0.0.5",),
         "localhost": ("127.0.0.1",),
