@@ -49,6 +49,8 @@ Status = dict[str, Any]
 Owned = Mapping[tuple[str, str], "Object"]
 _BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
 _URL_PATH: Final = "/v1"
+# Engines whose APIs gateways do not route by the model's name.
+_SPEAK_V2: Final = frozenset({"MLServer", "Triton"})
 
 
 def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
@@ -407,6 +409,17 @@ def _infers(states: Sequence[BackendState]) -> Condition:
     return condition("ModelInfersReady", False, reason, message)
 
 
+def _unserved(model: ResolvedModel) -> str:
+    """Why requests by model name are not answered though engines run; empty if they are."""
+    found = sorted({one.preset.spec.engine for one in model.backends} & _SPEAK_V2)
+    if not found:
+        return ""
+    return (
+        f"{' and '.join(found)}: V2 is not among the APIs that gateways route by the model's name; "
+        "write an HTTPRoute to the ModelServer"
+    )
+
+
 def _ready(
     model: ResolvedModel, phase: str, failure: tuple[str, str] | None, route: Condition, *, is_reached: bool
 ) -> Condition:
@@ -420,6 +433,8 @@ def _ready(
         return condition("Ready", False, route["reason"], f"no gateway serves it: {route['message']}")
     if not is_reached:
         return condition("Ready", False, "NotAvailable", "no gateway has an engine of it yet")
+    if unserved := _unserved(model):
+        return condition("Ready", False, "ProtocolNotServed", unserved)
     return condition("Ready", True, "Serving", "")
 
 

@@ -335,6 +335,14 @@ def test_no_gateway_has_an_engine_yet() -> None:
     assert condition(plan, "ModelServersReady")["message"].startswith("ModelServer llama-default: NoReadyPods")
 
 
+def test_a_model_whose_protocol_no_gateway_routes_by_name_is_not_ready() -> None:
+    own = model(uri="s3://models/iris", format={"name": "sklearn"})
+    children = told(on_server(reconcile(seen(own, []), NOW_S)))
+    ready = condition(reconcile(seen(own, children), NOW_S), "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "ProtocolNotServed")
+    assert "MLServer" in ready["message"]
+
+
 def test_a_stopped_model_is_on_standby() -> None:
     stopped = model(stop=True)
     children = told(on_server(reconcile(seen(stopped, []), NOW_S)), 0)

@@ -17,6 +17,7 @@ from controller.models.model.pods import TRANSFER_S
 from controller.models.runtimes.presets import built_in, objects
 from controller.models.runtimes.settings import EngineSettings, settings_of, unknown_settings, words
 from extproc.api.model_server import PdGroup
+from extproc.engines.dialects import DIALECTS
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"
@@ -211,6 +212,13 @@ def test_mlserver_is_told_the_class_of_the_format() -> None:
     found = env("mlserver", format=ModelFormat(name="xgboost"))
     assert found["MLSERVER_MODEL_IMPLEMENTATION"] == "mlserver_xgboost.XGBoostModel"
     assert found["MLSERVER_HTTP_PORT"] == "8000"
+
+
+def test_the_agent_reads_metrics_where_the_engine_serves_them() -> None:
+    assert env("mlserver", format=ModelFormat(name="sklearn"))["MLSERVER_METRICS_PORT"] == str(
+        DIALECTS["MLServer"].metrics_port
+    )
+    assert f"--metrics-port={DIALECTS['Triton'].metrics_port}" in args("triton")
 
 
 def test_braces_of_json_and_of_kubernetes_are_left_alone() -> None:
