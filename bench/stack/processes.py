@@ -166,7 +166,8 @@ async def spawn(
 
 
 class Processes:
-    """An async context that ends the processes started in it: SIGTERM to all, the last one first, then SIGKILL.
+    """An async context that ends the processes started in it: SIGTERM to all, the last one first, then SIGKILL, also to
+    what they have started and left behind.
 
     SIGTERM cancels the task that entered it, as Ctrl-C does. If this program itself is killed, a guard ends the
     processes.
@@ -262,6 +263,8 @@ class Processes:
         except TimeoutError:
             process.kill()
             await process.wait()
+        with contextlib.suppress(ProcessLookupError):  # it has left nothing
+            os.killpg(process.pid, signal.SIGKILL)
         self._guard.remove(process.pid)
 
     def _tail(self, name: str) -> str:

@@ -126,6 +126,19 @@ async def test_one_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: p
     assert not is_running(pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_what_one_has_started_ends_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "parent.log"
+    async with Processes(tmp_path) as processes:
+        parent = await processes.start("parent", PARENT)
+        await eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+        child = int(log.read_text())
+        assert is_running(child)
+        await processes.end("parent", number)
+        assert not is_running(parent)
+        await eventually(lambda: not is_running(child))
+
+
 async def test_one_that_fails_to_start_is_reported_with_its_last_words_and_takes_the_others_along(
     tmp_path: Path,
 ) -> None:
