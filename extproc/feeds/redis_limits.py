@@ -5,9 +5,16 @@ Scripts change the buckets atomically, with the arithmetic of ``admission/bucket
 machines' clocks need not agree. Grants made while Redis does not answer are charged to it afterwards, exactly once:
 every message carries the amount that this process has yet to charge (``StoreMemory``).
 
-Two cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke
-is not given back. And where one answer is late and others are still to come, the late request is granted from all that
-was left, theirs included.
+A budget never fills, so what a killed process has reserved of it must come back otherwise. Each bucket of a budget has
+what each process has reserved of it. Processes send a heartbeat; what one has reserved that was not heard for a while
+is given back by the next script that reads the bucket. If that process was only slow, its requests are charged what
+they have used when they end. Settlements of budgets are repeated until Redis answers, and numbered, so that each counts
+once.
+
+Three cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke
+stays reserved until the process ends. Where one answer is late and others are still to come, the late request is
+granted from all that was left, theirs included. And while a slow process is taken for dead, others may be granted what
+its requests have reserved.
 """
 
 from __future__ import annotations
@@ -19,8 +26,10 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from extproc.admission.buckets import BucketLevel, Reservation, StoreMemory
-from extproc.admission.limits import Charge, Grant, StoreAway
+from extproc.admission.limits import Charge, Grant, StoreAway, Usage
 from extproc.admission.refusals import refusal
 from extproc.api.errors import one_line
 from extproc.replication.buses import redis_client
@@ -29,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from extproc.admission.buckets import Limit, Statement
-    from extproc.admission.limits import Usage
     from extproc.errors import Refusal
     from extproc.metrics.registry import Metrics
 
@@ -41,26 +49,66 @@ if TYPE_CHECKING:
 # bucket would be full; that of a budget a day after its window has ended. The bucket of a budget whose maximum changes
 # keeps what was used. ``a``: where the bucket's arguments begin, of which each script gives the same eight first: rate
 # to seen.
+#
+# KEYS[1] is the set of processes that share budgets, by when each was heard last. A process that is not in it is dead.
+# While it has the member '', nobody is taken for dead: no process was heard for some time before, because Redis was
+# away or has lost the set. "held:PROCESS" of a budget's bucket is what the process has reserved, the number of its last
+# settlement, and since when the field is there: that is the epoch of the process's claims.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
-local paid_field = 'paid:' .. ARGV[1]
+local alive = table.remove(KEYS, 1)
+local paid_field, held_field = 'paid:' .. ARGV[1], 'held:' .. ARGV[1]
+local beat_s, gap_s, silence_s = 0.5, 3, 10
 -- amounts are never below 0, infinite or not a number
 local function amount_of(text)
   local amount = tonumber(text)
   if amount and amount > 0 and amount < math.huge then return amount end
   return 0
 end
+-- this process lives
+local function beat()
+  local last = redis.pcall('ZSCORE', alive, ARGV[1])
+  if type(last) == 'table' then
+    redis.call('DEL', alive)
+  elseif last and math.abs(now - last) < beat_s then
+    return
+  end
+  local newest = tonumber(redis.call('ZREVRANGE', alive, 0, 0, 'WITHSCORES')[2])
+  local at = string.format('%.6f', now)
+  if not newest or math.abs(now - newest) > gap_s then
+    -- of a clock that ran ahead
+    redis.call('ZREMRANGEBYSCORE', alive, now + gap_s, '+inf')
+    redis.call('ZADD', alive, at, '')
+  end
+  redis.call('ZADD', alive, at, ARGV[1])
+  redis.call('ZREMRANGEBYSCORE', alive, '-inf', now - silence_s)
+  redis.call('EXPIRE', alive, 86400)
+end
+-- give back what dead processes have reserved of a budget
+local function give_back(key, b)
+  redis.call('HSET', key, 'looked', string.format('%.6f', now))
+  if redis.call('ZSCORE', alive, '') then return end
+  local fields = redis.call('HGETALL', key)
+  for i = 1, #fields, 2 do
+    local process = string.match(fields[i], '^held:(.*)$')
+    if process and not redis.call('ZSCORE', alive, process) then
+      local amount = math.min(b.claims, amount_of(string.match(fields[i + 1], '^%S+')))
+      b.level, b.claims, b.has_changed = b.level + amount, b.claims - amount, true
+      redis.call('HDEL', key, fields[i])
+    end
+  end
+end
 -- a key that somebody else has written is a lost bucket
 local function held_in(key)
-  local held = redis.pcall('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field, 'born', 'began')
-  if held.err then
-    redis.call('DEL', key)
-    return {}
-  end
+  local held = redis.pcall('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field, 'born', 'began',
+    held_field, 'looked')
   for i = 1, 5 do
-    local number = tonumber(held[i])
-    if not number or number ~= number or math.abs(number) == math.huge then return {} end
+    local number = not held.err and tonumber(held[i])
+    if not number or number ~= number or math.abs(number) == math.huge then
+      redis.call('DEL', key)
+      return {}
+    end
     held[i] = number
   end
   return held
@@ -71,10 +119,12 @@ local function fill(key, a)
   local seen = amount_of(ARGV[a + 7])
   local held = held_in(key)
   local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, paid = 0, debt = 0}
+  b.held, b.settled, b.since = 0, 0, math.floor(now * 1000000)
   b.rate, b.capacity, b.ends_at = rate, capacity, ends_at
   b.epoch = math.floor(now * 1000000)
   b.is_new = not held[1]
-  b.born, b.began, b.has_less = now, b.level, b.is_new and b.level < capacity
+  b.born, b.began, b.has_changed = now, b.level, b.is_new and b.level < capacity
+  if ends_at > 0 then beat() end
   if held[1] then
     b.level, b.at, b.claims = held[1], held[2], held[3]
     b.shrink, b.epoch, b.paid = held[4], held[5], amount_of(held[6])
@@ -86,6 +136,9 @@ local function fill(key, a)
     if ends_at > 0 then
       local more = capacity - (tonumber(redis.call('HGET', key, 'capacity')) or capacity)
       b.level, b.began = b.level + more, b.began + more
+      local reserved, number, since = string.match(held[9] or '', '^(%S+) (%d+) (%d+)$')
+      if since then b.held, b.settled, b.since = amount_of(reserved), amount_of(number), tonumber(since) end
+      if math.abs(now - amount_of(held[10])) >= beat_s then give_back(key, b) end
     end
     b.level = math.min(capacity, b.level + rate * math.max(0, now - b.at))
     -- a clock that ran ahead, and was set back since, must not stop the inflow until then
@@ -94,10 +147,10 @@ local function fill(key, a)
     local since = rate * (now - b.born)
     local less = math.min(capacity, b.began + since) - most
     if seen > 0 and seen < b.born and less > 0 then
-      b.level, b.began, b.has_less = b.level - less, most - since, true
+      b.level, b.began, b.has_changed = b.level - less, most - since, true
     end
     local left = capacity - b.level
-    if b.claims > left then
+    if rate > 0 and b.claims > left then
       b.shrink = b.shrink * left / b.claims
       b.claims = left
       if b.shrink < 1e-9 or left <= 0 then
@@ -117,7 +170,8 @@ local function store(key, b)
     'began', string.format('%.17g', b.began))
   if b.debt > 0 then redis.call('HSET', key, paid_field, string.format('%.17g', b.paid)) end
   if b.ends_at > 0 then
-    redis.call('HSET', key, 'capacity', string.format('%.17g', b.capacity))
+    redis.call('HSET', key, 'capacity', string.format('%.17g', b.capacity),
+      held_field, string.format('%.17g %.0f %.0f', b.held, b.settled, b.since))
     redis.call('EXPIREAT', key, math.ceil(b.ends_at) + 86400)
     return
   end
@@ -144,29 +198,44 @@ for i, key in ipairs(KEYS) do
   if granted == 1 then
     b.level = b.level - amount_of(ARGV[a + 8])
     b.claims = b.claims + amount_of(ARGV[a + 8])
+    b.held = b.held + amount_of(ARGV[a + 8])
   end
-  if granted == 1 or b.debt > 0 or b.has_less then store(key, b) end
+  if granted == 1 or b.debt > 0 or b.has_changed then store(key, b) end
   answer[#answer + 1] = string.format('%.17g', b.level)
   answer[#answer + 1] = string.format('%.17g', b.shrink)
-  answer[#answer + 1] = string.format('%.0f', b.epoch)
+  answer[#answer + 1] = string.format('%.0f', b.ends_at > 0 and b.since or b.epoch)
 end
 return answer
 """
 )
 # ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
-# uncovered, when what is left was seen, the claim's amount, shrink and epoch, used. Returns the time; then the level
-# for each key.
+# uncovered, when what is left was seen, the claim's amount, shrink and epoch, used, the settlement's number. Returns
+# the time; then the level for each key. The settlement of a budget that comes again changes nothing. A claim of this
+# bucket and of another epoch was given back: the level has it already.
 SETTLE: Final = (
     _FILL
     + """
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
-  local a = 12 * i - 10
+  local a = 13 * i - 11
   local b = fill(key, a)
-  local amount, held = amount_of(ARGV[a + 8]), 0
-  if tonumber(ARGV[a + 10]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 9]) end
+  local amount, used, number = amount_of(ARGV[a + 8]), amount_of(ARGV[a + 11]), amount_of(ARGV[a + 12])
+  local epoch = tonumber(ARGV[a + 10])
+  local held, back = 0, math.min(amount - used, 0)
+  if b.ends_at == 0 then
+    if epoch == b.epoch then
+      held = amount * b.shrink / tonumber(ARGV[a + 9])
+      back = math.min(amount - used, held)
+    end
+  elseif number <= b.settled then
+    back = 0
+  elseif epoch >= b.epoch then
+    if epoch == b.since then held = math.min(amount, b.held) end
+    back = held - used
+  end
   b.claims = math.max(0, b.claims - held)
-  b.level = b.level + math.min(amount - amount_of(ARGV[a + 11]), held)
+  b.level = b.level + back
+  b.held, b.settled = b.held - held, math.max(b.settled, number)
   store(key, b)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
@@ -191,6 +260,15 @@ return answer
 """
 )
 
+# This process lives. Returns the time.
+BEAT: Final = (
+    _FILL
+    + """
+beat()
+return {string.format('%.17g', now)}
+"""
+)
+
 log = logging.getLogger(__name__)
 # Without an answer in this time, the local buckets decide.
 _TIMEOUT_S: Final = 0.25
@@ -204,6 +282,16 @@ _MOST_ANSWER_BYTES: Final = 256 << 10
 # Bounds the settlements that wait for Redis. The oldest are dropped; their reservations are not refunded.
 _MAX_SETTLEMENTS: Final = 100_000
 _BATCH_SIZE: Final = 200
+# Between two heartbeats of a process that has reserved of budgets; after ``silence_s`` of the scripts it is dead.
+_BEAT_S: Final = 1.0
+
+
+class _Settlement(msgspec.Struct, frozen=True):
+    """``used`` None: the request was never dispatched. ``number``: counts those of this process from 1."""
+
+    number: int
+    grant: Grant
+    used: Usage | None
 
 
 class OddAnswer(Exception):
@@ -223,12 +311,16 @@ class RedisLimits:
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
         self._lower: Any = self._redis.register_script(LOWER)
+        self._beat: Any = self._redis.register_script(BEAT)
         self._prefix = prefix
         self._process = process
         self._metrics = metrics
         self._clock = clock
         self._retry_at_s = 0.0
-        self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MAX_SETTLEMENTS)
+        self._settlements: deque[_Settlement] = deque(maxlen=_MAX_SETTLEMENTS)
+        self._settled = 0
+        # when Redis is to hear again that this process lives; it need not before a budget was reserved there
+        self._beat_at_s = math.inf
         self._memory = StoreMemory()
         # of budgets, that Redis does not have yet
         self._levels: dict[str, BucketLevel] = {}
@@ -260,6 +352,9 @@ class RedisLimits:
         self._note_levels(charges, stated, levels, store_at_s)
         if is_new:
             self.on_new_bucket()
+        if self._beat_at_s == math.inf and any(one.limit.ends_at_s for one in charges):
+            self._beat_at_s = self._clock() + _BEAT_S
+            self._has_news.set()
         result = "granted" if isinstance(found, Grant) else "refused"
         self._metrics.admission.observe_redis_call(result, self._clock() - now)
         return found
@@ -284,7 +379,8 @@ class RedisLimits:
 
     def settle(self, grant: Grant, used: Usage | None) -> None:
         """Settle a grant in the background, in a batch with others."""
-        self._settlements.append((grant, used))
+        self._settled += 1
+        self._settlements.append(_Settlement(self._settled, grant, used))
         self._has_news.set()
 
     async def run(self) -> None:
@@ -293,8 +389,10 @@ class RedisLimits:
         try:
             # the client library swallows a cancellation while it connects
             while task is None or not task.cancelling():
-                await self._has_news.wait()
+                await self._until_due()
                 await asyncio.sleep(max(0.0, self._retry_at_s - self._clock()))
+                if self._clock() >= self._beat_at_s:
+                    await self.beat()
                 # what was used without Redis first: until then other processes may be granted the same
                 if self._levels:
                     await self._lower_batch()
@@ -307,11 +405,27 @@ class RedisLimits:
             await self._send_last()
             await self._redis.aclose()
 
+    async def beat(self) -> None:
+        """Tell Redis that this process lives, so that what it has reserved stays so."""
+        self._beat_at_s = self._clock() + _BEAT_S
+        try:
+            async with asyncio.timeout(1.0):
+                await self._beat(keys=[self._alive], args=[self._process])
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note_failure(error)
+
+    async def _until_due(self) -> None:
+        """Until there is something to send."""
+        pause_s = None if self._beat_at_s == math.inf else max(0.0, self._beat_at_s - self._clock())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._has_news.wait()
+
     async def _send_last(self) -> None:
-        """Send the last debts at the end, if Redis is reachable: no other process has them."""
+        """Send the last debts and settlements at the end, if Redis is reachable: no other process has them."""
         if self._memory.has_debts and self._clock() >= self._retry_at_s:
             await self._pay_batch()
-        if self._settlements and self._clock() >= self._retry_at_s:
+        while self._settlements and self._clock() >= self._retry_at_s:
             await self._settle_batch()
 
     def _away(self, charges: Sequence[Charge]) -> StoreAway:
@@ -336,9 +450,7 @@ class RedisLimits:
             for charge, statement in zip(charges, stated, strict=True)
             for number in (*_numbers(charge.limit, statement), charge.amount)
         ]
-        answer: list[Any] = await self._reserve(
-            keys=[self._key(charge.key) for charge in charges], args=[self._process, *numbers], client=client
-        )
+        answer: list[Any] = await self._reserve(keys=self._keys(charges), args=[self._process, *numbers], client=client)
         return answer
 
     def _give_back_later(self, charges: Sequence[Charge], asked: asyncio.Future[list[Any]]) -> None:
@@ -381,7 +493,7 @@ class RedisLimits:
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
                 for one, statement in zip(batch, stated, strict=True):
                     numbers = (*_numbers(one.limit, statement), one.level)
-                    await self._lower(keys=[self._key(one.key)], args=[self._process, *numbers], client=pipe)
+                    await self._lower(keys=self._keys([one]), args=[self._process, *numbers], client=pipe)
                 found = [_numbers_in(answer, 2) for answer in await pipe.execute()]
         except Exception as error:  # noqa: BLE001 - as above
             self._note_failure(error)
@@ -395,37 +507,64 @@ class RedisLimits:
             )
 
     async def _settle_batch(self) -> None:
-        """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much; what went beyond
-        is owed.
-        """
+        """Settle one batch."""
         count = min(_BATCH_SIZE, len(self._settlements))
         batch = [self._settlements.popleft() for _ in range(count)]
-        stated = [self._state(grant.charges, self._clock()) for grant, _ in batch]
+        stated = [self._state(one.grant.charges, self._clock()) for one in batch]
         try:
             # left without its end, a pipeline would keep its connection
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
-                for (grant, used), statements in zip(batch, stated, strict=True):
+                for one, statements in zip(batch, stated, strict=True):
                     await self._settle(
-                        keys=[self._key(charge.key) for charge in grant.charges],
-                        args=[self._process, *_settled(grant, used, statements)],
+                        keys=self._keys(one.grant.charges),
+                        args=[self._process, *_settled(one, statements)],
                         client=pipe,
                     )
-                settled = zip(batch, await pipe.execute(), strict=True)
-                found = [_numbers_in(answer, 1 + len(grant.charges)) for (grant, _), answer in settled]
+                answers = await pipe.execute(raise_on_error=False)
+        except asyncio.CancelledError:
+            self._repeat(batch)
+            raise
         except Exception as error:  # noqa: BLE001 - as above
-            for grant, used in batch:
-                self._record_overruns(grant, used)
+            self._repeat(batch)
             self._note_failure(error)
             return
-        for (grant, _), statements, (store_at_s, *levels) in zip(batch, stated, found, strict=True):
-            self._note_levels(grant.charges, statements, levels, store_at_s)
+        for one, statements, answer in zip(batch, stated, answers, strict=True):
+            try:
+                store_at_s, *levels = _numbers_in(answer, 1 + len(one.grant.charges))
+            except OddAnswer as error:
+                self._record_overruns(one.grant.charges, one.used)
+                self._note_failure(error)
+            else:
+                self._note_levels(one.grant.charges, statements, levels, store_at_s)
 
-    def _record_overruns(self, grant: Grant, used: Usage | None) -> None:
+    def _repeat(self, batch: Sequence[_Settlement]) -> None:
+        """Settle budgets again, in the same order. Rate limits are not: applied twice, it would refund too much. What
+        went beyond is owed.
+        """
+        again: list[_Settlement] = []
+        for one in batch:
+            grant = one.grant
+            parts = list(zip(grant.charges, grant.claims, strict=True))
+            self._record_overruns([charge for charge, _ in parts if not charge.limit.ends_at_s], one.used)
+            kept = [part for part in parts if part[0].limit.ends_at_s]
+            if kept:
+                part = Grant([charge for charge, _ in kept], [claim for _, claim in kept], (), is_global=True)
+                again.append(_Settlement(one.number, part, one.used))
+        self._settlements.extendleft(reversed(again))
+
+    def _record_overruns(self, charges: Sequence[Charge], used: Usage | None) -> None:
         """Record as debt by how much the usage exceeded the reservation."""
         if used is None:
             return
-        for charge in grant.charges:
+        for charge in charges:
             self.record_overdraft(charge, max(0.0, used.of(charge.resource) - charge.amount))
+
+    def _keys(self, buckets: Sequence[Charge | BucketLevel]) -> list[str]:
+        return [self._alive, *(self._key(one.key) for one in buckets)]
+
+    @property
+    def _alive(self) -> str:
+        return f"{self._prefix}:alive"
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}:limit:{key}"
@@ -467,6 +606,8 @@ def _nothing() -> None:
 
 def _numbers_in(answer: object, count: int) -> list[float]:
     """The numbers in a script's answer. Raises OddAnswer."""
+    if isinstance(answer, Exception):
+        raise OddAnswer(str(answer))
     if not isinstance(answer, list) or len(answer) != count:
         raise OddAnswer(f"the answer has not {count} numbers")
     try:
@@ -485,15 +626,16 @@ def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:
     return (*known, stated.seen_at_s)
 
 
-def _settled(grant: Grant, used: Usage | None, stated: Sequence[Statement]) -> list[float]:
+def _settled(one: _Settlement, stated: Sequence[Statement]) -> list[float]:
     return [
         number
-        for charge, claim, statement in zip(grant.charges, grant.claims, stated, strict=True)
+        for charge, claim, statement in zip(one.grant.charges, one.grant.claims, stated, strict=True)
         for number in (
             *_numbers(charge.limit, statement),
             claim.amount,
             claim.shrink,
             claim.epoch,
-            0.0 if used is None else used.of(charge.resource),
+            0.0 if one.used is None else one.used.of(charge.resource),
+            one.number,
         )
     ]

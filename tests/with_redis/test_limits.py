@@ -14,7 +14,7 @@ import pytest
 from extproc.admission.buckets import Limit, Statement
 from extproc.admission.limits import Charge, Grant, StoreAway, Usage
 from extproc.errors import RateLimited
-from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled
+from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled, _Settlement
 from extproc.metrics.registry import Metrics
 from tests.programs import program
 from tests.store_model import Store
@@ -364,7 +364,9 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
             settled += 1
             used = Usage(0, rng.uniform(0, 1.2) * real.charges[0].amount)
             answer = await one._settle(
-                keys=[one._key("k")], args=[one._process, *_settled(real, used, [stated])], client=None
+                keys=one._keys(real.charges),
+                args=[one._process, *_settled(_Settlement(settled, real, used), [stated])],
+                client=None,
             )
             expected = store.settle("0", model, used, stated, now)
             assert float(answer[1]) == pytest.approx(expected, abs=0.01)
