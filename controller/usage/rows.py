@@ -37,7 +37,7 @@ _NO_ENGINE: Final = frozenset({"UH", "URX"})
 # its client left. ``engine``, ``timeout``, ``gateway``: what failed.
 WHOLE, REFUSED, REJECTED, LEFT = "whole", "refused", "rejected", "client"
 _FAILED: Final = frozenset({"engine", "timeout", "gateway"})
-_LINES: Final = msgspec.json.Decoder(UsageLine)
+_LINES: Final = msgspec.json.Decoder(UsageLine, strict=False)
 _CONTEXTS: Final = msgspec.json.Decoder(UsageContext)
 
 
