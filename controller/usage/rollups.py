@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from controller.usage.rows import LEFT, REFUSED, REJECTED
@@ -28,6 +29,8 @@ SUMS: Final = (
 )
 # Those that are counted by the row's ``ended``.
 ENDS: Final = {"refused": REFUSED, "rejected": REJECTED, "left": LEFT}
+_ENDED: Final = {end: tuple(int(end == one) for one in ENDS.values()) for end in ENDS.values()}
+_NO_END: Final = (0,) * len(ENDS)
 
 
 class Key(NamedTuple):
@@ -43,7 +46,7 @@ class Key(NamedTuple):
     currency: str
 
 
-Increments = dict[Key, list[int]]
+Increments = dict[Key, tuple[int, ...]]
 
 
 class BoundedNames:
@@ -121,30 +124,36 @@ class _Names:
 def sums_of(row: UsageRow) -> tuple[int, ...]:
     """What one row adds, in the order of SUMS."""
     return (
-        *(1, *(int(row.ended == end) for end in ENDS.values())),
-        *(int(row.is_failed), int(row.is_unpriced), int(row.is_estimated)),
+        *(1, *_ENDED.get(row.ended, _NO_END), int(row.is_failed), int(row.is_unpriced), int(row.is_estimated)),
         *(row.input, row.cached, row.written, row.output, row.reasoning, row.cost_micros or 0, row.duration_us),
     )
 
 
 def increments(rows: Iterable[UsageRow], names: BoundedNames) -> tuple[Increments, Increments]:
     """What rows add to hours and to days, each sorted by key: writers that take rows in one order never deadlock."""
-    hours: Increments = {}
-    days: Increments = {}
+    # most rows of a batch are of few callers: names are looked up once for each of them
+    groups: Increments = {}
     for row in rows:
         at_s = row.at_us // 1_000_000
-        day = at_s - at_s % DAY_S
         asked = row.model if row.server or row.route or row.status < 400 else UNROUTED
-        tenant = names.tenant(day, row.tenant)
-        key_name, user = names.name(day, "key", tenant, row.key), names.name(day, "user", tenant, row.user)
-        model = names.name(day, "model", tenant, asked)
-        added = sums_of(row)
-        for start, found in ((at_s - at_s % HOUR_S, hours), (day, days)):
-            key = Key(start, tenant, key_name, user, model, row.server, row.route, row.currency)
-            sums = found.get(key)
-            if sums is None:
-                found[key] = list(added)
-            else:
-                for index, value in enumerate(added):
-                    sums[index] += value
+        names_of = (row.tenant, row.key, row.user, asked, row.server, row.route, row.currency)
+        _add(groups, Key(at_s - at_s % HOUR_S, *names_of), sums_of(row))
+    hours: Increments = {}
+    days: Increments = {}
+    for one, added in groups.items():
+        day = one.start - one.start % DAY_S
+        tenant = names.tenant(day, one.tenant)
+        kept = one._replace(
+            tenant=tenant,
+            key=names.name(day, "key", tenant, one.key),
+            user=names.name(day, "user", tenant, one.user),
+            model=names.name(day, "model", tenant, one.model),
+        )
+        _add(hours, kept, added)
+        _add(days, kept._replace(start=day), added)
     return dict(sorted(hours.items())), dict(sorted(days.items()))
+
+
+def _add(found: Increments, key: Key, added: tuple[int, ...]) -> None:
+    known = found.get(key)
+    found[key] = added if known is None else tuple(map(add, known, added))

@@ -37,7 +37,7 @@ _NO_ENGINE: Final = frozenset({"UH", "URX"})
 # its client left. ``engine``, ``timeout``, ``gateway``: what failed.
 WHOLE, REFUSED, REJECTED, LEFT = "whole", "refused", "rejected", "client"
 _FAILED: Final = frozenset({"engine", "timeout", "gateway"})
-_LINES: Final = msgspec.json.Decoder(UsageLine)
+_LINES: Final = msgspec.json.Decoder(UsageLine, strict=False)
 _CONTEXTS: Final = msgspec.json.Decoder(UsageContext)
 
 
@@ -203,7 +203,8 @@ def _is_inference(line: UsageLine) -> bool:
 
 
 def _flags(line: UsageLine) -> frozenset[str]:
-    return frozenset(line.flags.split(",")) if line.flags else _NO_FLAGS
+    """Envoy writes a hyphen where there are none."""
+    return _NO_FLAGS if not line.flags or line.flags == "-" else frozenset(line.flags.split(","))
 
 
 def _end_of(line: UsageLine, context: UsageContext) -> str:

@@ -321,14 +321,22 @@ class SqlStore:
         names = set(added.scalars())
         return [row for row in rows if row.id in names]
 
-    def _add_to_file(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> list[UsageRow]:
+    def _add_to_file(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> Sequence[UsageRow]:
         """The same, for a third of the time: nobody else writes while this transaction has changed the position."""
-        known = sa.select(requests.c.id).where(requests.c.id.in_([row.id for row in rows]))
-        names = set(connection.execute(known).scalars())
-        new = [row for row in rows if row.id not in names]
-        if new:
-            connection.exec_driver_sql(self._add_plainly, [msgspec.structs.astuple(row) for row in new])
-        return new
+        try:
+            with connection.begin_nested():
+                self._add_new(connection, rows)
+        except IntegrityError:
+            # some are there already, as after a crash; or one cannot be kept, which is raised again
+            known = sa.select(requests.c.id).where(requests.c.id.in_([row.id for row in rows]))
+            names = set(connection.execute(known).scalars())
+            rows = [row for row in rows if row.id not in names]
+            if rows:
+                self._add_new(connection, rows)
+        return rows
+
+    def _add_new(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> None:
+        connection.exec_driver_sql(self._add_plainly, [msgspec.structs.astuple(row) for row in rows])
 
     def _names_of(self, day: int) -> Iterator[tuple[str, str, str]]:
         assert self._connection is not None  # noqa: S101 - names are asked for while rows are added

@@ -87,14 +87,14 @@ def cost_micros(price: Price, tokens: TokenCounts) -> int:
     cached = min(tokens.cached, tokens.input)
     written = min(tokens.written, tokens.input - cached)
     reasoning = min(tokens.reasoning, tokens.output)
-    parts = (
-        (tokens.input - cached - written, rates.input),
-        (cached, rates.input if rates.cached is None else rates.cached),
-        (written, rates.input if rates.written is None else rates.written),
-        (tokens.output - reasoning, rates.output),
-        (reasoning, rates.output if rates.reasoning is None else rates.reasoning),
+    cost = (
+        (tokens.input - cached - written) * rates.input
+        + cached * (rates.input if rates.cached is None else rates.cached)
+        + written * (rates.input if rates.written is None else rates.written)
+        + (tokens.output - reasoning) * rates.output
+        + reasoning * (rates.output if rates.reasoning is None else rates.reasoning)
     )
-    return price.request - -sum(count * rate for count, rate in parts) // _MILLION
+    return price.request - -cost // _MILLION
 
 
 class PerMillion(Spec, frozen=True):

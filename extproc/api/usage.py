@@ -93,7 +93,8 @@ class UsageCounts(msgspec.Struct, frozen=True):
 class UsageLine(msgspec.Struct, frozen=True):
     """A line of the log, as Envoy's ``json_format`` writes it; null where Envoy has no value.
 
-    ``id``: different for each request, whatever clients send. ``at``: when it arrived, seconds since 1970.
+    ``id``: different for each request, whatever clients send. ``at``: when it arrived, seconds since 1970; it stands in
+    the line as text, so decode with ``strict=False``.
     ``context``: a UsageContext as JSON text; null if extproc had no part in it: then ``client``, ``tenant`` and
     ``user`` are what Envoy has verified (of an API key only ``client``, its name), and ``model`` what Envoy read
     itself. ``served``: the engine's address; ``cluster``: Envoy's name of its ModelServer, ``server/namespace/name``.

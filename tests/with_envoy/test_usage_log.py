@@ -79,7 +79,7 @@ class Log:
             whole, end, _ = file.read().rpartition(b"\n")
         self._offset += len(whole + end)
         for one in whole.splitlines():
-            line = msgspec.json.decode(one, type=UsageLine)
+            line = msgspec.json.decode(one, type=UsageLine, strict=False)
             assert line.request_id not in self._lines
             self._lines[line.request_id] = line
         return self._lines

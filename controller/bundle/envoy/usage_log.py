@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The usage log: Envoy writes a line of JSON to a file at the end of each inference request.
 
-``extproc.api.usage.UsageLine`` describes a line. Envoy writes numbers as numbers and whole namespaces of metadata as
-objects, and escapes all text. A value that it does not have is null.
+``extproc.api.usage.UsageLine`` describes a line. Envoy writes numbers as numbers, except for the time of arrival, whole
+namespaces of metadata as objects, and escapes all text. A value that it does not have is null.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from envoy_data_plane.envoy.config.core.v3 import DataSource, SubstitutionFormat
 from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessLog
 from envoy_data_plane.envoy.extensions.filters.common.set_filter_state.v3 import FilterStateValue
 from envoy_data_plane.envoy.extensions.filters.http.set_filter_state.v3 import Config as SetFilterState
-from envoy_data_plane.envoy.extensions.formatter.cel.v3 import Cel
 from envoy_data_plane.envoy.type.matcher.v3 import MetadataMatcher, MetadataMatcherPathSegment, ValueMatcher
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, typed_extension
+from controller.bundle.envoy.envoy_json import PackedMessage, http_filter
 from controller.bundle.envoy.local_replies import when
 from controller.bundle.envoy.usage import STARTED_US
 from controller.bundle.envoy.without_extproc import FALLBACK_MODEL, FALLBACK_NAMESPACE
@@ -34,8 +33,8 @@ _MOST_CHARACTERS: Final = 256
 _LINE: Final = {
     # not the request's id, which clients of a trusted gateway choose
     "id": "%UNIQUE_ID%",
-    # START_TIME would be text
-    "at": "%TYPED_CEL(double(int(request.time)) + double(request.time.getMilliseconds()) / 1000.0)%",
+    # text: as a number it would be an expression of CEL, which costs Envoy a third of the line and more
+    "at": "%START_TIME(%s.%3f)%",
     "status": "%RESPONSE_CODE%",
     "request_id": f"%REQ({REQUEST_ID}):{_MOST_CHARACTERS}%",
     "trace_id": "%TRACE_ID%",
@@ -64,8 +63,7 @@ def usage_log(path: str) -> AccessLog:
     of extproc.
     """
     fields = {name: Value(string_value=text) for name, text in _LINE.items()}
-    formatter = typed_extension("envoy.formatter.cel", Cel())
-    line = SubstitutionFormatString(json_format=Struct(fields=fields), formatters=[formatter])
+    line = SubstitutionFormatString(json_format=Struct(fields=fields))
     return AccessLog(
         name="envoy.access_loggers.file",
         filter=AccessLogFilter(

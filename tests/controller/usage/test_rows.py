@@ -32,6 +32,10 @@ def test_a_line_becomes_the_row_of_its_request() -> None:
     assert not found.is_failed
 
 
+def test_the_time_of_arrival_stands_in_the_line_as_text() -> None:
+    assert row_of(b'{"id": "x", "at": "1795849247.925", "status": 200}', 1_795_849_248.0).at_us == 1_795_849_247_925_000
+
+
 def test_without_a_first_content_the_first_byte_counts() -> None:
     assert row(line()).ttft_us == 120_000
     assert row(line(first_byte_us=None)).ttft_us is None
@@ -191,6 +195,7 @@ def test_texts_have_bounds_and_no_zeros() -> None:
         b'{"id": "x", "at": NaN, "status": 200}',
         b'{"id": "x", "at": 1e999, "status": 200}',
         b'{"id": "x", "at": "now", "status": 200}',
+        b'{"id": "x", "at": "nan", "status": 200}',
         b'{"id": "x", "at": 1, "status": 99999999999999999999999999}',
         b'{"id": "", "at": 1, "status": 200}',
         b'{"id": "x", "at": -1, "status": 200}',
