@@ -76,6 +76,11 @@ class Disaggregation(Layered, frozen=True):
         return self.max_prefill is not None or self.max_decode is not None
 
     @property
+    def may_be_at_zero(self) -> bool:
+        """Whether the bounds of stages that are scaled apart keep one engine of each, and no more."""
+        return (self.prefill, self.decode) == (1, 1)
+
+    @property
     def prefill_bounds(self) -> tuple[int, int]:
         """The fewest and the most."""
         return self.prefill, self.prefill if self.max_prefill is None else self.max_prefill
@@ -104,7 +109,11 @@ class Backend(Layered, frozen=True):
             "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
             "minReplicas is above maxReplicas",
         ),
-        Rule("!has(self.minReplicas) || has(self.maxReplicas)", "minReplicas needs maxReplicas beside it; write both"),
+        Rule(
+            "!has(self.minReplicas) || has(self.maxReplicas)",
+            "minReplicas needs maxReplicas beside it; write both. With maxPrefill or maxDecode remove it: prefill and"
+            " decode are the lower bounds",
+        ),
         Rule(
             "!has(self.disaggregation) || !(has(self.disaggregation.maxPrefill) || has(self.disaggregation.maxDecode))"
             " || (!has(self.maxReplicas) && (!has(self.replicas) || self.replicas <= 1))",
