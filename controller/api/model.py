@@ -11,6 +11,7 @@ from controller.api.common import Layered, Positive, Replicas, ShortName
 from controller.api.model_infer import RolloutStrategy
 from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
+from extproc.api.model_server import NO_ENCODE_STAGE
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
 
@@ -46,7 +47,8 @@ class Disaggregation(Layered, frozen=True):
     ``decode`` are then the lower bounds. A stage without upper bound keeps its engines. ``ratio``: of the engines of
     both while they are autoscaled. ``connector``: how KV caches are moved. ``leg``: who requests the prefill; without
     it the gateway where it can, else a sidecar in the decode engine's pod, which you add. ``on_prefill_failure``: of
-    the gateway's leg. ``prefill_config`` and ``decode_config``: overrides for engines of one role.
+    the gateway's leg. ``prefill_config`` and ``decode_config``: overrides for engines of one role. There is no encode
+    stage.
     """
 
     CEL: ClassVar = (
@@ -56,6 +58,8 @@ class Disaggregation(Layered, frozen=True):
         ),
         Rule("!has(self.maxDecode) || !has(self.decode) || self.decode <= self.maxDecode", "decode is above maxDecode"),
     )
+
+    UNSUPPORTED: ClassVar = dict.fromkeys(("encode", "maxEncode", "encodeConfig"), NO_ENCODE_STAGE)
 
     prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     decode: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
@@ -74,6 +78,11 @@ class Disaggregation(Layered, frozen=True):
     def is_scaled(self) -> bool:
         """Whether autoscalers set the engines of each stage, rather than the number of groups."""
         return self.max_prefill is not None or self.max_decode is not None
+
+    @property
+    def may_be_at_zero(self) -> bool:
+        """Whether the bounds of stages that are scaled apart keep one engine of each, and no more."""
+        return (self.prefill, self.decode) == (1, 1)
 
     @property
     def prefill_bounds(self) -> tuple[int, int]:
@@ -104,7 +113,11 @@ class Backend(Layered, frozen=True):
             "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
             "minReplicas is above maxReplicas",
         ),
-        Rule("!has(self.minReplicas) || has(self.maxReplicas)", "minReplicas needs maxReplicas beside it; write both"),
+        Rule(
+            "!has(self.minReplicas) || has(self.maxReplicas)",
+            "minReplicas needs maxReplicas beside it; write both. With maxPrefill or maxDecode remove it: prefill and"
+            " decode are the lower bounds",
+        ),
         Rule(
             "!has(self.disaggregation) || !(has(self.disaggregation.maxPrefill) || has(self.disaggregation.maxDecode))"
             " || (!has(self.maxReplicas) && (!has(self.replicas) || self.replicas <= 1))",

@@ -84,6 +84,11 @@ TRANSFER_PORTS: Final[Mapping[Connector, int]] = MappingProxyType(
 _OWN_CONNECTORS: Final[Mapping[Connector, str]] = MappingProxyType(
     {"context_first": "TensorRT-LLM", "bootstrap_room": "SGLang"}
 )
+# Whichever field asks for one.
+NO_ENCODE_STAGE: Final = (
+    "there is no encode stage: the engines that compute prompts encode images and sounds themselves. Remove this; give"
+    " SGLang's engines --encoder-urls, and use llm-d's endpoint picker and routing sidecar for vLLM's encoders"
+)
 # Of these the gateway makes no leg.
 SIDECAR_CONNECTORS: Final[frozenset[Connector]] = frozenset({"MoRIIOConnector"})
 
@@ -158,7 +163,8 @@ class PdGroup(Spec, frozen=True):
     ``stall_weight``: of a second by which a running answer is stopped, where a second until a first token has 1.
     ``leg``: who requests the prefill. ``connector``: how the KV cache comes to the decode engine.
     ``on_prefill_failure``, ``prefill_timeout``, ``lease``: of the gateway's leg. ``lease``: how long a prefill engine
-    keeps what another has not fetched, vLLM's ``kv_lease_duration``."""
+    keeps what another has not fetched, vLLM's ``kv_lease_duration``. There is no encode stage.
+    """
 
     CEL: ClassVar = (
         Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),
@@ -166,6 +172,10 @@ class PdGroup(Spec, frozen=True):
             "self.leg != 'Gateway' || !has(self.connector) || self.connector != 'MoRIIOConnector'",
             "MoRIIOConnector asks both engines at once, which a sidecar does; leave leg out",
         ),
+    )
+
+    UNSUPPORTED: ClassVar = dict.fromkeys(
+        ("encodeLabels", "ECExampleConnector", "ECCPUConnector", "ECMooncakeConnector"), NO_ENCODE_STAGE
     )
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]

@@ -117,8 +117,11 @@ def _key(key: object, kind: inspect.Type) -> object:
 
 def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Path) -> Iterator[Finding]:
     fields = {field.encode_name: field for field in kind.fields}
+    unsupported: Mapping[object, str] = getattr(kind.cls, "UNSUPPORTED", {})
     for key, item in value.items():
-        if key in fields and (elsewhere := _choice_of_another(str(key), item, fields)):
+        if instead := unsupported.get(key) or (unsupported.get(item) if isinstance(item, str) else None):
+            yield (*path, str(key)), instead
+        elif key in fields and (elsewhere := _choice_of_another(str(key), item, fields)):
             yield (*path, key), elsewhere
         elif key in fields:
             yield from _walk(item, fields[key].type, (*path, key))

@@ -96,9 +96,12 @@ def together(first: str, second: str) -> Rule:
 
 
 class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
-    """camelCase, unknown fields refused. ``CEL``: what a CRD's schema must check beyond the fields' own types."""
+    """camelCase, unknown fields refused. ``CEL``: what a CRD's schema must check beyond the fields' own types.
+    ``UNSUPPORTED``: fields, and values of fields, that users of other software write, each with what to do instead.
+    """
 
     CEL: ClassVar[tuple[Rule, ...]] = ()
+    UNSUPPORTED: ClassVar[dict[str, str]] = {}
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from extproc.api.gateway_config import unreachable_listener
 from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.load import Loader, load_directory, max_bytes
 from extproc.api.matches import ANY_HOST, have_common_hosts
-from extproc.api.model_server import SIDECAR_CONNECTORS
+from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS
 from extproc.api.picker_config import PICKER_KIND
 from extproc.api.references import backend_key, backend_refs
 from extproc.api.schema import suggest
@@ -58,6 +58,8 @@ _ALL_AS_ONE: Final = {"Tenant": "tenant", "User": "user", "ApiKey": "key"}
 # Of the fastest alert: all requests miss, and the budget burns no faster.
 _FASTEST_BURN: Final = 14.4
 _MOST_NAMED: Final = 5
+# The value of the label of encoders' roles, whatever its key: llm-d.ai/role, or one of the user's.
+_ENCODE: Final = "encode"
 
 
 def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
@@ -614,9 +616,11 @@ def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
 
 
 def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
-    """Fields of a leg that nobody makes, and groups in which no pair can be formed."""
+    """Encoders, fields of a leg that nobody makes, and groups in which no pair can be formed."""
     for server in snapshot.servers:
         spec, name = server.spec, server.metadata.key
+        if encoders := [one.address for one in spec.endpoints if _ENCODE in one.labels.values()]:
+            yield f"ModelServer {name}: {_few(encoders)} have the role encode; {NO_ENCODE_STAGE}"
         if (group := spec.pd_group) is None:
             continue
         if group.connector not in {None, *SIDECAR_CONNECTORS} and not group.has_own_leg:

@@ -158,6 +158,9 @@ class PrefillLegs:
         if self._has_peers:
             out.append(Broadcast(event))
         if not is_done and record.state is State.RUNNING:
+            # The prefill engine may have died in the milliseconds between the transfer and its answer. Then the decode
+            # engine could go on, but no API of SGLang says so, and extproc sees no byte of the answer. The decode
+            # engine itself would find out by two failed heartbeats, 5 s each: all that lack their KV cache would wait.
             self._dispatcher.beside[ticket] = None
             out.append(AbortDecode(ticket, run.pool.name, decode.address, asked.abort_bodies()))
 

@@ -21,7 +21,14 @@ from controller.autoscaler.reconciler.records import Records, routes
 from controller.commands import explain_scaling as explain_scaling_command
 from controller.kube.client import connect
 from controller.kube.pages import pages
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS, PODS
+from controller.kube.resources import (
+    AUTOSCALING_POLICY_BINDINGS,
+    DEPLOYMENTS,
+    MODEL_INFER_ROLES,
+    MODEL_INFERS,
+    PODS,
+)
+from extproc.api.spec import API_VERSION
 from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
@@ -133,6 +140,36 @@ async def test_a_request_at_zero_starts_an_engine_long_before_the_period_ends(
         assert await replicas_of(client, namespace) == 0
         told.say(ServerDemand(model="org/llama", queued=1, queued_tokens=100.0, at_zero=1))
         await until_replicas(client, namespace, 1)
+
+
+@FAKE
+async def test_a_request_at_zero_starts_prefill_and_decode(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace, period="10m", scaleToZero={})
+    await make_server(client, namespace)
+    template = {"metadata": {"labels": {"app": "llama"}}, "spec": {"containers": [{"name": "engine", "image": "i"}]}}
+    roles = [{"name": one, "entryTemplate": template, "scalable": True} for one in ("prefill", "decode")]
+    head = {"apiVersion": API_VERSION, "metadata": {"name": "llama", "namespace": namespace}}
+    await client.create(MODEL_INFERS, {**head, "kind": "ModelInfer", "spec": {"template": {"roles": roles}}})
+    for one in roles:
+        metadata = {"name": f"llama-{one['name']}", "namespace": namespace}
+        spec = {"modelInfer": "llama", "role": one["name"], "replicas": 0}
+        await client.create(MODEL_INFER_ROLES, {**head, "kind": "ModelInferRole", "metadata": metadata, "spec": spec})
+    stages = [
+        {**target("ModelInfer", role=stage.lower(), stage=stage, server="llama"), "name": stage.lower()}
+        for stage in ("Prefill", "Decode")
+    ]
+    await bind(client, namespace, *stages)
+    async with gateway(client, namespace) as told, scaled(kube.admin, namespace) as records:
+        await eventually(lambda: bool(records.records_by_binding()))
+        # a second look, for the first one found that the ModelServer is to be followed
+        await asyncio.sleep(1.5)
+        told.say(ServerDemand(model="org/llama", queued=1, queued_tokens=100.0, at_zero=1))
+
+        async def are_started() -> bool:
+            found = await client.list(MODEL_INFER_ROLES, namespace)
+            return [one["spec"]["replicas"] for one in found.items] == [1, 1]
+
+        await eventually(are_started)
 
 
 @FAKE

@@ -119,6 +119,9 @@ def _not_below_one(
     if bounds.most == 0 or (is_at_zero and policy.scale_to_zero is not None):
         return stages
     why = next((reason for stage in stages if (reason := keeps_one(stage, policy))), "")
+    staying = next((_name(stage.situation) for stage in stages if stage.answer.replicas > 0), "")
+    if staying and not why:
+        why = f"{staying} is not at zero yet"
     if not why:
         return stages
     return [msgspec.structs.replace(stage, answer=stage.answer.floored_at("KeepOne", _ONE, why)) for stage in stages]

@@ -88,11 +88,13 @@ def _covers(wanted: object, found: object) -> bool:
     return wanted == found
 
 
-def may_be_at_zero(model: ResolvedModel, made: ResolvedBackend) -> bool:
+def may_be_at_zero(model: ResolvedModel, backend: Backend) -> bool:
     """Whether autoscaling may take the last replica of a backend. A stopped Model has none, and nothing starts one."""
-    wanted, backend = model.spec.autoscaling, made.backend
-    if wanted is None or model.spec.stop or backend.max_replicas is None:
+    wanted, apart = model.spec.autoscaling, backend.disaggregation
+    if wanted is None or model.spec.stop or not backend.target_names:
         return False
+    if apart is not None and apart.is_scaled:
+        return apart.may_be_at_zero and _least(model) == 0
     says_so = backend.min_replicas is None and model.to_zero is not None
     return wanted.scale_to_zero is not None or backend.min_replicas == 0 or says_so
 
@@ -101,7 +103,7 @@ def activation_spec(
     model: ResolvedModel, made: ResolvedBackend, start_times: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """``start_times``: measured start times, by backend. None: it is never scaled to zero."""
-    if not may_be_at_zero(model, made):
+    if not may_be_at_zero(model, made.backend):
         return None
     start_time = start_times.get(made.backend.name)
     spec = {} if start_time is None else {"startTime": start_time}
@@ -237,7 +239,7 @@ def binding_spec(model: ResolvedModel) -> dict[str, Any] | None:
 
 
 def _targets(model: ResolvedModel, backend: Backend) -> Iterator[dict[str, Any]]:
-    """Its groups, or its two stages, whose lower bounds hold even at no load: without one the other serves nothing."""
+    """Its groups, or its two stages, whose lower bounds hold even at no load, unless both go to zero together."""
     common: dict[str, Any] = {
         "ref": {"apiVersion": API_VERSION, "kind": "ModelInfer", "name": model.child(backend)},
         "cost": backend.cost,
@@ -248,7 +250,7 @@ def _targets(model: ResolvedModel, backend: Backend) -> Iterator[dict[str, Any]]
     if apart is not None and apart.is_scaled:
         stages = (("prefill", "Prefill", apart.prefill_bounds), ("decode", "Decode", apart.decode_bounds))
         for name, (role, stage, (least, most)) in zip(backend.target_names, stages, strict=True):
-            bounds = {"minReplicas": least, "maxReplicas": most}
+            bounds = {"minReplicas": 0 if may_be_at_zero(model, backend) else least, "maxReplicas": most}
             yield {"name": name, **common, "role": role, "stage": stage, **bounds}
     elif backend.max_replicas is not None:
         least = backend.min_replicas if backend.min_replicas is not None else _least(model)

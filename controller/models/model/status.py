@@ -326,11 +326,14 @@ def _state(
         (one for one in wanted if one.resource.kind == "ModelInfer" and one.thing["metadata"]["name"] == name), None
     )
     status = infer.get("status") or {}
+    there = int(status.get("replicas") or 0)
+    # its group has no pods, and should have none
+    is_at_zero = made.backend.scales_stages and not there and condition_of(infer, "Available").get("status") == "True"
     has_seen = (status.get("observedGeneration") or 0) >= infer["metadata"].get("generation", 0)
     return BackendState(
         name=backend,
-        wanted=int(infer["spec"].get("replicas", 1)),
-        there=int(status.get("replicas") or 0),
+        wanted=0 if is_at_zero else int(infer["spec"].get("replicas", 1)),
+        there=there,
         ready=int(status.get("readyReplicas") or 0),
         updated=int(status.get("updatedReplicas") or 0),
         is_current=has_seen and child is not None and is_settled(child.thing, infer, child.yields),

@@ -44,9 +44,7 @@ def rollout_of(groups: Sequence[Group], target: DesiredState, now_s: float) -> R
     update, settings = target.history.update, target.spec.rollout
     old = {one.ordinal for one in groups if is_outdated(one, target)}
     waiting = [one.ordinal for one in groups if not one.is_ready and one.ordinal not in old]
-    # groups of which all roles are scaled to 0 have no pods, and are there as such
-    has_pods = any(target.replicas_of(target.goal, one.name) for one in target.goal.roles)
-    missing = target.spec.replicas - len(groups) if has_pods else 0
+    missing = target.groups - len(groups)
     if target.goal.hash != update.hash:
         return _gone_back(target, bool(old or waiting or missing))
     is_done = not old and not waiting and missing <= 0

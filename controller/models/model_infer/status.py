@@ -62,7 +62,7 @@ def refused_condition(mistakes: Sequence[str]) -> Condition:
 
 def available(groups: Sequence[Group], target: DesiredState) -> Condition:
     """Enough groups serve: as many as the rollout's ``maxUnavailable`` leaves, and one at least."""
-    wanted = target.spec.replicas
+    wanted = target.groups
     ready = len([one for one in groups if one.is_serving])
     needed = max(min(1, wanted), wanted - round_down(target.spec.rollout.max_unavailable, wanted))
     message = f"{ready} of {wanted} groups are ready"
@@ -135,7 +135,7 @@ def status_of(
     staying = [one for one in groups if not one.is_going]
     updated = [one for one in staying if one.is_whole_revision and one.revision.hash == update.hash]
     states = Counter(_state(one, failed) for one in groups)
-    missing = target.spec.replicas - len(groups)
+    missing = target.groups - len(groups)
     return {
         "observedGeneration": target.owner["metadata"].get("generation", 0),
         "replicas": len(staying),

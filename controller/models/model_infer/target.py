@@ -249,6 +249,11 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
         """Groups with a lower ordinal keep the current revision."""
         return round_up(self.spec.rollout.partition, self.spec.replicas)
 
+    @property
+    def groups(self) -> int:
+        """That should have pods: none while all roles are scaled to 0."""
+        return self.spec.replicas if any(self.replicas_of(self.goal, one.name) for one in self.goal.roles) else 0
+
     def replicas_of(self, revision: Revision, role: str) -> int:
         """Of a role in each group. A role that the template no longer has keeps its replicas."""
         return self.counts.get(role, revision.replicas.get(role, 1))

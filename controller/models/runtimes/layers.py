@@ -19,7 +19,9 @@ import msgspec
 from controller.api.model import ModelSpec
 from controller.api.pod_shapes import wrong_shapes
 from controller.api.serving_runtime import EngineConfig
+from extproc.api.errors import to_text
 from extproc.api.quantities import decode_quantity
+from extproc.api.schema import check_shape
 
 _DIRECTIVE: Final = "$patch"
 # By the field's name, which has one meaning in a PodSpec.
@@ -196,10 +198,13 @@ def merge_layers(
         if wrong := [one for field, pod in pods_in(layer) for one in wrong_shapes(pod, field)]:
             raise NotMergeable((f"ModelTemplate {name}: " if name else "") + "; ".join(wrong))
     found = collect_layers(*layers, raw)
+    folded = fold_layers(found)
     try:
-        return LayeredModel(msgspec.convert(fold_layers(found), ModelSpec, dec_hook=decode_quantity), found)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise NotMergeable(f"the object over its base references has a mistake: {error}") from None
+        return LayeredModel(msgspec.convert(folded, ModelSpec, dec_hook=decode_quantity), found)
+    except (msgspec.ValidationError, ValueError):
+        (path, message), *_ = check_shape(folded, ModelSpec)
+        place = to_text(("spec", *path))
+        raise NotMergeable(f"the object over its base references has a mistake: {place}: {message}") from None
 
 
 class ConfigLayers(msgspec.Struct, frozen=True):

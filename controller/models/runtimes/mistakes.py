@@ -57,10 +57,12 @@ def _autoscaling(spec: ModelSpec) -> Iterator[str]:
             yield f"two backends would be scaled under the name '{name}'; rename one of them"
     if spec.autoscaling is not None and spec.autoscaling.scale_to_zero is not None:
         for backend in spec.backends:
-            if backend.scales_stages:
+            apart = backend.disaggregation
+            if apart is not None and apart.is_scaled and not apart.may_be_at_zero:
                 yield (
-                    f"backend '{backend.name}': prefill and decode that are scaled apart keep one engine each at least;"
-                    " remove scaleToZero, or scale groups by maxReplicas in place of maxPrefill and maxDecode"
+                    f"backend '{backend.name}': autoscaling keeps {apart.prefill} prefill and {apart.decode} decode"
+                    " engines, as they are lower bounds; with scaleToZero write prefill: 1 and decode: 1, or remove"
+                    " scaleToZero"
                 )
 
 
@@ -177,6 +179,8 @@ def _stages(backend: Backend, apart: Disaggregation, where: str) -> Iterator[str
             yield f"{where}: disaggregation: {rule.message}"
     if apart.ratio is not None and not apart.is_scaled:
         yield f"{where}: disaggregation.ratio needs maxPrefill or maxDecode beside it; write one, or remove the ratio"
+    if apart.is_scaled and backend.max_replicas is None and backend.min_replicas is not None:
+        yield f"{where}: {backend.CEL[1].message}"
     if apart.is_scaled and (backend.max_replicas is not None or (backend.replicas or 0) > 1):
         yield f"{where}: {backend.CEL[-1].message}"
 

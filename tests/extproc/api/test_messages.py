@@ -97,6 +97,16 @@ def test_one_mistake_is_one_message(old: str, new: str, said: str) -> None:
     assert said in str(mistake)
 
 
+@pytest.mark.parametrize(("field", "value"), [("encodeLabels", "{role: encode}"), ("connector", "ECExampleConnector")])
+def test_an_encode_stage_is_refused_with_what_to_do(field: str, value: str) -> None:
+    group = f"  pdGroup: {{prefillLabels: {{role: p}}, decodeLabels: {{role: d}}, {field}: {value}}}\n  model:"
+    with pytest.raises(ConfigInvalid) as caught:
+        load_snapshot({"a.yaml": TEXT.replace("  model:", group, 1).encode()})
+    (mistake,) = caught.value.mistakes
+    assert f"spec.pdGroup.{field}: there is no encode stage" in str(mistake)
+    assert "use llm-d's endpoint picker and routing sidecar" in str(mistake)
+
+
 def test_a_field_beside_its_parent_is_told_where_it_belongs() -> None:
     with pytest.raises(ConfigInvalid) as caught:
         load_snapshot({"a.yaml": TEXT.replace("    timeout", "  timeout").encode()})

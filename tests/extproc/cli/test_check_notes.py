@@ -341,6 +341,15 @@ def test_an_engine_that_has_both_roles_of_a_pair(check: Check) -> None:
     assert "127.0.0.1:1 match both prefillLabels and decodeLabels" in note
 
 
+def test_encoders_that_nobody_asks_to_encode(check: Check) -> None:
+    server = {**SERVER, "endpoints": [{"address": "127.0.0.1:1", "labels": {"llm-d.ai/role": "encode"}}]}
+    (note,) = check(ModelServer=server)
+    assert "127.0.0.1:1 have the role encode; there is no encode stage" in note
+    assert "--encoder-urls" in note
+    server["endpoints"] = [{"address": "127.0.0.1:1", "labels": {"llm-d.ai/role": "encode-prefill-decode"}}]
+    assert check(ModelServer=server) == []
+
+
 def test_engines_that_have_neither_role_of_a_pair(check: Check) -> None:
     server = pairs("a", "a")
     server["endpoints"] += [{"address": f"127.0.0.1:{port}", "labels": {"role": "decod"}} for port in range(3, 8)]

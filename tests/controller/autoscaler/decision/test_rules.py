@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.api.autoscaling import LatencyObjective, MetricTarget, Panic, ScaleToZero, Schedule
+from controller.api.autoscaling import (
+    Behavior,
+    LatencyObjective,
+    MetricTarget,
+    Panic,
+    ScaleToZero,
+    ScalingRule,
+    ScalingRules,
+    Schedule,
+)
+from controller.api.autoscaling_binding import RatioConstraint
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import Memory, decode_memory, encode_memory
@@ -287,6 +297,35 @@ def test_stages_count_their_own_work_and_go_to_zero_together() -> None:
         now_s = NOW_S + 5 * step
         situations = [situation_of(one, traffic=traffic_of(0.0, now_s=now_s), now_s=now_s) for one in (prefill, decode)]
         decision, memory = decide(ZERO, binding_of(prefill.spec, decode.spec), situations, memory, now_s)
+    assert [one.desired for one in decision.targets] == [1, 1]
+
+
+def test_no_stage_is_at_zero_while_the_other_has_engines() -> None:
+    """Decode has more engines to remove, one a minute; prefill's last one stays until then. One request wakes both."""
+    slowly = ScalingRules(policies=(ScalingRule(type="Pods", value=1, period_seconds=60),))
+    policy = msgspec.structs.replace(ZERO, behavior=Behavior(scale_down=slowly))
+    prefill = target_of(ready=1, spec=spec_of("prefill", least=0, stage="Prefill"))
+    decode = target_of(ready=6, spec=spec_of("decode", least=0, stage="Decode"))
+    binding, memory, seen = binding_of(prefill.spec, decode.spec), None, []
+    ratio = RatioConstraint("prefill", "decode", 0.1, 2.0)
+    binding = msgspec.structs.replace(binding, spec=msgspec.structs.replace(binding.spec, ratios=(ratio,)))
+    for step in range(150):
+        now_s = NOW_S + 5 * step
+        situations = [situation_of(one, traffic=traffic_of(0.0, now_s=now_s), now_s=now_s) for one in (prefill, decode)]
+        decision, memory = decide(policy, binding, situations, memory, now_s)
+        seen.append([one.desired for one in decision.targets])
+        prefill, decode = (
+            msgspec.structs.replace(one, current=now.desired, engines=one.engines[: now.desired])
+            for one, now in zip((prefill, decode), decision.targets, strict=True)
+        )
+    assert seen[-1] == [0, 0]
+    assert all(bool(of_prefill) == bool(of_decode) for of_prefill, of_decode in seen)
+    waiting = Backlog(requests=1, at_zero=1)
+    situations = [
+        situation_of(one, traffic=traffic_of(0.0, now_s=now_s), now_s=now_s, waiting=waiting)
+        for one in (prefill, decode)
+    ]
+    decision, _ = decide(policy, binding, situations, memory, now_s)
     assert [one.desired for one in decision.targets] == [1, 1]
 
 

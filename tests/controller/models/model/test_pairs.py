@@ -262,3 +262,9 @@ def test_pods_of_an_earlier_release_get_the_label_by_which_pairs_are_formed() ->
         del one["metadata"]["labels"][names.GROUP_REVISION]
     pairs.cluster.settle()
     assert len(pairs.found()) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("field", ["encode", "maxEncode"])
+def test_an_encode_stage_is_refused_with_what_to_do(field: str) -> None:
+    (made,) = render_models([model({field: 1})])
+    assert f"spec.backends[0].disaggregation.{field}: there is no encode stage" in made.problem

@@ -50,6 +50,21 @@ def test_a_stage_without_upper_bound_keeps_its_engines() -> None:
     assert [(one["minReplicas"], one["maxReplicas"]) for one in found["targets"]] == [(1, 6), (2, 2)]
 
 
+@pytest.mark.parametrize("autoscaling", [{"scaleToZero": "5m"}, {"policyRef": "p"}])
+def test_both_stages_go_to_zero_and_requests_wait_then(autoscaling: Plain) -> None:
+    policy = {"metadata": {"name": "p", "namespace": "default"}, "spec": {"scaleToZero": {"idle": "5m"}}}
+
+    def made(apart: Plain) -> tuple[list[int], bool]:
+        plan = reconcile(ModelState(thing=model(apart, autoscaling=autoscaling), policies=[policy]), 0.0)
+        things = {one.resource.kind: one.thing["spec"] for one in plan.actions if isinstance(one, Apply)}
+        targets = things["AutoscalingPolicyBinding"]["targets"]
+        return [one["minReplicas"] for one in targets], "activation" in things["ModelServer"]
+
+    assert made({**APART, "decode": 1}) == ([0, 0], True)
+    if "policyRef" in autoscaling:
+        assert made(APART) == ([1, 2], False)
+
+
 def test_the_ratio_is_of_prefill_to_decode() -> None:
     found = binding(model({**APART, "ratio": {"min": 0.25, "max": 2}}))
     assert found["ratios"] == [{"numerator": "apart-prefill", "denominator": "apart-decode", "min": 0.25, "max": 2.0}]
@@ -87,7 +102,9 @@ def test_nobody_else_sets_the_number_of_groups() -> None:
         (model({**APART, "decode": 9}), "disaggregation: decode is above maxDecode"),
         (model({"ratio": {"min": 1, "max": 2}}), "disaggregation.ratio needs maxPrefill or maxDecode"),
         (model({"prefill": 1}), "autoscaling needs a backend with maxReplicas, or with maxPrefill or maxDecode"),
-        (model(autoscaling={"scaleToZero": "5m"}), "keep one engine each at least; remove scaleToZero"),
+        (model(autoscaling={"scaleToZero": "5m"}), "with scaleToZero write prefill: 1 and decode: 1"),
+        (model({**APART, "decode": 1}, autoscaling={"scaleToZero": "5m"}), ""),
+        (model(minReplicas=0), "With maxPrefill or maxDecode remove it"),
         (model(None, {"name": "apart-prefill", "maxReplicas": 2}), "scaled under the name 'apart-prefill'; rename"),
     ],
 )
@@ -112,6 +129,20 @@ def test_the_status_counts_the_engines_of_each_stage() -> None:
     (found,) = status["backends"]
     assert found["roles"] == roles
     assert (status["replicas"], status["readyReplicas"], status["phase"]) == (1, 1, "Loaded")
+
+
+@pytest.mark.parametrize(("available", "phase"), [("True", "Standby"), ("False", "Pending")])
+def test_without_engines_it_is_in_standby_if_it_should_have_none(available: str, phase: str) -> None:
+    thing = model({**APART, "decode": 1}, autoscaling={"scaleToZero": "5m"})
+    applied = [one.thing for one in reconcile(ModelState(thing=thing), 0.0).actions if isinstance(one, Apply)]
+    infer = dict(next(one for one in applied if one["kind"] == "ModelInfer"))
+    infer["metadata"] = {**infer["metadata"], "uid": "uid-of-infer", "generation": 1}
+    counts = {"replicas": 0, "readyReplicas": 0, "updatedReplicas": 0}
+    condition = {"type": "Available", "status": available, "reason": "any", "message": ""}
+    infer["status"] = {"observedGeneration": 1, **counts, "conditions": [condition]}
+    status = reconcile(ModelState(thing=thing, children=[infer]), 0.0).status
+    assert status is not None
+    assert (status["phase"], status["transitionStatus"] == "UpToDate") == (phase, available == "True")
 
 
 def test_a_backend_that_is_not_apart_has_no_stages_in_its_status() -> None:

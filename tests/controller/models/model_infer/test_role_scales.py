@@ -82,6 +82,29 @@ def test_a_group_with_fewer_engines_than_its_template_has_does_not_serve() -> No
     assert cluster.thing["status"]["readyReplicas"] == 1
 
 
+def test_a_group_of_which_all_roles_are_at_zero_is_not_missing_and_starts_again_as_a_whole() -> None:
+    thing = model_infer(role("prefill", scalable=True), role("decode", scalable=True))
+    thing["spec"]["template"]["gang"] = {"minRoleReplicas": {"prefill": 1, "decode": 1}}
+    cluster = Cluster(thing)
+    cluster.settle()
+    engines = cluster.names()
+    scales = cluster.of(MODEL_INFER_ROLES).values()
+    for one in scales:
+        one["spec"]["replicas"] = 0
+    cluster.settle()
+    assert cluster.names() == []
+    status = cluster.thing["status"]
+    assert (status["replicas"], status["readyReplicas"], status["groups"]) == (0, 0, {})
+    assert (status["summary"], cluster.condition("Available")["message"]) == ("Ready", "0 of 0 groups are ready")
+    assert cluster.condition("Available")["status"] == "True"
+    for one in scales:
+        one["spec"]["replicas"] = 1
+    cluster.look()
+    assert (cluster.names(), cluster.condition("Available")["status"]) == (engines, "False")
+    cluster.settle()
+    assert cluster.thing["status"]["readyReplicas"] == 1
+
+
 def test_an_autoscaler_may_ask_for_fewer_than_the_template() -> None:
     cluster = scalable()
     cluster.of(MODEL_INFER_ROLES)[KEY]["spec"]["replicas"] = 1
