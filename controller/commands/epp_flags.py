@@ -34,9 +34,15 @@ _SUITES: Final[Mapping[str, str]] = MappingProxyType(
         "TLS_RSA_WITH_AES_256_GCM_SHA384": "AES256-GCM-SHA384",
         "TLS_RSA_WITH_AES_128_CBC_SHA": "AES128-SHA",
         "TLS_RSA_WITH_AES_256_CBC_SHA": "AES256-SHA",
+        # these three are among Go's insecure ones
+        "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA256": "ECDHE-ECDSA-AES128-SHA256",
+        "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA256": "ECDHE-RSA-AES128-SHA256",
+        "TLS_RSA_WITH_AES_128_CBC_SHA256": "AES128-SHA256",
     }
 )
-# These cannot be chosen in llm-d either.
+# Go has them still; OpenSSL is built without them.
+_BROKEN: Final = ("RC4", "3DES")
+# TLS 1.3 has all of them always, in llm-d, too. A list of these alone leaves nothing of TLS 1.2.
 _SUITES_OF_TLS_13: Final = frozenset(
     {"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"}
 )
@@ -74,7 +80,12 @@ FLAGS: Final = (
     Flag("secure-serving", "truth", "obeyed", "TLS on the gRPC port", "true"),
     Flag("cert-path", "text", "obeyed", "a folder with tls.crt and tls.key; without it the certificate is self-signed"),
     Flag("tls-min-version", "text", "obeyed", "VersionTLS13: no TLS 1.2; older versions are never taken"),
-    Flag("tls-cipher-suites", "text", "obeyed", "of TLS 1.2, by Go's names"),
+    Flag(
+        "tls-cipher-suites",
+        "text",
+        "obeyed",
+        "of TLS 1.2, by Go's names, but those with RC4 and 3DES; names of TLS 1.3 alone: no TLS 1.2",
+    ),
     Flag("drain-timeout", "duration", "obeyed", "how long running requests may take to end after SIGTERM", "2m"),
     Flag("refresh-metrics-interval", "duration", "obeyed", "`scrapeInterval` of the pool's ModelServer", "200ms"),
     Flag(
@@ -179,6 +190,8 @@ def read_flags(words: Sequence[str]) -> EppFlags:
             raise FlagInvalid(f"--{flag.name}={value}: {flag.note}")
         if flag.fate == "obeyed":
             values[flag.name] = value
+        if flag.name == "tls-min-version" and value in _VERSIONS[:2]:
+            notes.append(f"--{flag.name}={value} has no effect: TLS 1.2 is the oldest version that is accepted")
         elif flag.fate == "accepted":
             notes.append(f"--{flag.name} has no effect: {flag.note}")
     return EppFlags(values, tuple(notes))
@@ -230,10 +243,13 @@ def tls_options(values: Mapping[str, str]) -> tuple[str, ...]:
         raise FlagInvalid(f"--tls-min-version={version}: write one of {', '.join(_VERSIONS)}")
     names = [name.strip() for name in suites.split(",") if name.strip()]
     for name in names:
+        if any(cipher in name for cipher in _BROKEN) and name.startswith("TLS_"):
+            raise FlagInvalid(f"--tls-cipher-suites: {name} is broken, and OpenSSL has it no more; remove it")
         if name not in _SUITES and name not in _SUITES_OF_TLS_13:
             raise FlagInvalid(f"--tls-cipher-suites: there is no '{name}'; write some of {', '.join(_SUITES)}")
     chosen = [_SUITES[name] for name in names if name in _SUITES]
+    has_tls_13_alone = version == "VersionTLS13" or (names and not chosen)
     return (
-        *(("--tls-min-version", "1.3") if version == "VersionTLS13" else ()),
+        *(("--tls-min-version", "1.3") if has_tls_13_alone else ()),
         *(("--tls-ciphers", ":".join(chosen)) if chosen else ()),
     )

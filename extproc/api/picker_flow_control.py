@@ -32,8 +32,8 @@ _LOWEST: Final = -(2**31)
 # A wait without an end there ends here all the same: Envoy waits for an hour at most.
 LONGEST_WAIT: Final = Duration("59m")
 # What stands for no limit over all bands.
-_MOST_REQUESTS: Final = 1_000_000
-_MOST_BYTES: Final = ByteSize("64Gi")
+MOST_REQUESTS: Final = 1_000_000
+MOST_BYTES: Final = ByteSize("64Gi")
 # A fullness that is only reached when the queue is full, and refuses everybody.
 _NEVER_SHED: Final = 1.999
 # A band's own limits where the file has none, as in llm-d.
@@ -149,8 +149,8 @@ def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
             ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl
         ),
         # in llm-d, each band is bounded, and their sum only if it is configured
-        max_requests=int(section.max_requests or _MOST_REQUESTS),
-        max_bytes=ByteSize(int(section.max_bytes)) if section.max_bytes else _MOST_BYTES,
+        max_requests=int(section.max_requests or MOST_REQUESTS),
+        max_bytes=ByteSize(int(section.max_bytes)) if section.max_bytes else MOST_BYTES,
         bands=tuple(_band(priority, band, plugins) for priority, band in _bands(section).items()),
         sharing="Strict",
         flow_by="Tenant",

@@ -273,6 +273,7 @@ class Dispatcher:
             is_leased=is_leased,
             request_id=request_id,
             whole=pending.whole,
+            size_bytes=len(arrival.body),
         )
 
 

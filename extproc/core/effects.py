@@ -37,7 +37,7 @@ class Decision(msgspec.Struct, frozen=True):
     first endpoint refuses it, Envoy tries the next one. ``leg``: the prefill that extproc has requested, None without.
     ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``request_id``: that
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
-    another engine, empty if it could, or if no leg is extproc's.
+    another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body.
     """
 
     ticket: str
@@ -59,6 +59,7 @@ class Decision(msgspec.Struct, frozen=True):
     is_leased: bool = False
     request_id: str = ""
     whole: str = ""
+    size_bytes: int = 0
 
     @property
     def held_s(self) -> float:
@@ -278,6 +279,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
     extproc held it. ``times``: of its answer, None if it got none. ``leg``: the end of the prefill beside it, if that
     has ended. ``prefilled_by``: the engine that computed its prompt on a leg of its own, empty if none did.
+    ``is_streamed``: the client asked for a stream.
     """
 
     server: str
@@ -295,6 +297,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     objectives: ObjectiveClass | None = None
     leg: PrefillLeg | None = None
     prefilled_by: str = ""
+    is_streamed: bool = False
 
 
 class RequestJudged(msgspec.Struct, frozen=True):

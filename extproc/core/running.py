@@ -131,6 +131,7 @@ class RunningRequests:
                 objectives=run.objectives,
                 leg=run.leg,
                 prefilled_by=run.prefilled_by,
+                is_streamed=run.sent.is_streamed,
             )
         )
 

@@ -179,6 +179,8 @@ _DRAFTS: Final = frozenset(
 _PAIRS: Final = "latency-scorer in both profiles of a disagg-profile-handler"
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
+        # llm-d makes it itself, and no release has a factory of it
+        "cross-replica-publisher": "redis-syncer, by which replicas share what they know",
         "mock-metrics-source": "nothing: it is of llm-d's own tests",
         "pd-slo-optimizer": _PAIRS,
         "pd-slo-pair-optimizer": _PAIRS,

@@ -319,6 +319,8 @@ class Metrics:
     def observe_pick_seconds(self, seconds: float) -> None:
         """Record a decision without a wait, and its time since the whole body."""
         self._pick_seconds.observe(seconds)
+        if self._llm_d is not None:
+            self._llm_d.observe_pick_seconds(seconds)
 
     def answered_models(self) -> None:
         """Count an answer with the list of models."""

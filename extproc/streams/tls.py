@@ -30,6 +30,7 @@ _POLL_S: Final = 1.0
 _OWN_NAME: Final = "attache-extproc"
 _OWN_VALID_FOR: Final = dt.timedelta(days=3650)
 _EARLIER: Final = dt.timedelta(hours=1)
+_RSA_BITS: Final = 2048
 
 
 class CertificateInvalid(ValueError):
@@ -57,6 +58,11 @@ class TlsLimits(msgspec.Struct, frozen=True):
 
     min_version: str = "1.2"
     ciphers: str = ""
+
+    @property
+    def needs_rsa(self) -> bool:
+        """Whether every suite authenticates by an RSA key: a certificate with another key could not be used with it."""
+        return bool(self.ciphers) and "ECDSA" not in self.ciphers
 
     def context(self) -> ssl.SSLContext:
         """Of a server of HTTP/2, without a certificate; raises ValueError if OpenSSL has none of the suites."""
@@ -92,7 +98,9 @@ class FollowedCertificate:
         self._files = files
         self._limits = limits
         self._metrics = metrics
-        self._context = Reloadable(partial(_read, files) if files else partial(self_signed, now()), self._checked)
+        self._context = Reloadable(
+            partial(_read, files) if files else partial(self_signed, now(), needs_rsa=limits.needs_rsa), self._checked
+        )
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -142,14 +150,14 @@ def _load(pair: Pair, context: ssl.SSLContext) -> None:
             raise CertificateInvalid(f"OpenSSL cannot use the certificate: {error.reason}") from None
 
 
-def self_signed(now: dt.datetime) -> Pair:
+def self_signed(now: dt.datetime, *, needs_rsa: bool = False) -> Pair:
     """A self-signed pair: the connection is encrypted, and clients must not verify the server's identity."""
     from cryptography import x509  # noqa: PLC0415 - only with TLS
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
-    from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa  # noqa: PLC0415
     from cryptography.x509.oid import NameOID  # noqa: PLC0415
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = rsa.generate_private_key(65537, _RSA_BITS) if needs_rsa else ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _OWN_NAME)])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     builder = builder.serial_number(x509.random_serial_number())

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime as dt
 import os
 import re
+import ssl
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from controller.commands.epp import EppPlan, LaunchContext, for_conformance, main, plan_launch
-from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
+from controller.commands.epp_flags import _SUITES, _SUITES_OF_TLS_13, FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.pools import server_of
 from controller.gateway.compile.sources import source_of
 from extproc.api.picker_config import check_shape_alone
 from extproc.cli.serve import parser
+from extproc.metrics.registry import TlsMetrics
+from extproc.streams.tls import FollowedCertificate, TlsLimits
 
 ROOT = Path(__file__).parents[3]
 
@@ -112,6 +118,64 @@ def test_a_folder_of_certificates_takes_the_place_of_our_own() -> None:
     assert not [word for word in planned("--pool-name", "llama", "--secure-serving=false").extproc if "tls" in word]
 
 
+async def handshake(*words: str, version: ssl.TLSVersion) -> tuple[str, str, str] | None:
+    """Suite and version that a client of ``version`` and the picker of these flags agree on, and the protocol in them;
+    None if on nothing.
+    """
+    options = parser().parse_args(["--config", "x", *planned("--pool-name", "llama", *words).extproc])
+    limits = TlsLimits(options.tls_min_version, options.tls_ciphers)
+    followed = FollowedCertificate(None, TlsMetrics(CollectorRegistry()), lambda: dt.datetime.now(dt.UTC), limits)
+
+    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.minimum_version = client.maximum_version = version
+    client.set_ciphers("ALL")
+    client.set_alpn_protocols(["h2"])
+    async with await asyncio.start_server(end, "127.0.0.1", 0, ssl=followed.context) as server:
+        host, port = server.sockets[0].getsockname()
+        try:
+            _, writer = await asyncio.open_connection(host, port, ssl=client)
+        except (ssl.SSLError, ConnectionError):
+            return None
+        suite, protocol, _ = writer.get_extra_info("cipher")
+        used = (
+            writer.get_extra_info("ssl_object").version(),
+            writer.get_extra_info("ssl_object").selected_alpn_protocol(),
+        )
+        writer.close()
+        assert protocol
+        return suite, *used
+
+
+@pytest.mark.parametrize(("name", "suite"), _SUITES.items())
+async def test_each_suite_of_tls_12_can_be_chosen_alone(name: str, suite: str) -> None:
+    found = await handshake(f"--tls-cipher-suites={name}", version=ssl.TLSVersion.TLSv1_2)
+    assert found == (suite, "TLSv1.2", "h2")
+
+
+async def test_names_of_tls_13_alone_leave_nothing_of_tls_12_as_in_go() -> None:
+    words = f"--tls-cipher-suites={','.join(sorted(_SUITES_OF_TLS_13))}"
+    assert await handshake(words, version=ssl.TLSVersion.TLSv1_2) is None
+    found = await handshake(words, version=ssl.TLSVersion.TLSv1_3)
+    assert found is not None
+    assert found[1:] == ("TLSv1.3", "h2")
+    both = await handshake(f"{words},TLS_RSA_WITH_AES_128_GCM_SHA256", version=ssl.TLSVersion.TLSv1_2)
+    assert both == ("AES128-GCM-SHA256", "TLSv1.2", "h2")
+
+
+@pytest.mark.parametrize("version", ["VersionTLS10", "VersionTLS11", "VersionTLS12", "VersionTLS13"])
+async def test_no_version_of_tls_is_older_than_the_oldest_that_is_asked_for(version: str) -> None:
+    words = f"--tls-min-version={version}"
+    has_tls_12 = await handshake(words, version=ssl.TLSVersion.TLSv1_2) is not None
+    assert has_tls_12 == (version != "VersionTLS13")
+    assert await handshake(words, version=ssl.TLSVersion.TLSv1_3) is not None
+    told = [note for note in read_flags([words]).notes if "TLS 1.2 is the oldest" in note]
+    assert bool(told) == (version in {"VersionTLS10", "VersionTLS11"})
+
+
 def test_pods_may_be_selected_without_a_pool() -> None:
     found = planned("--endpoint-selector", "app=llama,env==prod", "--endpoint-target-ports", "8000,8001,8000")
     assert found.fixed_pool is not None
@@ -186,6 +250,13 @@ def test_the_page_of_metrics_may_be_elsewhere_and_behind_tls() -> None:
             "caCertPath",
         ),
         (["--pool-name", "a", "--engine-label-key", "engine"], "write engineLabelKey"),
+        (["--pool-name", "a", "--tls-cipher-suites", "TLS_NONE"], "there is no 'TLS_NONE'; write some of TLS_ECDHE_"),
+        (["--pool-name", "a", "--tls-cipher-suites", "TLS_RSA_WITH_RC4_128_SHA"], "is broken, and OpenSSL"),
+        (["--pool-name", "a", "--tls-cipher-suites", "TLS_RSA_WITH_3DES_EDE_CBC_SHA"], "is broken, and OpenSSL"),
+        (
+            ["--pool-name", "a", "--tls-min-version", "VersionTLS14"],
+            "write one of VersionTLS10, VersionTLS11, VersionTLS12, VersionTLS13",
+        ),
         (["--pool-name", "a", "--lora-info-metric", "x", "--total-queued-requests-metric", "my:queue"], "no engine"),
         (
             [

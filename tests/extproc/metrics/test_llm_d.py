@@ -5,14 +5,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+import pytest
+
+from extproc.core.effects import Effect, RequestRefused
+from extproc.errors import (
+    BadRequest,
+    EngineStarting,
+    NoEndpoint,
+    QueueFull,
+    QueueTimeout,
+    Refusal,
+    Shed,
+)
 from extproc.metrics.registry import Metrics
-from tests.extproc.core.test_queue import outcome, scene_of
+from tests.extproc.core.test_queue import FLOW_CONTROL, one_engine, outcome, scene_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.extproc.scenes import Scene
 
-QUEUE = {"inference_pool": "llama", "priority": "0", "fairness_id": "", "model_name": "m", "target_model_name": "m"}
-REQUEST = {"model_name": "m", "target_model_name": "m", "fairness_id": "", "priority": "0"}
+MODELS = {"model_name": "m", "target_model_name": "m"}
+QUEUE = {"inference_pool": "llama", "priority": "0", "fairness_id": "", **MODELS}
+REQUEST = {**MODELS, "fairness_id": "", "priority": "0"}
+BAND = {"inference_pool": "llama", "priority": "0"}
 
 
 class Page:
@@ -29,9 +46,35 @@ class Page:
             has_llm_d_names=True,
         )
 
+    def count(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self.metrics.count_effect(effect)
+
     def value(self, series: str, /, **labels: str) -> float | None:
         found: float | None = self.metrics.registry.get_sample_value(series, labels)
         return found
+
+    def labels(self, series: str) -> list[str]:
+        """Of each of its samples, in order."""
+        lines = "".join(self.metrics.registry.pieces()).splitlines()
+        return [
+            line.rpartition(" ")[0].removeprefix(series)
+            for line in lines
+            if line.startswith((f"{series}{{", f"{series} "))
+        ]
+
+    def bounds(self, family: str) -> list[float]:
+        """Of a histogram with one series."""
+        found = [one.partition('le="')[2].partition('"')[0] for one in self.labels(f"{family}_bucket")]
+        return [float(one) for one in found if one != "+Inf"]
+
+
+def answered(scene: Scene, page: Page) -> None:
+    """One request from its decision to its outcome."""
+    sent = scene.sent()
+    page.count([sent])
+    scene.core.on_stream_closed(sent.ticket, 1.0)
+    page.count(scene.core.on_outcome(msgspec.structs.replace(outcome(sent.ticket), answer_bytes=300), 1.0))
 
 
 def test_queue_saturation_and_running_requests_are_those_of_now() -> None:
@@ -45,6 +88,7 @@ def test_queue_saturation_and_running_requests_are_those_of_now() -> None:
         assert saturation is not None
         assert saturation >= 1
     assert page.value("llm_d_epp_request_running", **REQUEST) == 1
+    assert page.value("inference_objective_running_requests", model_name="m") == 1
     scene.core.on_stream_closed(first.ticket, 1.0)
     (second,) = scene.release(1.0)
     scene.core.on_stream_closed(second.ticket, 2.0)
@@ -59,26 +103,167 @@ def test_queue_saturation_and_running_requests_are_those_of_now() -> None:
 def test_requests_are_counted_and_measured() -> None:
     scene = scene_of()
     page = Page(scene)
+    answered(scene, page)
+    assert page.value("llm_d_epp_request_total", **REQUEST) == 1
+    assert page.value("inference_objective_request_total", **MODELS, priority="0") == 1
+    for name, older, value in (
+        ("request_duration_seconds", "request_duration_seconds", 1.0),
+        ("request_input_tokens", "input_tokens", 150),
+        ("request_output_tokens", "output_tokens", 7),
+        ("request_ntpot_seconds", "normalized_time_per_output_token_seconds", 1 / 7),
+        ("response_size_bytes", "response_sizes", 300),
+    ):
+        assert page.value(f"llm_d_epp_{name}_sum", **REQUEST) == value
+        assert page.value(f"inference_objective_{older}_sum", **MODELS) == value
+
+
+def test_the_sizes_of_requests_are_those_of_their_bodies() -> None:
+    scene = scene_of()
+    page = Page(scene)
     sent = scene.sent()
-    page.metrics.count_effect(sent)
-    scene.core.on_stream_closed(sent.ticket, 1.0)
-    for effect in scene.core.on_outcome(outcome(sent.ticket), 1.0):
-        page.metrics.count_effect(effect)
-    for prefix in ("llm_d_epp", "inference_objective"):
-        assert page.value(f"{prefix}_request_total", **REQUEST) == 1
-        assert page.value(f"{prefix}_request_duration_seconds_sum", **REQUEST) == 1.0
-        assert page.value(f"{prefix}_request_ttft_seconds_sum", **REQUEST) == 0.5
-        assert page.value(f"{prefix}_request_input_tokens_sum", **REQUEST) == 150
-        assert page.value(f"{prefix}_request_output_tokens_sum", **REQUEST) == 7
+    assert sent.size_bytes > 100
+    page.count([sent])
+    assert page.value("llm_d_epp_request_size_bytes_sum", **REQUEST) == sent.size_bytes
+    assert page.value("inference_objective_request_sizes_sum", **MODELS) == sent.size_bytes
+    assert page.bounds("llm_d_epp_request_size_bytes")[0] == 64
+    assert page.bounds("llm_d_epp_request_size_bytes")[-1] == 1073741824
+
+
+@pytest.mark.parametrize(("is_streamed", "ttft_s"), [(True, 0.5), (False, 1.0)])
+def test_the_first_token_of_a_whole_answer_comes_with_its_last(is_streamed: bool, ttft_s: float) -> None:
+    scene = scene_of(stream=is_streamed)
+    page = Page(scene)
+    answered(scene, page)
+    labels = {**REQUEST, "streaming": "true" if is_streamed else "false"}
+    assert page.value("llm_d_epp_request_ttft_seconds_sum", **labels) == ttft_s
+
+
+def test_the_time_between_tokens_is_measured_on_streams_alone() -> None:
+    for is_streamed, tpot_s in ((True, pytest.approx(0.5 / 6)), (False, None)):
+        scene = scene_of(stream=is_streamed)
+        page = Page(scene)
+        answered(scene, page)
+        assert page.value("llm_d_epp_request_streaming_tpot_seconds_sum", **REQUEST) == tpot_s
+
+
+def test_histograms_have_llm_ds_buckets() -> None:
+    scene = scene_of(stream=True)
+    page = Page(scene)
+    answered(scene, page)
+    for family, count, last in (
+        ("request_duration_seconds", 35, 3600),
+        ("request_ttft_seconds", 24, 120),
+        ("request_streaming_tpot_seconds", 19, 2),
+        ("request_ntpot_seconds", 13, 10),
+        ("request_input_tokens", 19, 1048576),
+        ("request_output_tokens", 12, 8192),
+        ("response_size_bytes", 15, 65536),
+        ("flow_control_request_queue_duration_seconds", 16, 60),
+    ):
+        found = page.bounds(f"llm_d_epp_{family}")
+        assert (len(found), found[-1], found == sorted(found)) == (count, last, True), family
+
+
+def test_every_request_of_flow_control_is_counted_by_its_end() -> None:
+    scene = scene_of()
+    page = Page(scene)
+    first, left = scene.sent(), scene.held()
+    page.count([first])
+    page.now_s = 0.5
+    page.count(scene.core.on_disconnect(left, 0.5))
+    held = scene.held(now=0.5)
+    page.now_s = 40.0
+    (late,) = scene.release(40.0)
+    assert late.ticket == held
+    page.count([late])
+    for end, waited_s in (("Dispatched", 0), ("EvictedContextCancelled", 0.5), ("EvictedTTL", 39.5)):
+        assert page.value("llm_d_epp_flow_control_requests_total", **BAND, outcome=end) == 1
+        for prefix in ("llm_d_epp", "inference_extension"):
+            series = f"{prefix}_flow_control_request_queue_duration_seconds_sum"
+            assert page.value(series, **QUEUE, outcome=end) == waited_s
+    # the one that waited, and the one that went at once, which the stream measures
+    page.metrics.observe_pick_seconds(0.25)
+    assert page.value("llm_d_epp_request_processing_duration_seconds_sum") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("refusal", "was_held", "end"),
+    [
+        (QueueFull("full"), False, "RejectedCapacity"),
+        (QueueFull("evicted"), True, "EvictedOther"),
+        (QueueTimeout("late"), True, "EvictedTTL"),
+        (NoEndpoint("none"), False, "RejectedNoEndpoints"),
+        (NoEndpoint("none"), True, "EvictedNoEndpoints"),
+        (EngineStarting("soon"), True, "EvictedNoEndpoints"),
+        (Shed("shed"), False, "RejectedOther"),
+        (BadRequest("bad"), True, "EvictedOther"),
+    ],
+)
+def test_refusals_have_llm_ds_words(refusal: Refusal, was_held: bool, end: str) -> None:
+    scene = scene_of()
+    page = Page(scene)
+    scene.sent()
+    scene.held()
+    (late,) = scene.release(40.0)
+    assert isinstance(late, RequestRefused)
+    page.count([msgspec.structs.replace(late, refusal=refusal, was_held=was_held)])
+    assert page.labels("llm_d_epp_flow_control_requests_total") == [
+        f'{{inference_pool="llama",outcome="{end}",priority="0"}}'
+    ]
+
+
+def test_a_request_that_waited_counts_with_its_wait() -> None:
+    scene = scene_of()
+    page = Page(scene)
+    first, _ = scene.sent(), scene.held()
+    scene.core.on_stream_closed(first.ticket, 1.5)
+    page.count(scene.release(1.5))
+    assert page.value("llm_d_epp_request_processing_duration_seconds_sum") == 1.5
+    assert page.value("llm_d_epp_flow_control_request_queue_duration_seconds_sum", **QUEUE, outcome="Dispatched") == 1.5
+
+
+def test_bands_show_how_full_they_are_and_all_of_them_if_they_have_a_limit() -> None:
+    bands = "bands: [{name: only, priority: 0, share: 1, maxRequests: 4, maxBytes: 4Ki}]"
+    scene = scene_of(one_engine(flow_control=f"{FLOW_CONTROL}  maxRequests: 10\n  {bands}\n"))
+    page = Page(scene)
+    scene.sent()
+    scene.held()
+    assert page.value("llm_d_epp_flow_control_capacity_utilization_requests", **BAND) == 0.25
+    share = page.value("llm_d_epp_flow_control_capacity_utilization_bytes", **BAND)
+    assert share == page.value("llm_d_epp_flow_control_queue_bytes", **QUEUE) / 4096  # type: ignore[operator]
+    everything = {"inference_pool": "llama"}
+    assert page.value("llm_d_epp_flow_control_global_capacity_utilization_requests", **everything) == 0.1
+    unlimited = scene_of(one_engine(flow_control=f"{FLOW_CONTROL}  maxRequests: 1000000\n  maxBytes: 64Gi\n"))
+    assert not Page(unlimited).labels("llm_d_epp_flow_control_global_capacity_utilization_requests")
+    assert not Page(unlimited).labels("llm_d_epp_flow_control_global_capacity_utilization_bytes")
+
+
+def test_without_flow_control_nothing_of_it_has_a_series() -> None:
+    scene = scene_of(one_engine(flow_control=""))
+    page = Page(scene)
+    answered(scene, page)
+    lines = "".join(page.metrics.registry.pieces()).splitlines()
+    assert not [line for line in lines if "flow_control" in line and not line.startswith("#")]
 
 
 def test_the_pool_has_its_averages() -> None:
-    scene = scene_of()
+    engines = ", ".join(f'{{address: "10.0.0.{number}:8000"}}' for number in (1, 2))
+    scene = scene_of(one_engine(engines=engines))
     page = Page(scene)
-    assert page.value("llm_d_epp_ready_endpoints", name="llama") == 1
+    assert page.value("llm_d_epp_ready_endpoints", name="llama") == 2
+    assert page.value("inference_pool_ready_pods", name="llama") == 2
     assert page.value("inference_pool_average_queue_size", name="llama") == 0
-    labels = {"name": "llama", "model_server_endpoint": "10.0.0.1:8000"}
-    assert page.value("inference_pool_per_endpoint_queue_size", **labels) == 0
+    (pool,) = scene.core.pools.values()
+    pool.table.reported_at_s[:] = 0.0
+    pool.table.waiting[pool.table.active_rows] = [1, 4]
+    for name in ("llm_d_epp", "inference_pool"):
+        assert page.value(f"{name}_average_queue_size", name="llama") == 2.5
+    # of a sample: the root of (1.5² + 1.5²) / 1
+    assert page.value("llm_d_epp_std_dev_queue_size", name="llama") == pytest.approx(4.5**0.5)
+    labels = {"name": "llama", "model_server_endpoint": "10.0.0.2:8000"}
+    assert page.value("llm_d_epp_per_endpoint_queue_size", **labels) == 4
+    labels = {"name": "llama", "model_server_pod": "10.0.0.2:8000"}
+    assert page.value("inference_pool_per_pod_queue_size", **labels) == 4
 
 
 def test_without_the_option_there_is_no_such_name() -> None:
