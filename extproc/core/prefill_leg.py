@@ -142,7 +142,8 @@ class PrefillLegs:
         is_done, record = judged.outcome == "prefilled", self._records.get(ticket)
         leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail)
         out.append(PrefillEnded(ticket, asked.arrival.pool.name, leg, goes_on=is_done, is_beside=True))
-        if record is None or record.run is None:
+        if record is None or record.run is None or not record.is_ours:
+            # it is over, and its ticket may be that of a request elsewhere
             return
         run = record.run
         run.leg = leg

@@ -6,15 +6,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from msgspec.structs import replace
 
 from extproc.api.load import load_snapshot
 from extproc.core.effects import AbortDecode, CancelPrefill, Decision, Held, Prefill, PrefillEnded, RequestSettled
+from extproc.core.peers import EventBatch, RequestStarted
 from extproc.core.record import Outcome
 from extproc.core.states import State
 from extproc.errors import BadRequest
 from extproc.metrics.registry import Metrics
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
+from tests.extproc.core.setting import told
 from tests.extproc.core.test_prefill_leg import (
     FAILURES,
     SERVER,
@@ -206,6 +209,22 @@ def test_an_outcome_may_come_before_the_prefill_has_ended() -> None:
     assert not [one for one in scene.core.on_stream_closed(found.ticket, 0.3) if isinstance(one, CancelPrefill)]
     assert scene.is_free
     assert not scene.core.requests()
+
+
+def test_a_prefill_that_ends_late_leaves_another_process_its_request_of_that_ticket() -> None:
+    pair = Pair(sglang())
+    found, asked, effects = arrive(pair.one)
+    pair.one.core.on_stream_closed(found.ticket, 0.2)
+    pair.one.core.on_outcome(Outcome(found.ticket, 200, D, 0.1, 0.1, None, None, None), 0.2)
+    assert pair.one.is_free
+    _, _, started = arrive(pair.other, 0.3)
+    # of a process that made the same ticket
+    events = [replace(one, ticket=found.ticket) for one in told(started) if isinstance(one, RequestStarted)]
+    pair.one.core.ingest(EventBatch("b", events), 0.3)
+    effects = pair.one.answer(asked.ticket, 0.4, failure="timeout")
+    assert leg(effects).leg.outcome == "timeout"
+    assert not [one for one in effects if isinstance(one, AbortDecode)]
+    assert pair.one.core.state_of(found.ticket) is State.RUNNING
 
 
 def test_what_is_learned_of_the_prefill_engine_is_its_own_time() -> None:
