@@ -15,6 +15,7 @@ from extproc.admission.budgets import RolledUp
 from extproc.admission.limits import NO_USAGE
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_line
+from extproc.core.accounts import NO_OTHERS
 from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.admission.buckets import BucketLevel
+    from extproc.core.accounts import RecentGrants
     from extproc.core.effects import Effect, RequestEffect
     from extproc.scheduling.pool import Pool
 
@@ -53,7 +55,7 @@ def utc(text: str) -> float:
 class Process:
     """A core whose wall clock is ``began_s`` at its time 0. What it says, all others of ``wire`` hear at once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what differs between tests
         self,
         budgets: str,
         *,
@@ -64,6 +66,7 @@ class Process:
         gateway_spec: str = "",
         name: str = "t",
         wire: list[Process] | None = None,
+        recent: RecentGrants = NO_OTHERS,
     ) -> None:
         others = ""
         if gateway:
@@ -80,7 +83,7 @@ class Process:
             others=others,
         )
         machine = None if wire is None else "here"
-        self.core = Core(self.snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine)
+        self.core = Core(self.snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine, recent=recent)
         self.name, self.began_s, self.wire = name, began_s, [] if wire is None else wire
         self.wire.append(self)
         self.core.on_wall_clock(began_s, 0.0)
