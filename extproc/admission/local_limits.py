@@ -15,7 +15,7 @@ from extproc.admission.limits import CHOSEN, MOST_NAMES, Charge, Grant
 from extproc.admission.refusals import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from extproc.admission.limits import Usage
 
@@ -55,18 +55,19 @@ class LocalLimits:
         tables = (self._buckets, *self._chosen.values(), *self._budgets)
         return sum(len(table) for table in tables)
 
-    def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
+    def reserve(self, charges: Sequence[Charge], now: float, unheard: Callable[[str], float] = lambda _: 0.0) -> Grant:
         """Reserve all charges or none; raises RateLimited or BudgetSpent. The grant's charges name the buckets that
-        were charged.
+        were charged. ``unheard``: what others have taken of a bucket that its level has not subtracted.
         """
         charges = [self._owned(charge) for charge in charges]
         buckets = [self._bucket(charge, now) for charge in charges]
-        shortfalls = [bucket.shortfall(charge.needed_level) for charge, bucket in zip(charges, buckets, strict=True)]
-        if any(shortfall > 0 for shortfall in shortfalls):
-            raise refusal(charges, [bucket.level for bucket in buckets])
+        taken = [unheard(charge.key) for charge in charges]
+        needed = [charge.needed_level + more for charge, more in zip(charges, taken, strict=True)]
+        if any(bucket.shortfall(level) > 0 for bucket, level in zip(buckets, needed, strict=True)):
+            raise refusal(charges, _levels(buckets, taken))
         self.changes += 1
         claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
-        return Grant(charges, claims, [bucket.level for bucket in buckets])
+        return Grant(charges, claims, _levels(buckets, taken))
 
     def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
         """Settle with the actual usage; None refunds all: the request was never dispatched."""
@@ -238,3 +239,7 @@ class LocalLimits:
             self._chosen.move_to_end(owner)
         # twice as many as this process has names: other processes of this machine have names, too
         return table, 2 * MOST_NAMES
+
+
+def _levels(buckets: Iterable[Bucket], taken: Iterable[float]) -> list[float]:
+    return [bucket.level - more for bucket, more in zip(buckets, taken, strict=True)]

@@ -4,12 +4,16 @@
 The processes of one machine publish what they spend of local limits, so each has the level of every bucket. A process
 that starts would begin with full buckets, and restarts of a worker would circumvent every limit. So it requests the
 levels from the others and keeps the lower of each two: they may not have received its own grants yet.
+
+Messages take some milliseconds. What others have granted meanwhile is in memory that the processes share, and one
+process at a time grants. So at any moment local limits are granted once, however many workers are asked at once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -21,7 +25,8 @@ from extproc.core.effects import Broadcast, Effect, Overdraft, SettleGrant, Soft
 from extproc.core.peers import AskLevels, Levels, LimitSpent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from extproc.admission.limits import Charge, Usage
     from extproc.admission.local_limits import LocalLimits
@@ -33,15 +38,62 @@ _MOST_QUESTIONS: Final = 20
 _UNRESERVED: Final = Reservation(0.0, 1.0, 0)
 
 
+class RecentGrants(Protocol):
+    """Grants of the processes of this machine that this one may not have been told of."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """One process at a time decides what it grants."""
+        ...
+
+    def unheard(self, key: str) -> float:
+        """What others have granted of a bucket, and this process was not told of."""
+        ...
+
+    def add(self, charges: Iterable[Charge]) -> int:
+        """This process grants them, in its turn. Returns the number of the grant, which the others are told."""
+        ...
+
+    def ingest(self, process: str, number: int) -> None:
+        """This process was told of the grants of another one up to ``number``."""
+        ...
+
+
+class _NoOthers:
+    """RecentGrants of a process that is alone."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unheard(self, key: str) -> float:  # noqa: ARG002 - of nobody
+        return 0.0
+
+    def add(self, charges: Iterable[Charge]) -> int:  # noqa: ARG002 - nobody reads it
+        return 0
+
+    def ingest(self, process: str, number: int) -> None:
+        pass
+
+
+NO_OTHERS: Final = _NoOthers()
+
+
 class Accounts:
     """Reserve before a request is dispatched, settle when it has ended. Effects are appended to ``out``.
 
     ``machine``: the machine whose processes share the local limits; None: there is only this process. ``peers``:
-    returns the number of other processes whose messages arrive.
+    returns the number of other processes whose messages arrive. ``recent``: grants of this machine's other processes.
     """
 
-    def __init__(self, limits: LocalLimits, *, machine: str | None, peers: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        limits: LocalLimits,
+        *,
+        machine: str | None,
+        peers: Callable[[], int] = lambda: 0,
+        recent: RecentGrants = NO_OTHERS,
+    ) -> None:
         self._limits = limits
+        self._recent = recent
         self._machine = machine
         self._peers = peers
         # processes that use the shared store, counted when it last answered; without it fewer messages between
@@ -54,9 +106,11 @@ class Accounts:
 
     def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:
         """Reserve in this process's own buckets; raises RateLimited with nothing taken."""
-        grant = self._limits.reserve(charges, now)
+        with self._recent.turn():
+            grant = self._limits.reserve(charges, now, self._recent.unheard)
+            number = self._recent.add(grant.charges)
         for charge in grant.charges:
-            self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount)
+            self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount, number=number)
         return grant
 
     def store_answered(self) -> None:
@@ -127,12 +181,14 @@ class Accounts:
             grants, record.grants = record.grants, ()
             self.settle_grants(grants, used, now, out)
 
-    def _broadcast_spent(self, charge: Charge, amount: float, out: list[Effect], *, reserved: float = 0.0) -> None:
+    def _broadcast_spent(
+        self, charge: Charge, amount: float, out: list[Effect], *, reserved: float = 0.0, number: int = 0
+    ) -> None:
         if not charge.limit.ends_at_s:
             # what a bucket that fills has lost to a process that died comes back by itself
             reserved = 0.0
         if self._machine is not None and (amount or reserved):
-            out.append(Broadcast(LimitSpent(self._machine, charge.key, charge.limit, amount, reserved)))
+            out.append(Broadcast(LimitSpent(self._machine, charge.key, charge.limit, amount, reserved, number)))
 
 
 def _used(used: Usage | None, charge: Charge) -> float:
@@ -147,11 +203,14 @@ def _part_of(charge: Charge, part: float) -> Charge:
 
 class LevelExchange:
     """Publishes and receives levels for one process. ``origin``: its name among the others. ``machine``: None if it is
-    alone.
+    alone. ``recent``: as of its Accounts.
     """
 
-    def __init__(self, limits: LocalLimits, *, machine: str | None, origin: str) -> None:
+    def __init__(
+        self, limits: LocalLimits, *, machine: str | None, origin: str, recent: RecentGrants = NO_OTHERS
+    ) -> None:
         self._limits = limits
+        self._recent = recent
         self._machine = machine
         self._origin = origin
         self._questions = 0
@@ -169,6 +228,8 @@ class LevelExchange:
         match event:
             case LimitSpent() if event.machine == self._machine:
                 self._limits.spent_elsewhere(origin, event.key, event.limit, event.amount, now, reserved=event.reserved)
+                if event.grant:
+                    self._recent.ingest(origin, event.grant)
             case AskLevels() if event.machine == self._machine:
                 levels = self._limits.levels(now)
                 # budgets may have many; the last message says that it is all

@@ -16,7 +16,7 @@ from extproc.admission.identity import CacheIsolation, Identities
 from extproc.admission.limits import Grant
 from extproc.admission.objectives import ObjectiveTable
 from extproc.api.snapshot import kv_event_sources, scrape_stretch
-from extproc.core.accounts import Accounts, LevelExchange
+from extproc.core.accounts import NO_OTHERS, Accounts, LevelExchange
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AskGuard, Broadcast, Effect
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from extproc.api.payload_log import PayloadLog
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
+    from extproc.core.accounts import RecentGrants
     from extproc.core.activation import ZeroDemand
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
@@ -83,9 +84,10 @@ class Core:
         ticket_prefix: str,
         make_picker: MakePicker | None = None,
         machine: str | None = None,
+        recent: RecentGrants = NO_OTHERS,
     ) -> None:
         """``ticket_prefix``: unique to this process, and its name among others. ``machine``: its processes share local
-        limits; None: no peers.
+        limits; None: no peers. ``recent``: what they have granted.
         """
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
@@ -108,8 +110,9 @@ class Core:
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
         self._machine = machine
-        self._accounts = Accounts(self.admission.limits, machine=machine, peers=lambda: self.peer_view.peers)
-        self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
+        limits, peers = self.admission.limits, lambda: self.peer_view.peers
+        self._accounts = Accounts(limits, machine=machine, peers=peers, recent=recent)
+        self.levels = LevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
         self._records: dict[str, Record] = {}
         self.meter = DemandMeter(ticket_prefix)
         self._dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)

@@ -96,7 +96,8 @@ class ProcessAlive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 class LimitSpent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
     """``amount`` was taken from a local limit's bucket; negative: refunded. ``machine``: whose limit it is.
-    ``reserved``: of a budget, by how much what the sender's running requests have reserved has changed.
+    ``reserved``: of a budget, by how much what the sender's running requests have reserved has changed. ``grant``: the
+    number of the sender's grant, from 1; 0: it is none.
     """
 
     machine: str
@@ -104,6 +105,7 @@ class LimitSpent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
     limit: Limit
     amount: float
     reserved: float = 0.0
+    grant: int = 0
 
 
 class AskLevels(msgspec.Struct, frozen=True, array_like=True, tag="q"):

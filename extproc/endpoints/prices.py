@@ -11,8 +11,9 @@ cost per token = cost per hour / tokens per hour):
 So an engine that is busy all the time with both earns its hour. Where engines prefill or decode, the input is the price
 of those that prefill, and the output that of those that decode. Speeds are the typical ones of all engines (geometric
 mean) as learned from answers. Before the first answer, the price that a process of this machine derived last holds, if
-it was saved; else there is none. Rates are rounded to two digits and derived anew once a minute, so that not every
-request has another price.
+it was saved. Else each request costs what it would if it had an engine of assumed speeds for itself: requests without a
+price would spend no budget, however many come. Rates are rounded to two digits and derived anew once a minute, so that
+not every request has another price.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.pricing import NO_PRICES, HourlyPrice, Price, PriceList, Rates, named_price
+from extproc.endpoints.table import INITIAL_PREFILL_RATE
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, EndpointTable
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 _DERIVED_FOR_S: Final = 60.0
 _MILLION: Final = 1_000_000
 _SECONDS: Final = 3600.0
+# Of an answer before there is one.
+_ASSUMED_TPOT_S: Final = 0.05
 # The weight of the number of answers at once, each time that rates are derived.
 _WEIGHT: Final = 0.2
 
@@ -61,8 +65,8 @@ class Prices:
         return SavedPrice(self._derived_from, self._derived)
 
     def at(self, wall_s: float, table: EndpointTable, roles: tuple[Bools, Bools] | None = None) -> Price | None:
-        """The price in force; None if there is none, or none can be derived yet. ``table``: of the engines.
-        ``roles``: the rows that prefill and those that decode; None: every engine does both.
+        """The price in force; None if there is none. ``table``: of the engines. ``roles``: the rows that prefill and
+        those that decode; None: every engine does both.
         """
         found = self.list.at(wall_s)
         if not isinstance(found, HourlyPrice):
@@ -71,9 +75,11 @@ class Prices:
             self._derived, self._derived_from = self._derive(found, table, roles), found
             # before the first answer, every request may be the one that has brought it
             self._derive_at_s = wall_s + (_DERIVED_FOR_S if self._derived is not None else 0.0)
-        if self._derived is None and self.saved is not None and self.saved.hourly == found:
+        if self._derived is not None:
+            return self._derived
+        if self.saved is not None and self.saved.hourly == found:
             return self.saved.price
-        return self._derived
+        return derived_price(found, prefill_rate=INITIAL_PREFILL_RATE, tpot_s=_ASSUMED_TPOT_S, running=1.0)
 
     def _derive(self, price: HourlyPrice, table: EndpointTable, roles: tuple[Bools, Bools] | None) -> Price | None:
         prefilled, decoded = table.is_active & (table.rate_samples > 0), table.is_active & (table.tpot_s > 0)

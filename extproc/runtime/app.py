@@ -27,6 +27,7 @@ from extproc.api.gateway_config import unreachable_listener
 from extproc.api.load import Directory
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
 from extproc.api.tracing import Tracing
+from extproc.core.accounts import NO_OTHERS, RecentGrants
 from extproc.core.core import Core
 from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, Prefill
 from extproc.failures import Supervisor
@@ -39,6 +40,7 @@ from extproc.feeds.payloads import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.saved_objectives import SavedObjectives
+from extproc.feeds.shared_grants import SharedGrants
 from extproc.feeds.state_owner import StateOwner
 from extproc.feeds.tokens import Tokenizers
 from extproc.feeds.traces import TraceExporter
@@ -155,7 +157,11 @@ class App:
         # workers of one start have their sockets in one directory
         machine = origin if settings.worker is None else settings.worker.directory
         core = self._core = Core(
-            snapshot, rng=random.Random(), ticket_prefix=origin, machine=machine if buses else None
+            snapshot,
+            rng=random.Random(),
+            ticket_prefix=origin,
+            machine=machine if buses else None,
+            recent=self._recent_grants(origin),
         )
         core.on_wall_clock(wall_clock(), clock())
         self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
@@ -240,6 +246,16 @@ class App:
             before_each=demand.let_go_first,
         )
         self._health_port = HealthPort(self._server.health)
+
+    def _recent_grants(self, origin: str) -> RecentGrants:
+        worker = self._settings.worker
+        if worker is None:
+            return NO_OTHERS
+        try:
+            return SharedGrants(Path(worker.directory), origin, self._clock)
+        except OSError as error:
+            log.warning("workers share limits by messages alone, some milliseconds late: %s", error)
+            return NO_OTHERS
 
     def _buses(self) -> list[Bus]:
         settings = self._settings

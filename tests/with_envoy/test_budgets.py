@@ -180,6 +180,22 @@ async def test_who_has_no_budget_is_bounded_by_none(http: httpx.AsyncClient) -> 
     assert "x-attache-budget-remaining" not in answer.headers
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+async def test_workers_that_are_asked_at_once_grant_a_budget_once(tmp_path: Path, workers: int) -> None:
+    flags = EngineFlags(count=2, speed=20.0, stream_headers="first-token")
+    budget = {"name": "all", "per": "Route", "max": {"outputTokens": PAID * TOKENS}, **MONTH}
+    async with (
+        running_stack(tmp_path / "stack", flags, workers=workers, route={"budgets": [budget]}) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=120, limits=httpx.Limits(max_connections=STREAMS)) as http,
+    ):
+        client = Client(http, "any")
+        found = await asyncio.gather(*(client.streamed(max_tokens=TOKENS) for _ in range(STREAMS)))
+    statuses = Counter((status, code) for status, code, _ in found)
+    assert set(statuses) == {(200, ""), (429, "insufficient_quota")}
+    assert sum(tokens for *_, tokens in found) <= PAID * TOKENS
+    assert statuses[200, ""] >= PAID
+
+
 async def test_workers_share_a_budget(tmp_path: Path) -> None:
     flags = EngineFlags(count=1, speed=20.0, stream_headers="first-token")
     budget = {"name": "all", "per": "Route", "max": {"requests": 10}, **MONTH}

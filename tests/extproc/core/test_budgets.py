@@ -15,6 +15,7 @@ from extproc.admission.budgets import RolledUp
 from extproc.admission.limits import NO_USAGE
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_line
+from extproc.core.accounts import NO_OTHERS
 from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.admission.buckets import BucketLevel
+    from extproc.core.accounts import RecentGrants
     from extproc.core.effects import Effect, RequestEffect
     from extproc.scheduling.pool import Pool
 
@@ -53,7 +55,7 @@ def utc(text: str) -> float:
 class Process:
     """A core whose wall clock is ``began_s`` at its time 0. What it says, all others of ``wire`` hear at once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what differs between tests
         self,
         budgets: str,
         *,
@@ -64,6 +66,7 @@ class Process:
         gateway_spec: str = "",
         name: str = "t",
         wire: list[Process] | None = None,
+        recent: RecentGrants = NO_OTHERS,
     ) -> None:
         others = ""
         if gateway:
@@ -80,7 +83,7 @@ class Process:
             others=others,
         )
         machine = None if wire is None else "here"
-        self.core = Core(self.snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine)
+        self.core = Core(self.snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine, recent=recent)
         self.name, self.began_s, self.wire = name, began_s, [] if wire is None else wire
         self.wire.append(self)
         self.core.on_wall_clock(began_s, 0.0)
@@ -393,7 +396,6 @@ def test_explain_shows_budgets_and_changes_nothing() -> None:
 def test_hourly_prices_are_derived_from_learned_speeds() -> None:
     process = Process("", servers={"llama": SERVER + "pricing: [{perHour: 3.6}]\n"})
     pool = process.core.pools["default/llama"]
-    assert pool.price_at(0.0) is None
     table = pool.table
     table.rate_samples[0], table.prefill_rate[0], table.tpot_s[0], table.in_flight[0] = 10, 10_000.0, 0.02, 4.0
     price = pool.price_at(1.0)
@@ -406,6 +408,17 @@ def test_hourly_prices_are_derived_from_learned_speeds() -> None:
     later = pool.price_at(62.0)
     assert later is not None
     assert (later.rates.output, later.id != price.id) == (10_000_000, True)
+
+
+def test_a_money_budget_holds_before_an_engine_of_an_hourly_price_has_answered() -> None:
+    # 0.001 USD a second, and 20 tokens in it
+    process = Process(
+        "{name: b, window: Month, max: {money: '0.02'}}", servers={"llama": SERVER + "pricing: [{perHour: 3.6}]\n"}
+    )
+    found = [process.ask(0.0, tokens=100) for _ in range(10)]
+    assert [isinstance(one, Decision) for one in found] == [True] * 3 + [False] * 7
+    settled = process.ends(found[0], 1.0, prompt=0, output=20)
+    assert (settled.used.cost_micros, settled.currency) == (1000.0, "USD")
 
 
 def test_the_price_that_was_derived_last_holds_until_there_is_another(tmp_path: Path) -> None:
@@ -431,10 +444,11 @@ def test_the_price_that_was_derived_last_holds_until_there_is_another(tmp_path: 
         table.rate_samples[0], table.prefill_rate[0], table.tpot_s[0], table.in_flight[0] = 10, 10_000.0, tpot_s, 4.0
 
     pool, saved = begins()
-    assert pool.price_at(0.0) is None
+    assumed = pool.price_at(0.0)
     learns(pool, 0.02)
     price = pool.price_at(1.0)
     assert price is not None
+    assert price != assumed
     saved._limits.changes += 1
     saved.save()
     for _ in range(2):
@@ -448,8 +462,14 @@ def test_the_price_that_was_derived_last_holds_until_there_is_another(tmp_path: 
     assert later is not None
     assert later.rates.output == 2 * price.rates.output
     # another amount an hour is another price
-    pool, _ = begins("7.2")
-    assert pool.price_at(2.0) is None
+    pool, saved = begins("7.2")
+    other = pool.price_at(2.0)
+    assert other is not None
+    assert other != price
+    # what is assumed is not saved for the next one
+    saved._limits.changes += 1
+    saved.save()
+    assert begins()[0].price_at(2.0) == price
 
 
 def test_who_passes_the_soft_share_of_a_budget_is_reported_once_in_each_window() -> None:

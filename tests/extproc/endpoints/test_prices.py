@@ -23,5 +23,8 @@ def test_prefill_and_decode_engines_have_the_prices_of_their_own_work() -> None:
     assert price is not None
     # 1,000 micro-units a second: over 20,000 prompt tokens, or over 10 answers of 50 tokens each
     assert price.rates == Rates(input=50_000, output=2_000_000, cached=0)
-    # without roles none of them has shown both speeds
-    assert Prices(listed).at(0.0, table) is None
+    # without roles none of them has shown both speeds: a request has an engine of 20 tokens a second for itself
+    assumed = Prices(listed).at(0.0, table)
+    assert assumed is not None
+    assert assumed.is_derived
+    assert assumed.rates == Rates(input=100_000, output=50_000_000, cached=0)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grants of the workers of one machine that others may not have been told of yet, in a file that all of them map.
+
+Workers tell each other what they spend of local limits, some 10 ms later. Requests that come at the same time would be
+granted by each of them. So a worker takes a lock before it grants, reads what the others have granted since, and writes
+what it grants. The kernel releases the lock of a process that ends. What a worker was told of since counts no more
+here: it is in the levels of its buckets.
+
+The file has a counter, and a ring of records of one size. A record counts once the counter says so, so none is read
+that a killed worker has half written. A worker that waits too long for the lock, because one that holds it hangs, goes
+on without it for a while, and knows what it was told.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import struct
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.admission.buckets import at_least_zero
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from extproc.admission.limits import Charge
+
+log = logging.getLogger(__name__)
+
+_COUNT: Final = struct.Struct("<Q")
+# The process, the number of its grant, the bucket, the amount, and the time by the machine's monotonic clock.
+_RECORD: Final = struct.Struct("<8sQ16sdd")
+# 3 MB, for some seconds at thousands of grants a second.
+_MOST_RECORDS: Final = 1 << 16
+# Longest wait for the lock, and between two looks. A grant takes some 50 µs, unless its worker loses the processor.
+_LONGEST_S: Final = 0.25
+_LOOK_S: Final = 0.0001
+# After it, the lock is not asked for this long: all requests of a process wait meanwhile.
+_PAUSE_S: Final = 5.0
+# What a worker was not told of in this time it will not be told: the message is lost, or its sender is dead.
+_KEPT_S: Final = 10.0
+_ROUNDING: Final = 1e-6
+# Most processes whose last grant is known, those that have ended included; the oldest are forgotten first.
+_MOST_PROCESSES: Final = 1_000
+
+
+class _Granted(msgspec.Struct, frozen=True):
+    number: int
+    key: bytes
+    amount: float
+    at_s: float
+
+
+class SharedGrants:
+    """Those of the processes with the same ``directory``. ``process``: names this one among them. ``clock``: the same
+    for all of them.
+    """
+
+    def __init__(self, directory: Path, process: str, clock: Callable[[], float]) -> None:
+        """Raises OSError."""
+        self._clock = clock
+        self._process = _digest(process, 8)
+        size = _COUNT.size + _MOST_RECORDS * _RECORD.size
+        # while it is open, nobody else can have this number
+        self._file = os.open(directory / "granted", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # a full disk is an error here, and would be a signal later
+        os.posix_fallocate(self._file, 0, size)
+        self._memory = mmap.mmap(self._file, size)
+        self._read_count = 0
+        self._number = 0
+        self._is_locked = False
+        self._retry_at_s = 0.0
+        self._unheard: dict[bytes, float] = {}
+        # by process, in the order of their numbers
+        self._granted: dict[bytes, deque[_Granted]] = {}
+        self._heard: dict[bytes, int] = {}
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One process at a time decides what it grants."""
+        self._is_locked = self._lock()
+        try:
+            self._read()
+            yield
+        finally:
+            if self._is_locked:
+                self._is_locked = False
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def unheard(self, key: str) -> float:
+        """What others have granted of a bucket, and this process was not told of."""
+        return self._unheard.get(_digest(key, 16), 0.0) if self._unheard else 0.0
+
+    def add(self, charges: Iterable[Charge]) -> int:
+        """This process grants them, in its turn. Returns the number of the grant, which the others are told."""
+        self._number += 1
+        if self._is_locked:
+            now = self._clock()
+            count = self._count()
+            for one in charges:
+                record = self._process, self._number, _digest(one.key, 16), at_least_zero(one.amount), now
+                _RECORD.pack_into(self._memory, _place(count), *record)
+                count += 1
+            _COUNT.pack_into(self._memory, 0, count)
+            self._read_count = count
+        return self._number
+
+    def ingest(self, process: str, number: int) -> None:
+        """This process was told of the grants of another one up to ``number``."""
+        origin = _digest(process, 8)
+        self._heard.pop(origin, None)
+        self._heard[origin] = number
+        if len(self._heard) > _MOST_PROCESSES:
+            del self._heard[next(iter(self._heard))]
+        self._forget(origin, lambda one: one.number <= number)
+
+    def _lock(self) -> bool:
+        began_s = self._clock()
+        if began_s < self._retry_at_s:
+            return False
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if self._clock() - began_s > _LONGEST_S:
+                    break
+                time.sleep(_LOOK_S)
+            else:
+                return True
+        log.warning("another worker holds the lock of limits for longer than %g s; see whether it hangs", _LONGEST_S)
+        self._retry_at_s = self._clock() + _PAUSE_S
+        return False
+
+    def _count(self) -> int:
+        count: int = _COUNT.unpack_from(self._memory, 0)[0]
+        return count
+
+    def _read(self) -> None:
+        """What others have granted since the last turn."""
+        count = self._count()
+        oldest_s = self._clock() - _KEPT_S
+        for number in range(max(self._read_count, count - _MOST_RECORDS), count):
+            origin, *fields = _RECORD.unpack_from(self._memory, _place(number))
+            one = _Granted(*fields)
+            if origin != self._process and one.number > self._heard.get(origin, 0) and one.at_s > oldest_s:
+                self._granted.setdefault(origin, deque()).append(one)
+                self._unheard[one.key] = self._unheard.get(one.key, 0.0) + one.amount
+        self._read_count = count
+        for origin in list(self._granted):
+            self._forget(origin, lambda one: one.at_s <= oldest_s)
+
+    def _forget(self, origin: bytes, is_old: Callable[[_Granted], bool]) -> None:
+        granted = self._granted.get(origin)
+        if granted is None:
+            return
+        while granted and is_old(granted[0]):
+            one = granted.popleft()
+            self._unheard[one.key] -= one.amount
+            if self._unheard[one.key] <= _ROUNDING:
+                del self._unheard[one.key]
+        if not granted:
+            del self._granted[origin]
+
+
+def _place(number: int) -> int:
+    return _COUNT.size + number % _MOST_RECORDS * _RECORD.size
+
+
+def _digest(name: str, size: int) -> bytes:
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=size).digest()
