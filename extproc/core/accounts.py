@@ -55,8 +55,9 @@ class Accounts:
     def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:
         """Reserve in this process's own buckets; raises RateLimited with nothing taken."""
         grant = self._limits.reserve(charges, now)
-        for charge in grant.charges:
-            self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount)
+        if self._machine is not None:
+            for charge in grant.charges:
+                self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount)
         return grant
 
     def store_answered(self) -> None:
@@ -104,8 +105,9 @@ class Accounts:
             if grant.owed:
                 out.extend(Overdraft(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
                 continue
-            for charge in grant.charges:
-                self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
+            if self._machine is not None:
+                for charge in grant.charges:
+                    self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
 
     def charge(self, charges: Sequence[Charge], used: Usage, now: float, out: list[Effect]) -> None:
         """Charge what was used without a reservation, or with one that was given back."""
