@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What usage rows, budgets and traces cost a request: ``python -m bench.micro.observability``.
+"""What usage rows, budgets, objectives and traces cost a request: ``python -m bench.micro.observability``.
 
 `attache serve` runs once for each variant; all run side by side, with an engine that answers at once, and are loaded in
-turn, round by round, so that what disturbs the machine disturbs all of them. Ratios are of the medians of rounds.
-All variants have API keys: rows and budgets are of callers, whom a gateway without keys does not even look at.
+turn, round by round, so that what disturbs the machine disturbs all of them. Ratios are those of each round to the
+first variant in the same round; the table has their medians. All variants have API keys: rows and budgets are of
+callers, whom a gateway without keys does not even look at. All keep histograms and count by tenant, which cannot be
+turned off. ``--against DIR`` measures the same variants of another checkout, too.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from bench.micro.wire import WireLoad, questions
 from bench.stack.processes import Processes, cpu_seconds, free_ports, workers_of
-from bench.stack.stack import documents
+from bench.stack.stack import ROOT, documents
 
-_TOKEN: Final = "sk-of-the-benchmark"  # noqa: S105 - opens nothing else
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TOKEN: Final = "sk-of-the-benchmark"  # noqa: S105 - opens nothing else
 _KEYS: Final = {
-    "apiKeys": [{"name": "web", "tenant": "acme", "key": _TOKEN}],
+    "apiKeys": [{"name": "web", "tenant": "acme", "key": TOKEN}],
 }
 _PRICES: Final = {"pricing": [{"perMillion": {"input": "2.5", "output": "10"}}]}
 _BUDGETS: Final = {
@@ -35,23 +40,35 @@ _BUDGETS: Final = {
 _READY: Final = "ready: clients connect to"
 _ROLES: Final = ("extproc", "usage", "bundle")
 _SHOWN: Final = ("envoy", "extproc", "usage")
+# Envoy writes its lines every second at the latest, and the usage process looks for them four times a second.
+_FLUSHED_S: Final = 1.5
+
+
+_OBJECTIVES: Final = {"slo": [{"name": "usual", "ttft": "3s", "tpot": "50ms", "e2e": "2m"}]}
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all."""
+    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all. ``log``: where the usage
+    log leads. ``store``: in place of the usual one. ``checkout``: whose code runs.
+    """
 
     name: str
     has_rows: bool = False
     has_budgets: bool = False
+    has_objectives: bool = False
     tracing: float | None = None
+    log: str = ""
+    store: str = ""
+    checkout: Path = ROOT
 
 
 VARIANTS: Final = (
     Variant("nothing"),
     Variant("rows and prices", has_rows=True),
     Variant("rows, prices, two budgets", has_rows=True, has_budgets=True),
+    Variant("rows, prices, two budgets, objectives", has_rows=True, has_budgets=True, has_objectives=True),
     Variant("traces of 1 %", tracing=1.0),
-    Variant("all of it", has_rows=True, has_budgets=True, tracing=1.0),
+    Variant("all of it", has_rows=True, has_budgets=True, has_objectives=True, tracing=1.0),
     Variant("traces of 100 %", tracing=100.0),
 )
 
@@ -68,10 +85,9 @@ class Served(msgspec.Struct):
     cpu_us: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
 
-async def start(variant: Variant, engine: int, collector: int, processes: Processes, directory: Path) -> Served:
-    """``attache serve`` with this variant; ``collector``: a port where nobody listens."""
-    name = f"serve-{VARIANTS.index(variant)}"
-    own = directory / name
+async def start(variant: Variant, engine: int, collector: int, processes: Processes, own: Path) -> Served:
+    """``attache serve`` with this variant, in the directory ``own``; ``collector``: a port where nobody listens."""
+    name = own.name
     (own / "config").mkdir(parents=True)
     (own / "usage").mkdir()
     listen, admin, extproc, metrics, writer, reports = free_ports(6)
@@ -82,26 +98,31 @@ async def start(variant: Variant, engine: int, collector: int, processes: Proces
         "authentication": _KEYS,
     }
     if variant.has_rows:
-        gateway["usageLog"] = {"path": str(own / "usage" / "usage.log")}
+        log = own / "usage" / "usage.log"
+        gateway["usageLog"] = {"path": str(log)}
+        if variant.log:
+            log.symlink_to(variant.log)
     if variant.tracing is not None:
         gateway["tracing"] = {"endpoint": f"127.0.0.1:{collector}", "samplingPercent": variant.tracing}
     text = documents(
         [f"127.0.0.1:{engine}"],
         gateway=gateway,
-        more=_PRICES if variant.has_rows else {},
-        route=_BUDGETS if variant.has_budgets else {},
+        more={"scrapeInterval": "0s", **(_PRICES if variant.has_rows else {})},
+        route={**(_BUDGETS if variant.has_budgets else {}), **(_OBJECTIVES if variant.has_objectives else {})},
     )
     (own / "config" / "attache.yaml").write_text(text)
     command = (
+        *("env", "-C", str(variant.checkout)),
         *(sys.executable, "-m", "attache", "serve", "--config", str(own / "config")),
         *("--metrics", f"127.0.0.1:{metrics}", "--bundle-metrics", f"127.0.0.1:{writer}"),
         *("--usage-admin", f"127.0.0.1:{reports}", "--usage-metrics", "off"),
+        *(("--usage-store", variant.store) if variant.store else ()),
     )
     await processes.start(name, command)
-    log = directory / f"{name}.log"
+    printed = own.parent / f"{name}.log"
 
     async def is_ready() -> bool:
-        return _READY in log.read_text()
+        return _READY in printed.read_text()
 
     await processes.wait_ready(name, is_ready)
     return Served(variant, listen, _roles_of(processes.pid(name)))
@@ -119,18 +140,19 @@ def _roles_of(pid: int) -> dict[str, int]:
 
 
 async def measure(one: Served, requests: list[bytes], at_once: int, seconds: float) -> None:
-    """One round of one gateway."""
+    """One round of one gateway, and until its rows are kept."""
     before = {role: cpu_seconds(pid) for role, pid in one.pids.items()}
     load = WireLoad(requests, connections=at_once)
     one.rates.append(await load.run("127.0.0.1", one.port, seconds=seconds))
+    await asyncio.sleep(_FLUSHED_S)
     for role, pid in one.pids.items():
         used = cpu_seconds(pid) - before[role]
         one.cpu_us.setdefault(role, []).append(used / len(load.taken_s) * 1e6)
 
 
-async def run(rounds: int, seconds: float, at_once: int) -> list[Served]:
-    """All variants, ``rounds`` times each after one that does not count."""
-    requests = [one.on_wire(f"authorization: Bearer {_TOKEN}\r\n") for one in questions(2_000, count=64)]
+async def run(variants: Sequence[Variant], rounds: int, seconds: float, at_once: int) -> list[Served]:
+    """All variants, ``rounds`` times each after one that does not count, forwards and backwards in turn."""
+    requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in questions(2_000, count=64)]
     engine, collector = free_ports(2)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -138,9 +160,12 @@ async def run(rounds: int, seconds: float, at_once: int) -> list[Served]:
             await processes.start(
                 "engine", (sys.executable, "-m", "bench.micro.instant_engine", "--ports", str(engine))
             )
-            gateways = [await start(one, engine, collector, processes, directory) for one in VARIANTS]
+            gateways = [
+                await start(one, engine, collector, processes, directory / f"serve-{number}")
+                for number, one in enumerate(variants)
+            ]
             for number in range(rounds + 1):
-                for one in gateways:
+                for one in gateways[:: -1 if number % 2 else 1]:
                     await measure(one, requests, at_once, seconds)
                     if not number:
                         one.rates.clear()
@@ -149,16 +174,29 @@ async def run(rounds: int, seconds: float, at_once: int) -> list[Served]:
 
 
 def table(gateways: list[Served]) -> str:
-    """One line a variant; rates as shares of the first one's."""
-    base = statistics.median(gateways[0].rates)
-    lines = ["| | rate | Envoy, us | extproc, us | usage, us |", "|---|---:|---:|---:|---:|"]
+    """One line a variant; rates as shares of the first one's, processor time as what is added to the first one's."""
+    first = gateways[0]
+    lines = ["| | rate | Envoy, us | extproc, us | usage, us | all, us |", "|---|---:|---:|---:|---:|---:|"]
     for one in gateways:
-        times = [f"{statistics.median(one.cpu_us[role]):.0f}" if role in one.cpu_us else "" for role in _SHOWN]
-        shares = [rate / first for rate, first in zip(one.rates, gateways[0].rates, strict=True)]
-        lines.append(f"| {one.variant.name} | {statistics.median(shares):.1%} | {' | '.join(times)} |")
+        shares = [rate / base for rate, base in zip(one.rates, first.rates, strict=True)]
+        added = [_more(one.cpu_us.get(role, []), first.cpu_us.get(role, [])) for role in _SHOWN]
+        every = _more(_sums(one), _sums(first))
+        lines.append(f"| {one.variant.name} | {statistics.median(shares):.1%} | {' | '.join(added)} | {every} |")
+    base, used = statistics.median(first.rates), statistics.median(_sums(first))
+    own = ", ".join(f"{role} {statistics.median(first.cpu_us[role]):.0f}" for role in _SHOWN if role in first.cpu_us)
+    rounds = len(first.rates)
     return "\n".join(
-        [*lines, "", f"100 % are {base:.0f} answers a second; medians of {len(gateways[0].rates)} rounds."]
+        [*lines, "", f"100% are {base:.0f} answers a second, {used:.0f} us each ({own}); medians of {rounds} rounds."]
     )
+
+
+def _sums(one: Served) -> list[float]:
+    return [sum(each) for each in zip(*one.cpu_us.values(), strict=True)]
+
+
+def _more(values: list[float], bases: list[float]) -> str:
+    bases = bases or [0.0] * len(values)
+    return f"{statistics.median(a - b for a, b in zip(values, bases, strict=True)):.0f}" if values else ""
 
 
 def main() -> int:
@@ -167,8 +205,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a round of one variant")
     parser.add_argument("--at-once", type=int, default=24)
+    parser.add_argument("--only", default="", help="of the variants but the first, those whose names contain it")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout that is measured, too")
     options = parser.parse_args()
-    print(table(asyncio.run(run(options.rounds, options.seconds, options.at_once))))
+    variants = [one for one in VARIANTS if one is VARIANTS[0] or options.only in one.name]
+    if options.against is not None:
+        directory = options.against.resolve()
+        others = [msgspec.structs.replace(one, name=f"{one.name}, before", checkout=directory) for one in variants]
+        variants = [each for pair in zip(variants, others, strict=True) for each in pair]
+    print(table(asyncio.run(run(variants, options.rounds, options.seconds, options.at_once))))
     return 0
 
 

@@ -305,6 +305,9 @@ class BudgetsOf:
     def __init__(self, *groups: Sequence[CompiledBudget], of_keys: BudgetsOfKeys = _OF_NO_KEYS) -> None:
         self._groups = [group for group in groups if group]
         self._of_keys = of_keys
+        # where no budget names callers, all but those of keys are everybody's
+        every = [one for group in self._groups for one in group]
+        self._everybodys = every if all(one.callers is None for one in every) else None
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -312,6 +315,8 @@ class BudgetsOf:
 
     def budgets_of(self, caller: Caller) -> list[CompiledBudget]:
         """Those that apply to the caller."""
+        if self._everybodys is not None:
+            return [*self._everybodys, *self._of_keys.by_key.get(caller.api_key, ())]
         found: list[CompiledBudget] = []
         names = truncate_name(caller.tenant), truncate_name(caller.user), caller.api_key
         for group in self._groups:

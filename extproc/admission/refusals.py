@@ -126,6 +126,8 @@ def unavailable() -> LimitsUnavailable:
 def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
     """OpenAI's ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``, each of the emptiest bucket."""
     headers: dict[str, str] = {}
+    if all(charge.budget is not None for charge in charges):
+        return headers
     for kind in ("requests", "tokens"):
         held = [
             (level / charge.limit.capacity, level, charge.limit)

@@ -109,8 +109,9 @@ class Accounts:
         with self._recent.turn():
             grant = self._limits.reserve(charges, now, self._recent.unheard)
             number = self._recent.add(grant.charges)
-        for charge in grant.charges:
-            self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount, number=number)
+        if self._machine is not None:
+            for charge in grant.charges:
+                self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount, number=number)
         return grant
 
     def store_answered(self) -> None:
@@ -158,8 +159,9 @@ class Accounts:
             if grant.owed:
                 out.extend(Overdraft(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
                 continue
-            for charge in grant.charges:
-                self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
+            if self._machine is not None:
+                for charge in grant.charges:
+                    self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
 
     def charge(self, charges: Sequence[Charge], used: Usage, now: float, out: list[Effect]) -> None:
         """Charge what was used without a reservation, or with one that was given back."""

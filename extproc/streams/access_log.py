@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 # Of the time until the first byte, in microseconds.
 _MOST_DIGITS: Final = 15
+_TIME_LIMITS: Final = frozenset(TIME_LIMITS.values())
+_CUTS: Final = frozenset(CUTS.values())
+_ENGINE_CUTS: Final = frozenset({"upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error"})
 _contexts: Final = msgspec.json.Decoder(UsageContext)
 
 
@@ -91,8 +94,13 @@ def _arrived_s(entry: HttpAccessLogEntry) -> float:
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
     """A request's outcome in an entry; an empty ticket if extproc had no part in it."""
     common = entry.common_properties
-    metadata, flags, response = common.metadata.filter_metadata, common.response_flags, entry.response
-    ours, served, usage = metadata.get(NAMESPACE), metadata.get(SERVED_NAMESPACE), metadata.get(USAGE_NAMESPACE)
+    metadata, response = common.metadata.filter_metadata, entry.response
+    flags = {field.name for field, _ in common.response_flags.ListFields()}
+    ours, served, usage = (
+        metadata.get(NAMESPACE),
+        metadata.get(SERVED_NAMESPACE),
+        _numbers(metadata.get(USAGE_NAMESPACE)),
+    )
     return Outcome(
         ticket=_text(ours, TICKET),
         status=response.response_code.value,
@@ -105,13 +113,13 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         created_tokens=_whole(usage, CREATED_TOKENS),
         reasoning_tokens=_whole(usage, REASONING_TOKENS),
         first_content_s=_microseconds(usage, FIRST_CONTENT_US),
-        has_left=flags.downstream_connection_termination,
+        has_left="downstream_connection_termination" in flags,
         # a chunked answer that ends without its last chunk is an error of the protocol
-        was_cut=flags.upstream_connection_termination or flags.upstream_remote_reset or flags.upstream_protocol_error,
+        was_cut=not flags.isdisjoint(_ENGINE_CUTS),
         answer_bytes=response.response_body_bytes,
-        has_timed_out=any(getattr(flags, name) for name in TIME_LIMITS.values()),
+        has_timed_out=not flags.isdisjoint(_TIME_LIMITS),
         events=_whole(usage, EVENTS),
-        is_cut=any(getattr(flags, name) for name in CUTS.values()),
+        is_cut=not flags.isdisjoint(_CUTS),
         is_encoded=is_encoded(response.response_headers.get(CONTENT_ENCODING, "")),
     )
 
@@ -121,28 +129,29 @@ def _text(namespace: Struct | None, key: str) -> str:
     return "" if value is None else value.string_value
 
 
-def _prompt_tokens(usage: Struct | None) -> int | None:
+def _numbers(namespace: Struct | None) -> dict[str, float]:
+    if namespace is None:
+        return {}
+    return {key: value.number_value for key, value in namespace.fields.items() if value.HasField("number_value")}
+
+
+def _prompt_tokens(usage: dict[str, float]) -> int | None:
     whole, uncached = _whole(usage, PROMPT_TOKENS), _whole(usage, UNCACHED_TOKENS)
     if whole is not None or uncached is None:
         return whole
     return uncached + (_whole(usage, CACHED_TOKENS) or 0) + (_whole(usage, CREATED_TOKENS) or 0)
 
 
-def _whole(namespace: Struct | None, key: str) -> int | None:
-    value = None if namespace is None else namespace.fields.get(key)
-    if value is None or value.WhichOneof("kind") != "number_value":
-        return None
-    number = value.number_value
+def _whole(usage: dict[str, float], key: str) -> int | None:
+    number = usage.get(key)
     # NaN compares as False
-    return int(number) if 0 <= number <= MOST_REPORTED else None
+    return int(number) if number is not None and 0 <= number <= MOST_REPORTED else None
 
 
-def _microseconds(namespace: Struct | None, key: str) -> float | None:
-    value = None if namespace is None else namespace.fields.get(key)
-    if value is None or value.WhichOneof("kind") != "number_value":
-        return None
+def _microseconds(usage: dict[str, float], key: str) -> float | None:
+    number = usage.get(key)
     # clocks may be set during an answer; NaN compares as False
-    return value.number_value * 1e-6 if 0 <= value.number_value < 10**_MOST_DIGITS else None
+    return number * 1e-6 if number is not None and 0 <= number < 10**_MOST_DIGITS else None
 
 
 def _ttfb_s(common: AccessLogCommon) -> float | None:
