@@ -52,6 +52,12 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
     {
         "Serve": (
             Command(
+                "init",
+                "write a first configuration directory, with comments, for engines that run",
+                "attache.init",
+                "config --engine 127.0.0.1:8001 --key acme",
+            ),
+            Command(
                 "serve",
                 "run extproc, the bundle's writer and Envoy together, on one machine",
                 "attache.serve",

@@ -207,6 +207,7 @@ class Dispatcher:
             has_stored_prompt=request.has_stored_prompt,
             input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
             is_for_model=arrival.destination.model == pool.spec.model,
+            api=request.api,
             # of the server that serves: the request may have moved since its limits were asked
             price=pool.price_at(record.wall_s),
             objectives=self.objectives_of(arrival),

@@ -223,11 +223,13 @@ def on_metrics(pools: Mapping[str, Pool], event: EngineReported, now: float, out
         models = event.models if pool.slots is None else pool.slots.apply_recent_changes(row, event.models, now)
         loras, base = pool.table.loras[row], event.base_models
         pool.table.set_loras(row, msgspec.structs.replace(loras, served=models, base=base))
+        pool.table.healths[row].listed_at_s = now
         if update_missing_model(pool, row):
             out.append(ModelChecked(pool.name, event.address, pool.table.healths[row].lacks_model, base))
         return
     apply_report(pool.table, row, event.state, now)
     if event.has_restarted:
+        pool.apis_without_model.clear()
         pool.caches.cache_lost(row)
         if pool.slots is not None:
             pool.slots.on_engine_restart(row)

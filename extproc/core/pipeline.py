@@ -289,7 +289,7 @@ class AdmissionPipeline:
     def _ask_limits(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """Local limits first, then those that all machines share."""
         arrival = record.arrived
-        why = why_model_is_refused(arrival.pool, now)
+        why = why_model_is_refused(arrival.pool, arrival.request.api, now)
         if why and arrival.destination.model == arrival.pool.spec.model:
             raise UnknownModel(why, param="model")
         if not self._admission.limits_anything(arrival):

@@ -25,6 +25,7 @@ from extproc.core.states import HELD, Event, IllegalEvent, State, successors
 from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Pin, Tail
+from extproc.protocol import Api
 from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination, RoutingTable, Targets
 from extproc.routing.tiers import Candidate, Choice, TierPolicy
@@ -274,12 +275,12 @@ class Run(msgspec.Struct):
     tokens, over all answers. ``has_stored_prompt``: an engine has stored the beginning of its ``prompts`` prompts.
     ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``: its silence was not counted as a
     failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved by it. ``is_for_model``: it asks
-    for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived, None
-    if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``: those of its class,
-    None if it has none. ``model``: as its engine was asked. ``prefilled_by``: the address of the engine that has
-    computed its prompt on a leg of its own, empty if the one that answers does. ``is_leg``: it is such a leg.
-    ``has_leg``: its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so
-    its engine answers an error without a fault.
+    for its ModelServer's model, not for an adapter or another name. ``api``: None if it is of no known one. ``price``:
+    of its ModelServer when it arrived, None if it had none. ``expected``: what it pays where its answer does not report
+    it. ``objectives``: those of its class, None if it has none. ``model``: as its engine was asked. ``prefilled_by``:
+    the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
+    ``is_leg``: it is such a leg. ``has_leg``: its engine gets it after such a leg. ``leg``: the end of one beside it.
+    ``is_aborted``: that failed, so its engine answers an error without a fault.
     """
 
     pool: Pool
@@ -297,6 +298,7 @@ class Run(msgspec.Struct):
     is_on_time: bool = True
     input_estimate: InputEstimate | None = None
     is_for_model: bool = False
+    api: Api | None = None
     price: Price | None = None
     expected: Expected = _NOTHING
     objectives: ObjectiveClass | None = None

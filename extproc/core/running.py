@@ -169,7 +169,7 @@ def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Eff
     if run.assignment.adapter is not None:
         lost_adapter(run, outcome, now)
     if run.is_for_model:
-        on_model_outcome(run.pool, outcome.served, outcome.status, now)
+        on_model_outcome(run.pool, outcome.served, outcome.status, run.api)
 
 
 def _is_answered(outcome: Outcome) -> bool:

@@ -56,7 +56,8 @@ class EndpointHealth(msgspec.Struct):
     which requests, lately. ``refused``: by tenant, those that counted, decayed, and the answer's number. ``asked_by``:
     the last two tenants, the latest first, each with the number of its last answer.
     ``checks_refusals_until_s``: Envoy tries what it refuses at the next endpoint.
-    ``lacks_model``: its ModelServer's model, if the engine lists its models and not this one.
+    ``lacks_model``: its ModelServer's model, if the engine lists its models and not this one. ``serves_unlisted``: its
+    last answer to a request for that model was good all the same. ``listed_at_s``: when it last listed its models.
     """
 
     answers: float = 0.0
@@ -72,6 +73,8 @@ class EndpointHealth(msgspec.Struct):
     asked_by: tuple[tuple[str, int], ...] = ()
     checks_refusals_until_s: float = 0.0
     lacks_model: str = ""
+    serves_unlisted: bool = False
+    listed_at_s: float = 0.0
 
     @property
     def is_suspect(self) -> bool:

@@ -2,7 +2,9 @@
 """Whether the engines of a ModelServer serve the model that it names, by their own lists of models.
 
 Some engines take any name, so a list alone refuses nothing. Once an engine without the model has answered 404, requests
-for it are refused for a while with what the engines list instead; then one is tried again.
+of that API are refused with what the engines list instead. They are sent again once an engine without the model has
+served it, has restarted or lists it, once no list is recent, or with another ``model`` in the configuration. Another
+API is tried for itself: a 404 may also mean that the engine lacks the API.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from extproc.api.errors import replace_unprintable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from extproc.protocol import Api
     from extproc.scheduling.pool import Pool
 
 _NOT_FOUND: Final = 404
-# After a 404: long enough that most clients read our reason, short enough for an engine that was mended.
-_REFUSES_FOR_S: Final = 5.0
+# A list is read every 5 s, or in place of every fourth report: it may be missed twice.
+_LIST_INTERVAL_S: Final = 5.0
+_REPORTS_PER_LIST: Final = 4
+_LISTS: Final = 3
 # In one message.
 _MOST_NAMED: Final = 3
 _LONGEST_NAME: Final = 200
@@ -64,20 +69,28 @@ def model_problems(pools: Iterable[Pool]) -> dict[str, str]:
     return {pool.name: problem for pool in pools if (problem := model_problem(pool))}
 
 
-def on_model_outcome(pool: Pool, served: str, status: int, now: float) -> None:
-    """A request for the pool's model was answered with ``status`` by the engine at ``served``."""
+def on_model_outcome(pool: Pool, served: str, status: int, api: Api | None) -> None:
+    """A request of ``api`` for the pool's model was answered with ``status`` by the engine at ``served``."""
     row = pool.table.row_of(served)
-    if row is None:
+    if row is None or not pool.table.healths[row].lacks_model:
         return
-    if status == _NOT_FOUND and pool.table.healths[row].lacks_model:
-        pool.refuses_model_until_s = now + _REFUSES_FOR_S
+    if status == _NOT_FOUND:
+        pool.table.healths[row].serves_unlisted = False
+        pool.apis_without_model.add(api)
     elif 200 <= status < 300:
-        pool.refuses_model_until_s = 0.0
+        pool.table.healths[row].serves_unlisted = True
+        pool.apis_without_model.clear()
 
 
-def why_model_is_refused(pool: Pool, now: float) -> str:
-    """Why requests for the pool's model are refused now; empty if they are not."""
-    if now >= pool.refuses_model_until_s:
+def why_model_is_refused(pool: Pool, api: Api | None, now: float) -> str:
+    """Why requests of ``api`` for the pool's model are refused now; empty if they are not."""
+    if api not in pool.apis_without_model:
+        return ""
+    healths = [pool.table.healths[row] for row in pool.table.active_rows]
+    if any(one.lacks_model and one.serves_unlisted for one in healths):
+        return ""
+    interval_s = max(_LIST_INTERVAL_S, _REPORTS_PER_LIST * pool.report_interval_s)
+    if not any(one.lacks_model and now - one.listed_at_s < _LISTS * interval_s for one in healths):
         return ""
     problem = model_problem(pool)
     return problem and f"The ModelServer {pool.name} is configured with a wrong model: {problem}."

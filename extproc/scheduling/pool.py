@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from extproc.api.pricing import Price
     from extproc.engines.dialects import Dialect
     from extproc.prefix.index import Pin
+    from extproc.protocol import Api
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +138,7 @@ class Pool:
     answers. ``admits``: runs its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
     ``scrape_config``: location and names of its engines' metrics. ``report_interval_s``: between two reads of them; 0:
     they are never read. ``is_asked_by_model``: routes send it requests for ``spec.model``. ``prices``: what requests
-    cost. ``may_lack_model``: an engine of it lists other models. ``refuses_model_until_s``: see ``model_check``.
+    cost. ``may_lack_model``: an engine of it lists other models. ``apis_without_model``: see ``model_check``.
     ``prefill_protocol``: of the leg that extproc makes, None if it makes none. ``transfers``: of its picker's pairs.
     """
 
@@ -157,13 +158,16 @@ class Pool:
         self.picker = picker
         self.readiness = Readiness()
         self.is_asked_by_model = self.may_lack_model = False
-        self.refuses_model_until_s = self.report_interval_s = 0.0
+        self.apis_without_model: set[Api | None] = set()
+        self.report_interval_s = 0.0
         self.sessions = SessionBindings()
         self.prices = Prices()
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
+        if spec.model != self.spec.model:
+            self.apis_without_model.clear()
         self.spec, self.picker = spec, picker
         prices = compile_prices(spec.pricing)
         if prices != self.prices.list:

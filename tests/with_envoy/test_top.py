@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,9 @@ async def test_a_wrong_model_is_told_in_the_404_the_log_and_on_the_screen_with_w
             return answer.status_code == 404 and f"list '{MODEL}' and not 'llama-alias'" in answer.text
 
         await eventually(is_explained)
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            assert await is_explained()
         report = (await http.get(f"{two.metrics}/config")).json()
         assert f"list '{MODEL}'" in report["wrongModels"]["default/llama"]
         lines = await screen(two)

@@ -12,7 +12,7 @@ from extproc.core.peers import EngineReported
 from extproc.core.record import Outcome
 from extproc.engines.metrics import EngineReport
 from extproc.scheduling.model_check import model_problems, quoted_names
-from tests.extproc.scenes import configuration, core_of, endpoints, request
+from tests.extproc.scenes import CHAT, configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
     from extproc.core.core import Core
@@ -34,15 +34,17 @@ def lists(core: Core, address: str, *base: str, adapters: tuple[str, ...] = ()) 
     return [one for one in core.on_metrics(event, 1.0) if isinstance(one, ModelChecked)]
 
 
-def asks(core: Core, status: int, now: float) -> str:
-    """Send a request, which an engine answers with ``status``; why it was refused, empty if it was not."""
-    own, _ = core.arrive(request(core), now)
+def asks(core: Core, status: int, now: float, *, by: str = "", path: str = CHAT, **fields: object) -> str:
+    """Send a request, which an engine (``by``: another than the first choice) answers with ``status``; why it was
+    refused, empty if it was not.
+    """
+    own, _ = core.arrive(request(core, path=path, **fields), now)
     if isinstance(own, RequestRefused):
         assert own.refusal.status == 404
         assert own.refusal.code == "model_not_found"
         return own.refusal.message
     assert isinstance(own, Decision)
-    served = own.assignment.addresses[0]
+    served = by or own.assignment.addresses[0]
     core.on_stream_closed(own.ticket, now)
     core.on_outcome(Outcome(own.ticket, status, served, 0.1, 0.1, None, None, None), now)
     return ""
@@ -76,12 +78,53 @@ def test_a_request_is_refused_with_the_reason_once_an_engine_has_answered_404(co
         "The ModelServer default/llama is configured with a wrong model: its engines list 'meta/llama' and not 'm'; "
         "write one of the engines' names as 'model'."
     )
-    # an engine is tried now and then
-    assert asks(core, 200, 8.1) == ""
-    assert asks(core, 404, 8.2) == ""
-    assert asks(core, 404, 8.3) != ""
+    assert [asks(core, 404, 5.0 + second) for second in range(10)] == [why] * 10
     lists(core, A, "m")
-    assert asks(core, 404, 8.4) == ""
+    assert asks(core, 404, 15.0) == ""
+
+
+def test_no_request_is_refused_once_the_lists_are_old(core: Core) -> None:
+    lists(core, A, "meta/llama")
+    assert asks(core, 404, 2.0, by=A) == ""
+    assert asks(core, 404, 15.9) != ""
+    assert asks(core, 200, 16.1) == ""
+
+
+def test_an_engine_that_serves_what_it_does_not_list_keeps_its_requests(core: Core) -> None:
+    """The other one refuses that name."""
+    lists(core, A, "meta/llama")
+    lists(core, B, "meta/llama")
+    for second in range(5):
+        assert asks(core, 200, 2.0 + second, by=A) == ""
+        assert asks(core, 404, 2.5 + second, by=B) == ""
+    # until it refuses the name, too
+    assert asks(core, 404, 8.0, by=A) == ""
+    assert asks(core, 404, 8.1) != ""
+
+
+def test_a_404_of_an_api_that_the_engine_lacks_refuses_no_other_api(core: Core) -> None:
+    lists(core, A, "meta/llama")
+    assert asks(core, 404, 2.0, by=A, path="/v1/embeddings", input="hi") == ""
+    assert asks(core, 404, 2.1, path="/v1/embeddings", input="hi") != ""
+    assert asks(core, 200, 2.2, by=A) == ""
+    assert asks(core, 404, 2.3, by=B, path="/v1/embeddings", input="hi") == ""
+
+
+def test_an_engine_that_restarted_is_tried_again(core: Core) -> None:
+    lists(core, A, "meta/llama")
+    assert asks(core, 404, 2.0, by=A) == ""
+    assert asks(core, 404, 2.1) != ""
+    core.on_metrics(EngineReported(SERVER, A, EngineReport(), has_restarted=True), 2.2)
+    assert asks(core, 200, 2.3) == ""
+
+
+def test_another_model_in_the_configuration_is_tried(core: Core) -> None:
+    lists(core, A, "meta/llama")
+    assert asks(core, 404, 2.0, by=A) == ""
+    core.apply(configuration(servers={"llama": f"{endpoints(A, B)}model: other\n"}), 2.1)
+    lists(core, A, "meta/llama")
+    assert asks(core, 404, 2.2, by=A) == ""
+    assert "not 'other'" in asks(core, 404, 2.3)
 
 
 def test_a_404_of_engines_that_list_the_model_refuses_nobody(core: Core) -> None:

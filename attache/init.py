@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attache init``: a first configuration directory, with comments, for the engines that answer.
+
+Engines are asked for their models and metrics. What they answer may be any text, of any length: answers are bounded,
+and a name is written as a quoted string where YAML could read it otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import zip_longest
+from pathlib import Path
+from secrets import token_urlsafe
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.api.addresses import parse_endpoint
+from extproc.api.errors import ConfigInvalid
+from extproc.api.load import load_directory
+from extproc.cli.system import print_mistakes
+from extproc.engines.answers import Unreadable, models_in
+from extproc.engines.dialects import ENGINE_TYPES, engine_of
+from extproc.feeds.http_get import AnswerParser, BadAnswer, get_request
+from extproc.ports import ListenFailed, try_to_bind
+from extproc.scheduling.model_check import quoted_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_USAGE: Final = 2
+_FILE: Final = "attache.yaml"
+# For all of one answer.
+_PATIENCE_S: Final = 5.0
+_PIECE: Final = 65_536
+_AT_A_TIME: Final = 16
+_MODELS_PATH: Final = "/v1/models"
+# By the label of an endpoint that names its type: what a ModelServer calls the engine.
+_ENGINES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "vllm": "vLLM",
+        "sglang": "SGLang",
+        "trtllm-serve": "TensorRT-LLM",
+        "triton-tensorrt-llm": "TensorRT-LLM",
+    }
+)
+_DEFAULT_TYPE: Final = "vllm"
+_TYPE_LABEL: Final = "llm-d.ai/engine-type"
+# Of one engine; more are named in a message.
+_MOST_MODELS: Final = 32
+_LONGEST_MODEL: Final = 512
+_LONGEST_NAME: Final = 50
+# YAML reads such a text as itself, but for words such as "null", "yes" and "1e3".
+_PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9._/-]{5,}")
+_LIMIT: Final = re.compile(r"([1-9][0-9]{0,8})/(second|minute|hour|day|month)")
+_PREFIX: Final = "sk-"
+_RANDOM_BYTES: Final = 32
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """``listen``: for clients. ``admin``: Envoy's. ``extproc``: for Envoy's calls. ``metrics``: extproc's page."""
+
+    listen: int = 8080
+    admin: int = 9901
+    extproc: int = 9002
+    metrics: int = 9003
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """What was found at an address. ``type``: see ``_ENGINES``; empty if its metrics are those of no known engine.
+    ``problem``: why it cannot be written.
+    """
+
+    address: str
+    models: tuple[str, ...] = ()
+    type: str = ""
+    problem: str = ""
+
+
+class Key(msgspec.Struct, frozen=True):
+    """A caller's key; the configuration has only its digest."""
+
+    name: str
+    tenant: str
+    key: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a directory is to have. ``limit``: requests and unit of time, of each tenant. ``tls``: files of a
+    certificate and its key.
+    """
+
+    engines: tuple[Engine, ...]
+    ports: Ports = Ports()
+    keys: tuple[Key, ...] = ()
+    limit: tuple[int, str] | None = None
+    tls: tuple[str, str] | None = None
+
+
+def parser(prog: str = "attache init") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description=(
+            "Write a new configuration directory with comments. Engines are asked for their models; engines with the"
+            " same model share a ModelServer."
+        ),
+        epilog="Exit status: 0 if the directory is written, 2 if not. No file is overwritten.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("directory", type=Path, metavar="DIR", help="the directory, which is new or empty")
+    add(
+        "--engine", action="append", default=[], metavar="ADDRESS", help="IP:PORT or NAME:PORT of an engine; repeatable"
+    )
+    add("--key", action="append", default=[], metavar="NAME", help="make an API key, and print it once; repeatable")
+    add(
+        "--tenant",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the tenant of the first --key, the second, ... (default: the key's name); repeatable",
+    )
+    add("--limit", metavar="N/UNIT", help="requests of each tenant, such as 60/minute")
+    add("--tls", nargs=2, type=Path, metavar=("CERT", "KEY"), help="serve TLS with a certificate and key in PEM files")
+    add(
+        "--port",
+        type=int,
+        metavar="N",
+        help="clients connect to N, and the next three ports are used inside (default: 8080, or the first free ones)",
+    )
+    return made
+
+
+def main(words: list[str], prog: str = "attache init") -> int:
+    """Exit status: 0 if the directory is written, 2 if not."""
+    made = parser(prog)
+    options = made.parse_args(words)
+    try:
+        plan = _plan(options)
+        text = document(plan)
+        _write(options.directory, text)
+    except ConfigInvalid as error:
+        return print_mistakes(error)
+    except (OSError, ValueError, ListenFailed) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return _USAGE
+    for one in plan.engines:
+        if one.problem:
+            print(f"engine {one.address}: {one.problem}", file=sys.stderr)
+    for key in plan.keys:
+        print(f"key of {key.name}, shown only now: {key.key}")
+    print(f"wrote {options.directory / _FILE}; serve it with:\n  {serve_command(options.directory, plan.ports)}")
+    return 0
+
+
+def serve_command(directory: Path, ports: Ports) -> str:
+    """What serves the directory; the address of extproc's page is in no file."""
+    metrics = "" if ports.metrics == Ports().metrics else f" --metrics 127.0.0.1:{ports.metrics}"
+    return f"attache serve --config {shlex.quote(str(directory))}{metrics}"
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """Ask the engines. Raises ValueError, OSError or ListenFailed for options that cannot be met."""
+    directory: Path = options.directory
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not empty; name a new directory")
+    if len(options.tenant) > len(options.key):
+        raise ValueError("there are more --tenant than --key; write a --key for each")
+    limit = None if options.limit is None else _LIMIT.fullmatch(options.limit)
+    if options.limit is not None and limit is None:
+        raise ValueError(f"--limit {options.limit!a} is no limit; write one such as 60/minute")
+    for file in options.tls or ():
+        if not file.is_file():
+            raise ValueError(f"--tls: there is no file {file}; put the certificate and its key there in PEM")
+    addresses = list(dict.fromkeys(map(_address, options.engine)))
+    ports = free_ports() if options.port is None else _ports_from(options.port)
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        engines = tuple(pool.map(ask, addresses))
+    keys = tuple(
+        Key(name, tenant or name, _PREFIX + token_urlsafe(_RANDOM_BYTES))
+        for name, tenant in zip_longest(options.key, options.tenant)
+    )
+    return Plan(
+        engines,
+        ports,
+        keys,
+        None if limit is None else (int(limit[1]), limit[2]),
+        None if options.tls is None else (str(options.tls[0].resolve()), str(options.tls[1].resolve())),
+    )
+
+
+def _address(text: str) -> str:
+    """Raises ValueError."""
+    address = text.removeprefix("http://").rstrip("/")
+    parse_endpoint(address)
+    return address
+
+
+def free_ports() -> Ports:
+    """The usual ports; if one is in use, the first four in a row from 8090 on that are free. Raises ValueError."""
+    for ports in (Ports(), *(_in_a_row(first) for first in range(8090, 9000, 10))):
+        try:
+            _check_free(ports)
+        except ListenFailed:
+            continue
+        return ports
+    raise ValueError("no four free ports in a row were found; name the first of four with --port")
+
+
+def _ports_from(first: int) -> Ports:
+    """Raises ValueError or ListenFailed."""
+    if not 1 <= first <= 65_532:
+        raise ValueError(f"--port {first}: write a number from 1 to 65532")
+    ports = _in_a_row(first)
+    _check_free(ports)
+    return ports
+
+
+def _in_a_row(first: int) -> Ports:
+    return Ports(*range(first, first + 4))
+
+
+def _check_free(ports: Ports) -> None:
+    for port in msgspec.structs.astuple(ports):
+        try_to_bind(f"127.0.0.1:{port}", "--port")
+
+
+def ask(address: str) -> Engine:
+    """What the engine at ``address`` is and serves."""
+    try:
+        listed = models_in(_get(address, _MODELS_PATH)).base
+    except (OSError, BadAnswer, Unreadable) as error:
+        problem = f"does not list its models at {_MODELS_PATH}: {error}; start it, then add it to {_FILE}"
+        return Engine(address, problem=problem)
+    usable = sorted(one for one in listed if one.isprintable() and 0 < len(one) <= _LONGEST_MODEL)
+    models, others = tuple(usable[:_MOST_MODELS]), {*usable[_MOST_MODELS:], *(listed - set(usable))}
+    problem = f"these models are left out: {quoted_names(others)}; add those that clients need" if others else ""
+    return Engine(address, models, _type_at(address), problem if listed else "lists no model; load one")
+
+
+def _type_at(address: str) -> str:
+    """By the names of its metrics; empty if they are those of no known engine."""
+    for path in dict.fromkeys(ENGINE_TYPES[one].metrics_path for one in _ENGINES):
+        try:
+            page = _get(address, path)
+        except (OSError, BadAnswer):
+            continue
+        for name, engine in _ENGINES.items():
+            if ENGINE_TYPES[name].metrics_path == path and engine in _engines_in(page):
+                return name
+    return ""
+
+
+def _engines_in(page: bytes) -> set[str | None]:
+    return {engine_of(line.decode(errors="replace")) for line in page.splitlines()}
+
+
+def _get(address: str, path: str) -> bytes:
+    """The body of a 200; redirects are failures. Raises OSError or BadAnswer."""
+    host, port = parse_endpoint(address)[:2]
+    ends_at_s = time.monotonic() + _PATIENCE_S  # noqa: TID251 - the clock of the shell
+    answer = AnswerParser()
+    with socket.create_connection((host, port), _PATIENCE_S) as connection:
+        connection.sendall(get_request(host, port, path))
+        while (left_s := ends_at_s - time.monotonic()) > 0:  # noqa: TID251 - the clock of the shell
+            connection.settimeout(left_s)
+            piece = connection.recv(_PIECE)
+            if not piece:
+                raise BadAnswer("the connection ended before the answer did")
+            if (body := answer.receive(piece)) is not None:
+                return body
+    raise BadAnswer(f"the answer took longer than {_PATIENCE_S:g} s")
+
+
+def _write(directory: Path, text: str) -> None:
+    """Only what can be loaded is written. Raises ConfigInvalid or OSError."""
+    with TemporaryDirectory() as tried:
+        (Path(tried) / _FILE).write_text(text)
+        load_directory(Path(tried))
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / _FILE).open("x") as file:
+        file.write(text)
+
+
+def scalar(text: str) -> str:
+    """``text``, which prints, as YAML."""
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+def document(plan: Plan) -> str:
+    """The file."""
+    by_model: dict[str, list[Engine]] = {}
+    for engine in plan.engines:
+        for model in engine.models:
+            by_model.setdefault(model, []).append(engine)
+    absent = [one.address for one in plan.engines if not one.models]
+    parts = [_gateway(plan)]
+    for name, (model, engines) in zip(_names(by_model), by_model.items(), strict=True):
+        parts += [_server(name, model, engines), _route(name, model, plan.limit)]
+    if absent or not by_model:
+        example = [Engine(address) for address in absent] or [Engine("127.0.0.1:8000")]
+        parts.append(_commented([_server("example", "MODEL", example), _route("example", "MODEL", plan.limit)], absent))
+    return "---\n".join(parts)
+
+
+def _commented(parts: Iterable[str], absent: Sequence[str]) -> str:
+    who = f"These engines listed no model: {', '.join(absent)}." if absent else "No engine was named."
+    lines = "---\n".join(parts).splitlines()
+    head = (
+        f"# {who}\n# Remove the '#' before these lines, and write the name that the engines list in place of MODEL.\n"
+    )
+    return head + "".join(f"# {line}\n" for line in lines)
+
+
+def _names(models: Iterable[str]) -> Iterator[str]:
+    """Of objects, each another one: the last part of the model's name."""
+    taken: set[str] = set()
+    for model in models:
+        last = re.sub(r"[^a-z0-9]+", "-", model.lower().rpartition("/")[2])[:_LONGEST_NAME].strip("-") or "model"
+        name = next(
+            one for one in (last, *(f"{last}-{number}" for number in range(2, len(taken) + 3))) if one not in taken
+        )
+        taken.add(name)
+        yield name
+
+
+def _head(kind: str, name: str) -> str:
+    return f"apiVersion: attache.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {json.dumps(name)}}}\nspec:\n"
+
+
+def _gateway(plan: Plan) -> str:
+    listen = f"127.0.0.1:{plan.ports.listen}"
+    lines = [
+        "# How Envoy listens, authenticates callers and calls extproc.\n",
+        _head("GatewayConfig", "gateway"),
+    ]
+    if plan.tls is None:
+        lines.append(
+            f"  listen: {listen}    # clients connect here; 0.0.0.0 in place of 127.0.0.1: from other machines\n"
+        )
+    else:
+        cert, key = (json.dumps(one, ensure_ascii=False) for one in plan.tls)
+        lines += [
+            "  listeners:    # clients connect here\n",
+            "    - name: https\n",
+            f"      address: {listen}    # 0.0.0.0 in place of 127.0.0.1: from other machines\n",
+            "      tls:\n",
+            "        certificates:    # PEM; a renewed pair is used without a restart\n",
+            f"          - certFile: {cert}\n",
+            f"            keyFile: {key}\n",
+        ]
+    lines += [
+        f"  admin: 127.0.0.1:{plan.ports.admin}    # Envoy's admin interface, for this machine only\n",
+        f"  extproc: 127.0.0.1:{plan.ports.extproc}    # where Envoy calls extproc\n",
+    ]
+    if plan.keys:
+        lines.append(
+            "  authentication:\n    apiKeys:    # clients send 'authorization: Bearer KEY'; here are only digests\n"
+        )
+    for one in plan.keys:
+        lines += [
+            f"      - name: {json.dumps(one.name)}\n",
+            f"        tenant: {json.dumps(one.tenant, ensure_ascii=False)}    # limits and fair queues are by tenant\n",
+            f"        keySHA256: {json.dumps(sha256(one.key.encode()).hexdigest())}\n",
+        ]
+    return "".join(lines)
+
+
+def _server(name: str, model: str, engines: Sequence[Engine]) -> str:
+    first = next((one.type for one in engines if one.type), _DEFAULT_TYPE)
+    engine = _ENGINES[first]
+    usual = next(label for label, of in _ENGINES.items() if of == engine)
+    lines = [
+        "# The engines that serve one model.\n",
+        _head("ModelServer", name),
+        f"  model: {scalar(model)}    # the name that the engines list\n",
+        f"  engine: {engine}    # the server program, which determines the names of metrics\n",
+        "  endpoints:    # IP:PORT or NAME:PORT of each engine\n",
+    ]
+    for one in engines:
+        lines.append(f"    - address: {json.dumps(one.address)}\n")
+        if one.type not in {"", usual}:
+            lines.append(f"      labels: {{{_TYPE_LABEL}: {one.type}}}    # another program than the others'\n")
+    return "".join(lines)
+
+
+def _route(name: str, model: str, limit: tuple[int, str] | None) -> str:
+    lines = [
+        "# The name that clients ask for, and who serves it.\n",
+        _head("ModelRoute", name),
+        f"  modelName: {scalar(model)}    # in the field 'model' of requests; may be another name\n",
+        f"  rules:\n    - targetModels: [{{modelServerName: {json.dumps(name)}}}]\n",
+    ]
+    if limit is not None:
+        lines.append(
+            f"  rateLimits:    # beyond it: 429\n    - {{per: Tenant, unit: {limit[1]}, requests: {limit[0]}}}\n"
+        )
+    return "".join(lines)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attache init``, then ``attache serve``: two directories beside each other."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import httpx
+
+from attache.init import main
+from bench.stack.processes import Processes, free_ports
+from extproc.api.load import load_directory
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+async def test_two_directories_are_served_at_once(
+    tmp_path: Path, envoy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = free_ports(2)
+    body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
+        for port in engines:
+            command = ["-m", "bench.engine", "--port", str(port), "--model", MODEL]
+            await processes.start(f"engine-{port}", [sys.executable, *command])
+        words = [word for port in engines for word in ("--engine", f"127.0.0.1:{port}")]
+
+        async def are_listed() -> bool:
+            try:
+                for port in engines:
+                    await http.get(f"http://127.0.0.1:{port}/v1/models")
+            except httpx.TransportError:
+                return False
+            return True
+
+        await eventually(are_listed)
+        served: list[tuple[str, str, str]] = []
+        for name in ("one", "two"):
+            # the second one finds the ports of the first in use
+            assert main([str(tmp_path / name), *words, "--key", name]) == 0
+            said = capsys.readouterr().out.splitlines()
+            key = next(line.rpartition(" ")[2] for line in said if line.startswith("key of"))
+            program = ["env", f"ENVOY={envoy}", sys.executable, "-m", *said[-1].split()]
+            await processes.start(f"serve-{name}", program)
+            log = tmp_path / f"serve-{name}.log"
+            await eventually(lambda log=log: "ready: clients connect to" in log.read_text())
+            metrics = said[-1].partition("--metrics ")[2] or "127.0.0.1:9003"
+            served.append((load_directory(tmp_path / name).gateway.listen, metrics, key))
+        assert len({listen for listen, _, _ in served}) == 2
+        for listen, metrics, key in served:
+            url = f"http://{listen}/v1/chat/completions"
+            bearer = {"authorization": f"Bearer {key}"}
+
+            async def is_served(url: str = url, bearer: dict[str, str] = bearer) -> bool:
+                return (await http.post(url, json=body, headers=bearer)).status_code == 200
+
+            await eventually(is_served)
+            assert (await http.post(url, json=body)).status_code == 401
+            page = (await http.get(f"http://{metrics}/metrics")).text
+            assert all(f'endpoint="127.0.0.1:{port}"' in page for port in engines)
