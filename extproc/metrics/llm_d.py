@@ -43,6 +43,12 @@ _REQUEST: Final = (*_MODELS, "fairness_id", "priority")
 _POOL: Final = ("name",)
 _BAND: Final = ("priority", "inference_pool")
 _QUEUE: Final = ("fairness_id", "priority", "inference_pool", *_MODELS)
+_COLUMNS: Final = (
+    # name, column of the table, text
+    ("queue_size", "waiting", "the engines' waiting requests"),
+    ("running_requests", "running", "the engines' running requests"),
+    ("kv_cache_utilization", "kv_usage", "shares of KV caches in use"),
+)
 # fmt: off
 _TTFT_SECONDS: Final = (
     0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.25, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 45, 60, 120,
@@ -162,12 +168,6 @@ def _deviation(pool: Pool, column: str) -> float:
     return float(values.std(ddof=1)) if values.size > 1 else 0.0
 
 
-_COLUMNS: Final = (
-    # name, column of the table, text
-    ("queue_size", "waiting", "the engines' waiting requests"),
-    ("running_requests", "running", "the engines' running requests"),
-    ("kv_cache_utilization", "kv_usage", "shares of KV caches in use"),
-)
 _READY: Final = _of_pool("ready_endpoints", "Endpoints that get requests.", "ready_pods")
 _MEANS: Final = [
     (_of_pool(f"average_{name}", f"Mean of {text}.", f"average_{name}"), partial(_mean, column=column))
