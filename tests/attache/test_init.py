@@ -47,7 +47,7 @@ def engine() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
                 self.end_headers()
                 self.wfile.write(page or b"")
 
-            def log_message(self, *_: object) -> None:  # type: ignore[override] # nothing is logged
+            def log_message(self, *_: object) -> None:
                 return
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -50,7 +50,11 @@ async def test_two_directories_are_served_at_once(
             program = ["env", f"ENVOY={envoy}", sys.executable, "-m", *said[-1].split()]
             await processes.start(f"serve-{name}", program)
             log = tmp_path / f"serve-{name}.log"
-            await eventually(lambda log=log: "ready: clients connect to" in log.read_text())
+
+            def is_ready(log: Path = log) -> bool:
+                return "ready: clients connect to" in log.read_text()
+
+            await eventually(is_ready)
             metrics = said[-1].partition("--metrics ")[2] or "127.0.0.1:9003"
             served.append((load_directory(tmp_path / name).gateway.listen, metrics, key))
         assert len({listen for listen, _, _ in served}) == 2
