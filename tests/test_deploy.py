@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
@@ -83,6 +84,17 @@ def test_the_image_holds_every_package() -> None:
 
 
 DEPLOYMENTS = sorted((DEPLOY.parent / "manifests").rglob("deployment.yaml"))
+
+
+def test_for_each_python_the_image_has_one_version_of_a_package() -> None:
+    (command,) = re.findall(r"^RUN (sed .*) > /constraints.txt$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
+    ran = subprocess.run(shlex.split(command), cwd=DEPLOY.parent, capture_output=True, text=True, check=True)
+    pins = [Requirement(line) for line in ran.stdout.splitlines()]
+    for python in ("3.11", "3.12", "3.13"):
+        here = {"python_version": python, "python_full_version": f"{python}.1"}
+        names = [one.name for one in pins if one.marker is None or one.marker.evaluate(here)]
+        assert "numpy" in names
+        assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("file", DEPLOYMENTS, ids=lambda file: str(file.relative_to(DEPLOY.parent)))

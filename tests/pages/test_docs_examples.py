@@ -177,7 +177,6 @@ PROGRAMS: Final = {
         "pytest",
         "python",
         "python3",
-        "skopeo",
         "systemctl",
         "systemd-sysusers",
     ),
