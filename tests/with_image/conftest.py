@@ -34,7 +34,8 @@ class Container(NamedTuple):
         inner = ["env", "-i", "HOME=/", *settings["Env"], "sh", "-euc", script]
         steps = f"""
             mount --make-rprivate /; ip link set lo up
-            mount --bind "$ROOT" "$ROOT"; {mounts.strip()}; mount -t tmpfs tmpfs "$ROOT/tmp"; mount --rbind /dev "$ROOT/dev"
+            mount --bind "$ROOT" "$ROOT"; {mounts.strip()}
+            mount -t tmpfs tmpfs "$ROOT/tmp"; mount --rbind /dev "$ROOT/dev"
             mount -t proc proc "$ROOT/proc"; mount -o remount,bind,ro "$ROOT"
             exec chroot --userspec={settings["User"]} "$ROOT" {shlex.join(inner)}
         """
