@@ -22,9 +22,9 @@ RECORDED := -m pytest -p tools.stages $(if $(SLOW),--timeout 1800)
 PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
-PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm image)
+PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm test-image image-archive)
 
-.PHONY: $(PREFLIGHTS) help image run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check check-rest fix bench \
+.PHONY: $(PREFLIGHTS) help image image-archive run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm test-image coverage coverage-report check check-rest fix bench \
   sglang-gateway otelcol soak soak-short lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
@@ -45,7 +45,7 @@ up-kube: preflight-up-kube $(VENV)/ready $(ENVOY) kube-built ## a Kubernetes clu
 
 # What a change must pass, and what a release must. Every stage runs, whatever became of the one before.
 STAGES     := check test-unit test-process
-ALL_STAGES := $(STAGES) test-real-time test-kube-real test-conformance test-vllm coverage-report
+ALL_STAGES := $(STAGES) test-real-time test-kube-real test-conformance test-vllm test-image coverage-report
 
 test: $(if $(ARGS),test-some,$(VENV)/ready) ## what a change must pass; ARGS="-k NAME" or a path: some tests
 ifndef ARGS
@@ -64,7 +64,7 @@ test-some: $(VENV)/ready $(ENVOY)
 
 # A worker that crashes ends its stage: replaced, it could leave tests that nobody runs, and a stage that never ends.
 SIDE_BY_SIDE := --max-worker-restart 0 -m 'not (real_time or real_kube $(if $(SLOW),,or slow))'
-PROCESSES    := $(filter-out tests/with_vllm,$(wildcard tests/with_*))
+PROCESSES    := $(filter-out tests/with_vllm tests/with_image,$(wildcard tests/with_*))
 
 test-unit: $(VENV)/ready ## tests that need no other process, side by side (SLOW=1: also those that take long)
 	$(PYTEST) -n auto --dist worksteal $(SIDE_BY_SIDE) tests --ignore-glob='*/with_*' --ignore=tests/pages
@@ -96,6 +96,10 @@ coverage-report: $(VENV)/ready
 
 test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/nixl ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
+
+test-image: preflight-test-image $(VENV)/ready ## builds the images as archives and runs each as a container (as root; some minutes)
+	$(IMAGE_ARCHIVE) attache epp serve
+	$(RUN) $(RECORDED) tests/with_image $(ARGS)
 
 # mypy keeps one processor busy for a minute; what follows needs the other. Collecting all tests compiles them once, for
 # the workers of every stage.
@@ -146,12 +150,18 @@ generate: $(VENV)/ready ## write anew what is derived: CustomResourceDefinitions
 docs: $(DOCS)/ready ## the documentation as a site, under .site/
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 
-# The first that there is; both take the same words.
-CONTAINER ?= $(shell command -v docker || command -v podman)
-IMAGE ?= attache
+# The first that runs; both take the same words.
+CONTAINER ?= $(firstword $(foreach one,docker podman,$(shell $(one) info >/dev/null 2>&1 && echo $(one))))
+TARGET ?= attache
+IMAGE ?= $(if $(filter attache,$(TARGET)),attache,attache-$(TARGET))
+# An image is as old as the commit.
+IMAGE_ARCHIVE = SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(RUN) -m tools.image
 
-image: preflight-image ## the container image that manifests name (IMAGE=registry.example/attache:0.1.0 gives it another name)
-	$(CONTAINER) build -f deploy/Containerfile -t $(IMAGE) .
+image: ## the container image that manifests name, by docker or podman; else as image-archive (IMAGE=registry.example/attache:0.1.0 TARGET=attache, epp or serve)
+	$(if $(CONTAINER),$(CONTAINER) build -f deploy/Containerfile --target $(TARGET) -t $(IMAGE) .,$(MAKE) image-archive)
+
+image-archive: preflight-image-archive $(VENV)/ready ## the same image as an OCI archive under build/, without a daemon (IMAGE, TARGET; needs mmdebstrap)
+	$(IMAGE_ARCHIVE) $(TARGET)=$(IMAGE)
 
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
@@ -213,4 +223,4 @@ $(GATEWAY)/ready:
 
 clean: ## remove all that make has made
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
-	rm -rf $(VENV) $(VLLM) $(DOCS) .site .tools .cache .coverage* bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM) $(DOCS) build .site .tools .cache .coverage* bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -34,7 +34,9 @@ PROGRAMS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "promtool": _PROMETHEUS,
         "redis-cli": _REDIS,
         "redis-server": _REDIS,
+        "skopeo": ("SKOPEO", "apt-get install --no-install-recommends skopeo"),
         "umount": ("MOUNT", "apt-get install mount"),
+        "unshare": ("NAMESPACES", "apt-get install util-linux"),
         "systemd-analyze": ("SYSTEMD", "apt-get install systemd"),
     }
 )

@@ -201,7 +201,9 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(
             ("make conformance", "make test-conformance"), "builds for 5 to 10 minutes; make test-all runs some cases"
         ),
-        "make image": "needs docker or podman",
+        "make image": "needs docker or podman, or is make image-archive",
+        "make image-archive": "installs Debian packages for some minutes; make test-image runs it",
+        "make test-image": "the same; make test-all runs it",
         "make otelcol": "builds for a minute or two; make test-all runs it where there is Go",
         **dict.fromkeys(
             ("python -m bench.cluster.failover", "python -m bench.cluster.manager_cost"),

@@ -30,7 +30,8 @@ TARGETS = {
     "test-kube-real": ("venv", "kube"),
     "test-conformance": ("venv", "envoy", "kube", "suites"),
     "test-vllm": ("venv", "envoy", "vllm"),
-    "image": (),
+    "image-archive": ("venv",),
+    "test-image": ("venv",),
 }
 
 
@@ -83,8 +84,8 @@ def problems(
         yield f"{lacks_go}: see https://go.dev/doc/install{other}"
     yield from _lacking_space(missing, [] if lacks_go else built)
     yield from _lacking_assets(environment.get("KUBEBUILDER_ASSETS", ""), TARGETS[target])
-    if target == "image" and not any(map(shutil.which, ("docker", "podman"))):
-        yield "there is no docker and no podman: install one, such as with `apt-get install podman`"
+    if "image" in target and shutil.which("mmdebstrap") is None:
+        yield "there is no mmdebstrap: `apt-get install --no-install-recommends mmdebstrap`; or start docker or podman"
     if needs_suites or "--own-network" in words:
         try:
             way()

@@ -177,6 +177,7 @@ PROGRAMS: Final = {
         "pytest",
         "python",
         "python3",
+        "skopeo",
         "systemctl",
         "systemd-sysusers",
     ),

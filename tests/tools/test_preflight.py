@@ -51,13 +51,16 @@ def test_a_build_does_not_begin_without_its_toolchain(
     assert "found go version go1.21.3" in capsys.readouterr().err
 
 
-def test_an_image_needs_a_program_that_builds_it(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["image"]) == 2
-    assert "there is no docker and no podman" in capsys.readouterr().err
-    program = bare / "bin/podman"
+@pytest.mark.parametrize("target", ["image-archive", "test-image"])
+def test_an_archive_needs_a_program_that_builds_its_base(
+    bare: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    assert main([target]) == 2
+    assert "there is no mmdebstrap: `apt-get install" in capsys.readouterr().err
+    program = bare / "bin/mmdebstrap"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert main(["image"]) == 0
+    assert main([target]) == 0
 
 
 def test_what_is_made_is_told_with_its_time_and_size(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +76,7 @@ def test_what_is_there_is_neither_told_nor_asked_for(bare: Path, capsys: pytest.
     for one in preflight.steps(bare, os.environ).values():
         one.path.parent.mkdir(parents=True, exist_ok=True)
         one.path.touch()
-    for target in sorted(TARGETS.keys() - {"conformance", "image", "test-conformance"}):
+    for target in sorted(TARGETS.keys() - {"conformance", "image-archive", "test-conformance", "test-image"}):
         assert main([target]) == 0
     assert capsys.readouterr() == ("", "")
 
@@ -161,3 +164,22 @@ def test_make_looks_first_then_fetches_then_builds_then_runs(clone: Path, target
     places = [at(lines, f"tools.preflight {target}"), *(at(lines, wanted[name]) for name in TARGETS[target])]
     assert places == sorted(places)
     assert places[0] == 0
+
+
+@pytest.mark.parametrize("runs", ["docker", "podman", ""])
+def test_an_image_is_built_by_the_program_that_runs_and_else_as_an_archive(
+    clone: Path, monkeypatch: pytest.MonkeyPatch, runs: str
+) -> None:
+    (clone / "bin").mkdir()
+    for name in ("docker", "podman"):
+        file = clone / "bin" / name
+        file.write_text(f"#!/bin/sh\n[ {name} = '{runs}' ]\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{clone / 'bin'}:{os.environ['PATH']}")
+    done = make(clone, "-n", "image", "TARGET=epp")
+    assert done.returncode == 0, done.stderr
+    if runs:
+        assert f"{runs} build -f deploy/Containerfile --target epp -t attache-epp ." in done.stdout
+        assert "tools.image" not in done.stdout
+    else:
+        assert "-m tools.image epp=attache-epp" in done.stdout
