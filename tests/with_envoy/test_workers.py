@@ -281,7 +281,8 @@ async def test_the_other_worker_is_asked_about_requests_that_a_killed_one_held(t
         # until each of the two holds one at least
         while not await both_hold():
             held.append(asyncio.create_task(ask(1)))
-            await eventually(lambda: is_value(waiting, len(held)))
+            # one that came before its worker had heard of the blocker is served
+            await eventually(lambda: is_value(waiting, sum(not one.done() for one in held)))
         os.kill(workers_of(pair.supervisor)[1], signal.SIGKILL)
         blocker.cancel()
         assert [answer.status_code for answer in await asyncio.gather(*held)] == [200] * len(held)
