@@ -3,8 +3,8 @@
 
 ``deploy/Containerfile`` says what is in an image and how it starts. This module reads it, and refuses lines that it
 does not know. Only the base differs: mmdebstrap installs Debian packages, where the Containerfile takes an image.
-Packages from the Python index must have a hash of ``requirements.lock``. The same inputs give the same bytes: entries
-of layers are sorted, and their time is fixed.
+Packages from the Python index must have a hash of ``requirements.lock``. Entries of layers are sorted, and their time
+is fixed, so two builds differ only where pip records the directory into which it installs.
 """
 
 from __future__ import annotations
