@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the extproc of any checkout: ``python -m bench.micro.checkout DIR [--samples FILE] ARGS``.
 
-``--samples`` waits for SIGUSR1, from then on takes a sample of the main thread's Python stack after every 4 ms of its
+``--samples`` waits for SIGUSR2, from then on takes a sample of the main thread's Python stack after every 4 ms of its
 processor time, and writes them to FILE at the end, in the format of flame graphs: functions from the outermost
 inwards, then how often. What C code does counts for the Python function that called it; what the event loop and gRPC
 do between two calls counts for the function that runs next.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from types import FrameType
 
-BEGIN: Final = signal.SIGUSR1
+BEGIN: Final = signal.SIGUSR2
 _INTERVAL_S: Final = 0.004
 
 

@@ -18,7 +18,7 @@ whatever reason, the decode engine ends the request with an error.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -77,7 +77,7 @@ class Leg(msgspec.Struct, frozen=True):
         """Tickets are unique, so its id is."""
         group = self.arrival.pool.spec.pd_group
         port = 0 if group is None else group.own_transfer_port
-        return Try(f"{self.ticket}-{1 + len(self.failed)}", parse_endpoint(self.address).host, port)
+        return Try(f"{self.ticket}-{1 + len(self.failed)}", _host_of(self.address), port)
 
     @property
     def request_id(self) -> str:
@@ -157,6 +157,12 @@ def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:
         query_port=leg.this_try.port if leg.protocol.needs_engine_id else 0,
         is_beside=is_beside,
     )
+
+
+@lru_cache(maxsize=4096)
+def _host_of(address: str) -> str:
+    # needed for each body of each leg
+    return parse_endpoint(address).host
 
 
 def _sendable(headers: Mapping[str, str], name: str) -> str:

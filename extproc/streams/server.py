@@ -205,8 +205,9 @@ class GrpcServer:
                 return []
             return exchange.resume(await ended)
         finally:
-            ended.cancel()
-            await asyncio.wait({ended})
+            if not ended.done():
+                ended.cancel()
+                await asyncio.wait({ended})
 
     def _one_less(self, _: object) -> None:
         self._open -= 1
