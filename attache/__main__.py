@@ -71,7 +71,7 @@ def _main(arguments: list[str] | None) -> int:
 def usage() -> str:
     """The commands in their groups."""
     width = max(map(len, COMMANDS)) + 2
-    lines = ["usage: attache COMMAND ...", "", "Make an Envoy serve large language models well."]
+    lines = ["usage: attache COMMAND ...", "", "Turn Envoy into a gateway for large language models."]
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {one.name:{width}}{one.summary}" for one in commands)]
     return "\n".join([*lines, "", "attache COMMAND --help shows a command's options, attache --version the version."])
