@@ -99,6 +99,13 @@ def parser(prog: str = "attache serve") -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="IP:PORT of reports about all callers, or 'off' (default: %(default)s)",
     )
+    add("--usage-admin-keys", default="", metavar="NAMES", help="API keys, by name, that see the usage of all (a,b)")
+    add(
+        "--usage-admin-tenants",
+        default="",
+        metavar="NAMES",
+        help="tenants of tokens that see the usage of all (a,b)",
+    )
     add(
         "--keys-admin",
         default="127.0.0.1:9011",
@@ -200,6 +207,7 @@ def _usage_program(options: argparse.Namespace, gateway: GatewayConfigSpec, pyth
         (
             *(*python, "usage", "serve", "--log", log_of.path, *store, "--envoy-admin", gateway.admin),
             *("--listen", log_of.api or "off", "--metrics", options.usage_metrics, "--admin", options.usage_admin),
+            *("--admin-keys", options.usage_admin_keys, "--admin-tenants", options.usage_admin_tenants),
             *log_words(options),
         ),
     )

@@ -24,7 +24,8 @@ _FENCE: Final = re.compile(r"( *)```(\w*)$")
 
 class Example(NamedTuple):
     """``number``: its place on the page, from 1. ``reason``: why it is not checked, empty if it is.
-    ``is_script``: a fenced block of commands, which runs as a whole; indented ones are for reading.
+    ``is_script``: a fenced block of commands, which runs, behind those before it on its page; indented ones are for
+    reading.
     """
 
     page: str

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _USAGE: Final = 2
 _NONE: Final = "none"
+_FORMS: Final = ("text", "json")
 _COLUMNS: Final = ("id", "name", "tenant", "user", "status", "expiresAt", "models")
 _WALL: Final = time.time  # noqa: TID251 - the clock of the shell
 # Of --budget, what is not an amount.
@@ -58,7 +59,7 @@ def parser(prog: str = "attache keys") -> argparse.ArgumentParser:
     modes = made.add_subparsers(
         dest="mode", required=True, metavar="create|list|show|update|rotate|revoke|delete|serve", help="what to do"
     )
-    create = _mode(modes, "create", "make a key, and print it", has_key=True)
+    create = _mode(modes, "create", "make a key, and print it", has_key=True, forms=(*_FORMS, "key"))
     create.add_argument("--tenant", required=True, metavar="NAME", help="whose key it is")
     create.add_argument("--user", default="", metavar="NAME", help="of that tenant")
     _add_limits(create, "for all models of the tenant", "without an end")
@@ -66,13 +67,13 @@ def parser(prog: str = "attache keys") -> argparse.ArgumentParser:
     _mode(modes, "show", "print one key", has_key=True)
     update = _mode(modes, "update", "change models, limits, budgets or the end of a key", has_key=True)
     _add_limits(update, "as they are", "as it is", none=" 'none': no longer any.")
-    rotate = _mode(modes, "rotate", "give its caller a new key, and print it", has_key=True)
+    rotate = _mode(modes, "rotate", "give its caller a new key, and print it", has_key=True, forms=(*_FORMS, "key"))
     rotate.add_argument(
         "--overlap", default="0s", metavar="DURATION", help="how long the last key is valid, too (default: %(default)s)"
     )
     _mode(modes, "revoke", "refuse a key from now on", has_key=True)
     _mode(modes, "delete", "refuse a key, and forget it but for its name", has_key=True)
-    serve = _mode(modes, "serve", "serve the same as an HTTP API for administrators", is_printing=False)
+    serve = _mode(modes, "serve", "serve the same as an HTTP API for administrators", forms=())
     serve.add_argument("--listen", required=True, metavar="ADDRESS", help="IP:PORT of the API")
     serve.add_argument(
         "--token-file",
@@ -91,7 +92,7 @@ def _mode(
     summary: str,
     *,
     has_key: bool = False,
-    is_printing: bool = True,
+    forms: Sequence[str] = _FORMS,
 ) -> argparse.ArgumentParser:
     made = modes.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
     if has_key:
@@ -99,8 +100,9 @@ def _mode(
     place = made.add_mutually_exclusive_group(required=True)
     place.add_argument("--config", type=Path, metavar="DIR", help="the configuration directory")
     place.add_argument("--secret", metavar="NAMESPACE/NAME", help="in a cluster, the Secret with the keys")
-    if is_printing:
-        made.add_argument("--format", choices=("text", "json"), default="text", help="(default: %(default)s)")
+    if forms:
+        alone = "; key: only the key, for scripts" if "key" in forms else ""
+        made.add_argument("--format", choices=forms, default="text", help=f"(default: %(default)s){alone}")
     return made
 
 
@@ -239,6 +241,9 @@ def _print_made(made: MadeKey, admin: KeyAdmin, form: str) -> None:
     record = shown(made.record, admin.now)
     if form == "json":
         print(msgspec.json.encode({**record, "key": made.key}).decode())
+        return
+    if form == "key":
+        print(made.key)
         return
     _print([record], form, is_one=True)
     print(f"{'key':<12} {made.key}")

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from extproc.api import spec as patterns
 from extproc.api.authentication import KeyBudgets, KeyRateLimits, ModelPattern
-from extproc.api.errors import to_text
+from extproc.api.errors import one_line, to_text
 from extproc.api.key_store import (
     MOST_KEYS,
     MOST_RETIRED,
@@ -22,10 +22,11 @@ from extproc.api.key_store import (
     to_plain,
 )
 from extproc.api.quantities import Duration, decode_quantity
+from extproc.api.schema import check_shape
 from extproc.api.spec import NonEmpty, Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from extproc.api.errors import Finding
 
@@ -89,8 +90,8 @@ def key_update(plain: object) -> KeyUpdate:
 def _converted(plain: object, cls: type[T]) -> T:
     try:
         return msgspec.convert(plain, cls, dec_hook=decode_quantity)
-    except msgspec.ValidationError as error:
-        raise KeyRefused(f"{error}") from None
+    except msgspec.ValidationError:
+        raise _refused(check_shape(plain, cls)) from None
 
 
 def create(
@@ -99,8 +100,10 @@ def create(
     """``taken``: names of keys of the GatewayConfig. Raises KeyRefused."""
     if len(store.keys) >= MOST_KEYS:
         raise KeyRefused(f"there are {MOST_KEYS} keys, which is the most; delete some", 409)
-    if asked.name in taken or any(one.name == asked.name for one in store.keys):
-        raise KeyRefused(f"there is a key '{asked.name}' already; give it another name, or rotate that one", 409)
+    states = ["active"] if asked.name in taken else [status(one, now) for one in store.keys if one.name == asked.name]
+    if states:
+        state, instead = ("", ", or rotate that one") if states == ["active"] else (f", which is {states[0]}", "")
+        raise KeyRefused(f"there is a key '{asked.name}' already{state}; give it another name{instead}", 409)
     if asked.name in store.retired:
         raise KeyRefused(f"'{asked.name}' was the name of a deleted key, whose usage has it; give it another name", 409)
     made = VirtualKey(
@@ -208,13 +211,13 @@ def _with(store: KeyStoreSpec, key: VirtualKey) -> tuple[KeyStoreSpec, VirtualKe
 
 def _checked(store: KeyStoreSpec) -> KeyStoreSpec:
     """Raises KeyRefused."""
-    found = [_text(finding) for finding in check_key_store(store)]
+    # without spec.keys[index]
+    found = [(path[3:], message) for path, message in check_key_store(store)]
     if found:
-        raise KeyRefused("; ".join(found))
+        raise _refused(found)
     return store
 
 
-def _text(finding: Finding) -> str:
-    path, message = finding
-    # without spec.keys[index]
-    return f"{to_text(path[3:])}: {message}"
+def _refused(found: Iterable[Finding]) -> KeyRefused:
+    lines = (f"{to_text(path)}: {message}" if path else message for path, message in found)
+    return KeyRefused(one_line("; ".join(lines)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_the_store_is_named_only_if_the_operator_does() -> None:
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys", "tenants"),
+    [((), "", ""), (("--usage-admin-keys", "ops,audit", "--usage-admin-tenants", "platform"), "ops,audit", "platform")],
+)
+def test_the_usage_process_is_told_who_sees_the_usage_of_all(words: tuple[str, ...], keys: str, tenants: str) -> None:
+    usage = plan(*words).usage
+    assert usage is not None
+    after = dict(itertools.pairwise(usage.command))
+    assert (after["--admin-keys"], after["--admin-tenants"]) == (keys, tenants)
 
 
 def plan_with_keys(*words: str, secret: str | None = None, config: str = "config") -> ServePlan:

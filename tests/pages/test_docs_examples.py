@@ -83,8 +83,8 @@ def objects_of(text: str) -> list[dict[str, Any]]:
 
 def yaml_of(example: Example) -> str:
     """The example, or what a script writes as a here-document."""
-    written = re.findall(r"<<'END'\n(.*?)^END$", example.text, re.DOTALL | re.MULTILINE)
-    return "---\n".join(written) if example.language == "bash" else example.text
+    written = re.findall(r"<<'?END'?\n(.*?)^END$", example.text, re.DOTALL | re.MULTILINE)
+    return "---\n".join(written).replace("$PWD", "/srv") if example.language == "bash" else example.text
 
 
 WITH_OBJECTS: Final = [
@@ -178,6 +178,7 @@ PROGRAMS: Final = {
         "python",
         "python3",
         "skopeo",
+        "sleep",
         "systemctl",
         "systemd-sysusers",
     ),
@@ -195,8 +196,9 @@ def script_of(example: Example) -> str:
 
 
 def commands_of(script: str) -> Iterator[list[str]]:
-    """Each simple command with its words, without assignments before it."""
-    script = re.sub(r"<<'(\w+)'\n.*?^\1$", "", script, flags=re.DOTALL | re.MULTILINE)
+    """Each simple command with its words, without assignments before it, and without calls of the page's functions."""
+    script = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", script, flags=re.DOTALL | re.MULTILINE)
+    script = re.sub(r"^\w+\(\) \{", "", script, flags=re.MULTILINE)
     pending = ""
     for line in re.sub(r"\\\n| >\S+", " ", script).splitlines():
         pending += f"{line}\n"
@@ -220,16 +222,18 @@ def _simple_commands(words: list[str]) -> Iterator[list[str]]:
         command = [] if is_separator else list(group)
         while command and (command[0] in _KEYWORDS or re.match(r"\w+=", command[0])):
             command = command[1:]
-        if command and command[0] not in {"for", "done", "fi"}:
+        if command and command[0] not in {"for", "done", "fi", "}"}:
             yield command
 
 
+FUNCTIONS: Final = {name for one in EXAMPLES for name in re.findall(r"^(\w+)\(\) \{", one.text, re.MULTILINE)}
 TYPED: Final = sorted(
     {
         tuple(words)
         for one in EXAMPLES
         if one.language in {"bash", "text"} and not one.reason
         for words in commands_of(script_of(one))
+        if words[0] not in FUNCTIONS
     }
 )
 

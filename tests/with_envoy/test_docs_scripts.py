@@ -19,27 +19,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.stack.guard import Guard
-    from tests.docs_examples import Example
 
 # What each prints in the end.
 SAYS = {
     "README.md": ['"finish_reason":"length"'],
     "engines.md": ['"sql"', '"law"'],
+    "teams.md": [
+        *('"rate_limit_exceeded"', '"insufficient_quota"', '"invalid_api_key"', "revoked"),
+        # who sees what, without the columns that a loaded machine changes
+        *("\ncove,cove-web,", "\nacme,acme-web,", "\nbell,bell-web,", "\ncove    llama"),
+    ],
     "on-demand.md": ["sql: 200 after", "law: 200 after", "tax: 200 after", "attache_adapter_loads_total"],
 }
-SCRIPTS = [one for one in EXAMPLES if one.is_script]
+SCRIPTS: dict[str, str] = {}
+for one in EXAMPLES:
+    if one.is_script:
+        SCRIPTS[one.page] = SCRIPTS.get(one.page, "") + one.text
 
 
 def test_each_page_with_a_script_is_tried() -> None:
-    assert {one.page for one in SCRIPTS} == SAYS.keys()
+    assert SCRIPTS.keys() == SAYS.keys()
 
 
 @pytest.mark.parametrize(
-    "script",
+    "page",
     # each takes some ten seconds, and the first shows most of what the others do
-    [pytest.param(one, id=one.page, marks=[pytest.mark.slow] * (one.page != "README.md")) for one in SCRIPTS],
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "README.md")) for one in SCRIPTS],
 )
-def test_a_script_runs_from_an_empty_directory(script: Example, envoy: str, tmp_path: Path, guard: Guard) -> None:
+def test_a_script_runs_from_an_empty_directory(page: str, envoy: str, tmp_path: Path, guard: Guard) -> None:
     try:
         way()
     except NoNamespace as reason:
@@ -48,7 +55,7 @@ def test_a_script_runs_from_an_empty_directory(script: Example, envoy: str, tmp_
     programs.mkdir()
     (programs / "attache").write_text(f'#!/bin/sh\nexec {sys.executable} -m attache "$@"\n')
     (programs / "attache").chmod(0o755)
-    (tmp_path / "example.sh").write_text(script.text)
+    (tmp_path / "example.sh").write_text(SCRIPTS[page])
     empty, said = tmp_path / "empty", tmp_path / "said"
     empty.mkdir()
     words = [sys.executable, "-m", "bench.cluster.netns", "--", "bash", "-e", str(tmp_path / "example.sh")]
@@ -66,4 +73,4 @@ def test_a_script_runs_from_an_empty_directory(script: Example, envoy: str, tmp_
             guard.remove(process.pid)
     text = said.read_text()
     assert status == 0, text
-    assert [one for one in SAYS[script.page] if one not in text] == [], text
+    assert [one for one in SAYS[page] if one not in text] == [], text

@@ -90,7 +90,10 @@ def test_a_revoked_key_is_listed_and_refused_with_the_one_before_it() -> None:
 
 def test_a_name_is_never_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = created()
-    with pytest.raises(KeyRefused, match="there is a key 'key-1' already"):
+    with pytest.raises(KeyRefused, match="there is a key 'key-1' already; give it another name, or rotate that one"):
+        created(store)
+    store, _ = changes.revoke(store, "key-1", NOW)
+    with pytest.raises(KeyRefused, match="there is a key 'key-1' already, which is revoked; give it another name"):
         created(store)
     store, _ = changes.delete(store, "key-1")
     assert store.keys == ()
@@ -130,20 +133,30 @@ def test_what_is_left_out_of_an_update_stays() -> None:
         ({"tenant": "a\nb"}, "tenant"),
         ({"name": "A"}, "name"),
         ({"name": "a" * 65}, "name"),
-        ({"key": "sk-12345678"}, "unknown field `key`"),
+        ({"key": "sk-12345678"}, "key: there is no such field"),
         ({"expiresIn": "soon"}, "not a duration"),
         ({"expiresIn": "90000d"}, "too long"),
         ({"expiresIn": "1h", "expiresAt": "2030-01-01T00:00:00Z"}, "one of the two"),
+        ({"budgets": [{"window": "month", "max": {"tokens": 1}}]}, r"budgets\[0\].window: 'month' .* mean 'Month'\?"),
+        ({"budgets": [{"window": "Month", "max": {"usd": 1}}]}, r"budgets\[0\].max.usd: .* write one of: .*money"),
         ({"budgets": [{"window": "Month", "max": {}}]}, r"budgets\[0\].max: limits nothing"),
         ({"budgets": [{"window": "Month", "max": {"tokens": 1}}] * 2}, r"budgets\[1\].window"),
         ({"budgets": [{"window": "Day", "max": {"tokens": 1}, "timeZone": "../x"}]}, r"budgets\[0\].timeZone"),
         ({"rateLimits": [{"unit": "minute"}]}, r"rateLimits\[0\]: limits nothing"),
         ({"models": []}, "models"),
+        ({"a\nb": 1}, r"^a\\nb: there is no such field"),
+        ({f"field-{number}": 1 for number in range(9_999)}, r"^field-0: there .*\.\.\.$"),
     ],
 )
 def test_what_no_key_can_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(KeyRefused, match=message):
         created(**fields)
+
+
+@pytest.mark.parametrize(("plain", "message"), [([], "^.. is a list"), ({}, "^the field 'name' is missing")])
+def test_what_is_no_key_at_all_is_refused(plain: object, message: str) -> None:
+    with pytest.raises(KeyRefused, match=message):
+        key_request(plain)
 
 
 def test_a_store_is_read_as_it_was_written() -> None:

@@ -182,6 +182,10 @@ def test_the_command_makes_shows_changes_and_deletes(folder: Path, capsys: pytes
         ["web", "acme", "ann", "active"],
     ]
     assert "sk-" in run("rotate", shown["id"], "--overlap", "1h")
+    assert run("rotate", "web", "--format", "key").startswith("sk-")
+    (alone,) = run("create", "two", "--tenant", "acme", "--format", "key").splitlines()
+    assert alone.startswith("sk-")
+    run("delete", "two")
     assert "models" not in json.loads(run("update", "web", "--model", "none", "--format", "json"))
     assert "revoked" in run("revoke", "web")
     run("delete", "web")
@@ -193,6 +197,10 @@ def test_the_command_makes_shows_changes_and_deletes(folder: Path, capsys: pytes
     [
         (["revoke", "none"], "there is no key 'none'"),
         (["create", "web", "--tenant", "a", "--budget", "Month"], "write it as Month:money=25"),
+        (
+            ["create", "web", "--tenant", "a", "--budget", "month:money=25"],
+            "'month' is not a choice; did you mean 'Month'?",
+        ),
         (["create", "web", "--tenant", "a", "--rate", "minute:requests=many"], "'many' is no number"),
         (["create", "web", "--tenant", "a", "--expires", "soon"], "is not a duration"),
     ],
