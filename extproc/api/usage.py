@@ -2,7 +2,9 @@
 """The usage log: one line of JSON for each request, which Envoy writes to a file when the request has ended.
 
 extproc gives Envoy what it knows of a request at its decision (``UsageContext``), as dynamic metadata. Envoy adds what
-happened. So a line is whole even if extproc dies meanwhile, and whoever reads the file needs no configuration.
+happened. So a line is whole even if extproc dies meanwhile, and whoever reads the file needs no configuration. Of a
+client that leaves while extproc has its prompt computed, Envoy knows nothing: extproc writes that line, to a file
+beside Envoy's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ OTHERS: Final = "(others)"
 # Requests that no route took: clients choose the names that they ask for, so those are not kept apart.
 UNROUTED: Final = "(unknown)"
 _RESERVED: Final = "("
+# Of the file beside Envoy's to which extproc writes the lines of requests whose clients left before Envoy knew of them.
+LEFT_SUFFIX: Final = ".left"
 # Begins the name of an HTTPRoute, so that it is never taken for a ModelRoute of the same name.
 HTTP_ROUTE: Final = "http:"
 

@@ -248,7 +248,7 @@ class Dispatcher:
         ``is_leased``, ``request_id``: see Decision.
         """
         arrival = record.arrived
-        run.expected = _expected(run, arrival.request)
+        run.expected = expected_of_run(run, arrival.request)
         usage = None
         if self.logs_usage:
             usage = usage_of_decision(arrival, run.assignment, record.ticket, expected=run.expected, price=run.price)
@@ -350,7 +350,7 @@ def constraints_of(
     )
 
 
-def _expected(run: Run, request: InferenceRequest) -> Expected:
+def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
     """What its limits have reserved, or what is expected of it without limits."""
     pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
     row = pool.table.row_of(run.assignment.endpoint.address)
