@@ -47,7 +47,8 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens of its prompt that the pick expected in the cache. What it is taken to use where its answer does not report
     it (``extproc.api.used_tokens.Expected``): ``input_tokens``, ``output_tokens``, ``answers``, ``most_output``,
     ``token_us``, ``tokens_per_event``, ``in_background``. ``price``: in force for it; None: the ModelServer has none.
-    ``refused``: the code of extproc's refusal; empty if the request was sent on.
+    ``refused``: the code of extproc's refusal; empty if the request was sent on. ``service_class``: the name of its
+    class of objectives; ``band`` if it has none.
     """
 
     ticket: str = ""
@@ -74,6 +75,7 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     price: Price | None = None
     refused: str = ""
     key_id: str = ""
+    service_class: str = ""
 
 
 class UsageCounts(msgspec.Struct, frozen=True):

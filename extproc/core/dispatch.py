@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.objectives import ObjectiveClass
     from extproc.admission.queue import Gate
+    from extproc.api.usage import UsageContext
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
     from extproc.core.record import Arrival, Attachment
@@ -139,7 +140,7 @@ class Dispatcher:
             out.append(RequestJudged(objectives, verdicts))
         if self.logs_usage:
             held_s = now - record.arrived_at_s if record.was_held else 0.0
-            usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s)
+            usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s, objectives=objectives)
         return RequestRefused(record.ticket, refusal, arrival, record.queued, record.was_held, usage)
 
     def give_up(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
@@ -251,7 +252,7 @@ class Dispatcher:
         run.expected = expected_of_run(run, arrival.request)
         usage = None
         if self.logs_usage:
-            usage = usage_of_decision(arrival, run.assignment, record.ticket, expected=run.expected, price=run.price)
+            usage = usage_of_run(record, run, arrival)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
         return Decision(
@@ -347,6 +348,13 @@ def constraints_of(
         tenant=arrival.tenant,
         priority=arrival.priority,
         whole=why_served_whole(arrival),
+    )
+
+
+def usage_of_run(record: Record, run: Run, arrival: Arrival) -> UsageContext:
+    """For the usage log."""
+    return usage_of_decision(
+        arrival, run.assignment, record.ticket, expected=run.expected, price=run.price, objectives=run.objectives
     )
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.dispatch import changed_body, constraints_of, expected_of_run, no_longer_served, prompt_of
+from extproc.core.dispatch import (
+    changed_body,
+    constraints_of,
+    expected_of_run,
+    no_longer_served,
+    prompt_of,
+    usage_of_run,
+)
 from extproc.core.effects import (
     AbortDecode,
     Broadcast,
@@ -34,7 +41,7 @@ from extproc.core.prefill import (
 )
 from extproc.core.record import PrefillLeg
 from extproc.core.states import IN_FLIGHT, Event, State
-from extproc.core.usage import line_of_departure, usage_of_decision
+from extproc.core.usage import line_of_departure
 from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 from extproc.scheduling.pool import DecodePlace
 
@@ -148,9 +155,7 @@ class PrefillLegs:
         )
         outcome = outcome_of_departure(asked, now - record.arrived_at_s)
         if self._dispatcher.logs_usage:
-            usage = usage_of_decision(
-                asked.arrival, run.assignment, record.ticket, expected=run.expected, price=run.price
-            )
+            usage = usage_of_run(record, run, asked.arrival)
             out.append(LogUsage(line_of_departure(record, asked.arrival.head, usage, outcome)))
         self._running.undo(record, run, now, out, outcome=outcome)
 

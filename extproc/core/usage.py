@@ -13,6 +13,7 @@ from extproc.protocol import REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_n
 
 if TYPE_CHECKING:
     from extproc.admission.identity import Subject
+    from extproc.admission.objectives import ObjectiveClass
     from extproc.api.admission import Band, FlowControl
     from extproc.api.pricing import Price
     from extproc.core.record import Arrival, Head, Outcome, Record
@@ -30,20 +31,26 @@ def usage_of_decision(
     *,
     expected: Expected,
     price: Price | None,
+    objectives: ObjectiveClass | None,
 ) -> UsageContext:
     """Of a request that goes to an engine. ``price``: in force when it arrived."""
     return _usage_of(
         arrival,
         ticket,
+        objectives,
         expected=expected,
         cached=round(assignment.cached_tokens),
         price=price,
     )
 
 
-def usage_of_refusal(arrival: Arrival, ticket: str, refusal: Refusal, *, held_s: float) -> UsageContext:
+def usage_of_refusal(
+    arrival: Arrival, ticket: str, refusal: Refusal, *, held_s: float, objectives: ObjectiveClass | None
+) -> UsageContext:
     """Of a request that was routed and then refused: no engine has worked for it."""
-    return _usage_of(arrival, ticket, expected=Expected(held_ms=milliseconds(held_s)), refused=refusal.outcome)
+    return _usage_of(
+        arrival, ticket, objectives, expected=Expected(held_ms=milliseconds(held_s)), refused=refusal.outcome
+    )
 
 
 def line_of_departure(record: Record, head: Head, context: UsageContext, outcome: Outcome) -> UsageLine:
@@ -68,6 +75,7 @@ def line_of_departure(record: Record, head: Head, context: UsageContext, outcome
 def _usage_of(
     arrival: Arrival,
     ticket: str,
+    objectives: ObjectiveClass | None,
     *,
     expected: Expected,
     cached: int = 0,
@@ -76,6 +84,7 @@ def _usage_of(
 ) -> UsageContext:
     request, destination, caller = arrival.request, arrival.destination, arrival.caller
     control, priority = arrival.pool.spec.flow_control, arrival.priority
+    band = "" if control is None else _band_of(control, priority)
     return UsageContext(
         ticket=ticket,
         tenant=caller.tenant,
@@ -89,7 +98,8 @@ def _usage_of(
         served_model=truncate_name(destination.model),
         api="" if request.api is None else request.api.name,
         priority=priority,
-        band="" if control is None else _band_of(control, priority),
+        band=band,
+        service_class=band if objectives is None else objectives.name,
         streamed=request.is_streamed,
         queued_ms=expected.held_ms,
         cached=cached,
