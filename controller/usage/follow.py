@@ -261,6 +261,11 @@ class LeftLines:
             self._taken.unlink()
         return batch
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether there are lines that ``read`` has not given."""
+        return self._follower is not None
+
     def keep(self, batch: Batch) -> None:
         """The rows of its lines are stored."""
         self._kept = batch.after

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # Between looks at a log without news: Envoy writes its buffers every second at the soonest.
 _IDLE_S: Final = 0.25
+# At the end, for lines of extproc.
+_LAST_STEPS: Final = 12
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 _PRUNE_EVERY_S: Final = 600.0
@@ -100,6 +103,12 @@ class Ingest:
             pass
         while not self.step():
             pass
+        # extproc may have written a moment ago, and nobody reads it later if the file goes with this machine
+        for _ in range(_LAST_STEPS):
+            if self._left is None or not self._left.is_reading:
+                break
+            time.sleep(_IDLE_S)
+            self.step()
 
     def step(self) -> float:
         """Open the store, if it is not; move one batch, if there is one. Returns after how many seconds to call again.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from controller.usage import ingest
 from controller.usage.follow import TAKEN, LeftLines, LogFollower, Position
 from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
@@ -122,6 +123,28 @@ def test_lines_that_extproc_writes_have_rows_and_their_file_goes(tmp_path: Path)
     assert [row.id for row in sink.rows] == ["a", "b", "c", "d"]
     assert (scene.counts.lines, scene.counts.bad_lines) == (5, 1)
     assert sorted(tmp_path.iterdir()) == [scene.log]
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_the_last_lines_of_extproc_are_kept_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_away: bool
+) -> None:
+    sink = MemorySink()
+    scene = Scene(tmp_path / "log", sink)
+
+    def sleep(seconds: float) -> None:
+        scene.now_s += seconds
+
+    monkeypatch.setattr(ingest.time, "sleep", sleep)
+    scene.left.write_bytes(text(line("a")))
+    sink.is_away = is_away
+    stop = threading.Event()
+    stop.set()
+    began_s = scene.now_s
+    scene.ingest.run(stop)
+    assert [row.id for row in sink.rows] == ([] if is_away else ["a"])
+    # a store that is away does not hold up the end
+    assert scene.now_s - began_s <= 3.0
 
 
 def test_lines_of_extproc_wait_for_a_store_that_is_away(tmp_path: Path) -> None:
