@@ -21,8 +21,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from controller.bundle.admin import reopen_logs
-from controller.usage.follow import LogFollower, Position, Rotation
-from controller.usage.ingest import Counts, Ingest
+from controller.usage.follow import LeftLines, LogFollower, Position, Rotation
+from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
 from controller.usage.queries import GROUPS, BadQuery, query_of, run
 from controller.usage.reports import as_csv, as_json, as_table
@@ -31,6 +31,7 @@ from controller.usage.server import Database, Reports, pages
 from controller.usage.store import SqlStore, StoreAway, StoreError, first_line, open_engine
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.quantities import ByteSize, Duration
+from extproc.api.usage import LEFT_SUFFIX
 from extproc.browsers import protect
 from extproc.logs import add_log_options, start_logging
 from extproc.notify import READY, notify
@@ -227,7 +228,6 @@ def _serve(options: argparse.Namespace) -> int:
     stop = threading.Event()
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, lambda *_: stop.set())
-    counts = Counts()
     open_sink, engine = _store_of(options)
     rotation = None
     if options.envoy_admin is not None:
@@ -235,23 +235,23 @@ def _serve(options: argparse.Namespace) -> int:
     ingest = Ingest(
         LogFollower(options.log, Position(), _CLOCK),
         open_sink,
-        counts=counts,
         wall=_WALL,
         keep_requests_s=keep_requests_s,
         keep_rollups_s=keep_rollups_s,
+        left=LeftLines(Path(f"{options.log}{LEFT_SUFFIX}"), _CLOCK),
         rotation=rotation,
     )
     database = Database(engine, _CLOCK, _WALL)
     callers = Reports(
         database,
-        counts=counts,
+        counts=ingest.counts,
         admin_tenants=_names(options.admin_tenants),
         admin_keys=_names(options.admin_keys),
     )
     apps = {
         "listen": callers.app(),
-        "admin": Reports(database, counts=counts, is_admin_port=True).app(),
-        "metrics": pages(counts, _WALL),
+        "admin": Reports(database, counts=ingest.counts, is_admin_port=True).app(),
+        "metrics": pages(ingest.counts, _WALL),
     }
     for name, address in listens.items():
         if address is not None:

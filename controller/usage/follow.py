@@ -25,6 +25,8 @@ _HEAD_BYTES: Final = 1024
 SETTLE_S: Final = 2.0
 # Where our own rotation puts the log until it is read.
 ROTATED: Final = ".rotated"
+# Where lines of extproc's are put to be read.
+TAKEN: Final = ".taken"
 # What the rotations of others append to its name; compressed files are not read.
 _SUFFIX: Final = re.compile(r"\.rotated|\.\d+|[.-]\d{8}[\d.T-]*")
 
@@ -226,6 +228,64 @@ class LogFollower:
             after = files[inodes.index(self.position.inode) + 1 :]
             return after[0] if after else None
         return self._path if self._path.exists() else None
+
+
+class LeftLines:
+    """Reads the lines that extproc writes: renames their file, waits until nobody writes to it, reads it, unlinks it.
+
+    No position is stored: if the process dies before it unlinks the file, its lines are read again, and their rows are
+    there already.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float], *, most_bytes: int = 2**20) -> None:
+        """``clock``, ``most_bytes``: as of LogFollower, whose errors methods raise."""
+        self._path = path
+        self._taken = path.with_name(path.name + TAKEN)
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._follower: LogFollower | None = None
+        self._taken_at_s = 0.0
+        self._kept = Position()
+
+    def read(self) -> Batch | None:
+        """The next lines, the same until ``keep`` is called; None if there are none yet."""
+        if self._follower is None and not self._take():
+            return None
+        if self._clock() - self._taken_at_s < SETTLE_S:
+            return None
+        assert self._follower is not None  # noqa: S101 - of _take
+        self._follower.rewind(self._kept)
+        batch = self._follower.read()
+        if batch is None:
+            self.close()
+            self._taken.unlink()
+        return batch
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether there are lines that ``read`` has not given."""
+        return self._follower is not None
+
+    def keep(self, batch: Batch) -> None:
+        """The rows of its lines are stored."""
+        self._kept = batch.after
+
+    def close(self) -> None:
+        """Close the file that is read."""
+        if self._follower is not None:
+            self._follower.close()
+            self._follower, self._kept = None, Position()
+
+    def _take(self) -> bool:
+        """Whether there is a file to read."""
+        if not self._taken.exists():
+            try:
+                self._path.rename(self._taken)
+            except FileNotFoundError:
+                return False
+        self._taken_at_s = self._clock()
+        self._follower = LogFollower(self._taken, Position(), self._clock, most_bytes=self._most_bytes)
+        return True
 
 
 class Rotation:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from controller.usage.rows import BadLine, row_of
 from controller.usage.store import BadBatch, StoreAway
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from controller.usage.follow import Batch, LogFollower, Position, Rotation
+    from controller.usage.follow import Batch, LeftLines, LogFollower, Position, Rotation
     from controller.usage.rows import UsageRow
     from controller.usage.store import Sink
 
@@ -22,14 +25,17 @@ log = logging.getLogger(__name__)
 
 # Between looks at a log without news: Envoy writes its buffers every second at the soonest.
 _IDLE_S: Final = 0.25
+# At the end, for lines of extproc.
+_LAST_STEPS: Final = 12
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 _PRUNE_EVERY_S: Final = 600.0
 _SUMMARY_EVERY_S: Final = 10.0
 # How often a log without news has it stored that nothing waits.
 _MARK_EVERY_S: Final = 60.0
-# Envoy may hold a line for a second before it writes it; its clocks and ours are those of one machine.
-_FLUSH_S: Final = 2.0
+# Envoy may hold a line for a second before it writes it, and those of extproc are read two seconds later; their clocks
+# and ours are those of one machine.
+_FLUSH_S: Final = 4.0
 
 
 class Counts:
@@ -61,24 +67,25 @@ class Ingest:
         follower: LogFollower,
         open_sink: Callable[[], Sink],
         *,
-        counts: Counts,
         wall: Callable[[], float],
         keep_requests_s: float,
         keep_rollups_s: float,
+        left: LeftLines | None = None,
         rotation: Rotation | None = None,
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         """``open_sink``: raises StoreAway and OSError, upon which it is called again later, and StoreError. ``wall``:
-        seconds since 1970. ``rotation``: None: another process rotates the log, or nobody. ``first_pause_s``: before
-        the second try of what has failed; pauses double.
+        seconds since 1970. ``left``: what extproc writes beside the log. ``rotation``: None: another process rotates
+        the log, or nobody. ``first_pause_s``: before the second try of what has failed; pauses double.
         """
         self._follower = follower
         self._open_sink = open_sink
         self._sink: Sink | None = None
-        self.counts = counts
+        counts = self.counts = Counts()
         self._wall = wall
         self._keep_requests_s = keep_requests_s
         self._keep_rollups_s = keep_rollups_s
+        self._left = left
         self._rotation = rotation
         self._backoff = Backoff(first_pause_s, _LONGEST_PAUSE_S)
         self._pruned_at_s = self._reported_at_s = 0.0
@@ -96,6 +103,12 @@ class Ingest:
             pass
         while not self.step():
             pass
+        # extproc may have written a moment ago, and nobody reads it later if the file goes with this machine
+        for _ in range(_LAST_STEPS):
+            if self._left is None or not self._left.is_reading:
+                break
+            time.sleep(_IDLE_S)
+            self.step()
 
     def step(self) -> float:
         """Open the store, if it is not; move one batch, if there is one. Returns after how many seconds to call again.
@@ -106,7 +119,7 @@ class Ingest:
         is_more = False
         try:
             sink = self._open()
-            is_more = self._move(sink)
+            is_more = any([self._move(sink), self._move_left(sink)])
             if not is_more and not 0 <= now_s - self._marked_at_s <= _MARK_EVERY_S:
                 self._store(sink, (), self._kept, self.counts.until_s)
             if self._rotation is not None:
@@ -127,6 +140,8 @@ class Ingest:
     def close(self) -> None:
         """Close the log and the store."""
         self._follower.close()
+        if self._left is not None:
+            self._left.close()
         if self._sink is not None:
             self._sink.close()
 
@@ -154,7 +169,17 @@ class Ingest:
             counts.kept_until_s = self._wall()
         return batch is not None
 
-    def _keep(self, sink: Sink, batch: Batch) -> None:
+    def _move_left(self, sink: Sink) -> bool:
+        """The same for lines of extproc's, which have no position."""
+        batch = None if self._left is None else self._left.read()
+        if self._left is None or batch is None:
+            return False
+        at = (self._kept,) * len(batch.lines)
+        self._keep(sink, msgspec.structs.replace(batch, ends=at, after=self._kept), is_left=True)
+        self._left.keep(batch)
+        return True
+
+    def _keep(self, sink: Sink, batch: Batch, *, is_left: bool = False) -> None:
         now_s = self._wall()
         oldest_s = now_s - self._keep_requests_s
         if self._kept_since_s is not None:
@@ -175,10 +200,10 @@ class Ingest:
                 rows.append((row, end))
         counts = self.counts
         until_s = counts.kept_until_s
-        if rows:
+        if rows and not is_left:
             # Envoy writes lines in the order of the ends of requests
             until_s = min(now_s, max(row.at_us + row.duration_us for row, _ in rows) / 1_000_000)
-        if batch.after != self._kept:
+        if rows or batch.after != self._kept:
             self._write(sink, rows, batch.after, None if until_s is None else until_s - _FLUSH_S)
         counts.kept_until_s = until_s
         counts.lines += len(batch.lines)

@@ -23,8 +23,8 @@ MINUTE_S: Final = 60
 WIDTHS: Final[Mapping[str, int]] = {"minute": MINUTE_S, "hour": HOUR_S, "day": DAY_S}
 # Currencies have columns of their own.
 _OF_SUMS: Final = tuple(one for one in DIMENSIONS if one != "currency")
-# Rows alone have ids of keys: sums go by their names.
-_OF_ROWS: Final = frozenset({"key_id"})
+# Sums go by the names of keys, and not by classes.
+_OF_ROWS: Final = frozenset({"key_id", "service_class"})
 GROUPS: Final = (*_OF_SUMS, *sorted(_OF_ROWS))
 _PARAMETERS: Final = ("start", "end", "group_by", "tz", "limit", "page", "format", *GROUPS)
 # Names that a request may list for one dimension.
@@ -32,7 +32,7 @@ _MOST_VALUES: Final = 100
 _MOST_DAYS: Final = 3 * 366
 # Reports by minute read rows.
 _MOST_MINUTES: Final = 2 * 1440
-_MOST_KEY_ID_DAYS: Final = 32
+_MOST_ROW_DAYS: Final = 32
 DEFAULT_ROWS: Final = 1_000
 MOST_ROWS: Final = 10_000
 _LAST_PAGE: Final = 10_000_000
@@ -139,8 +139,9 @@ def checked(query: Query) -> Query:
         raise BadQuery("start", f"a report covers at most {_MOST_DAYS} days; write a later start, or an earlier end")
     if query.width == "minute" and query.end - query.start > _MOST_MINUTES * MINUTE_S:
         raise BadQuery("start", f"a report by minute covers at most {_MOST_MINUTES // 1440} days; group by hour")
-    if _needs_rows(query) and query.end - query.start > _MOST_KEY_ID_DAYS * DAY_S:
-        raise BadQuery("start", f"a report by key_id covers at most {_MOST_KEY_ID_DAYS} days; group by key")
+    if _needs_rows(query) and query.end - query.start > _MOST_ROW_DAYS * DAY_S:
+        names = " or ".join(sorted(_OF_ROWS))
+        raise BadQuery("start", f"a report by {names} covers at most {_MOST_ROW_DAYS} days; leave it out")
     for name, values in query.filters:
         if len(values) > _MOST_VALUES or any(len(value) > _MOST_NAME or not _is_text(value) for value in values):
             raise BadQuery(name, f"takes at most {_MOST_VALUES} names of {_MOST_NAME} characters")
@@ -273,7 +274,7 @@ def _check_is_kept(connection: sa.Connection, query: Query, part: Part) -> None:
     since_s = connection.execute(sa.select(horizons.c.at_s).where(horizons.c.what == what)).scalar()
     if since_s is not None and part.start < since_s:
         since = datetime.fromtimestamp(since_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        without = "no key_id" if _needs_rows(query) else "whole hours and no minutes"
+        without = f"no {' and no '.join(sorted(_OF_ROWS))}" if _needs_rows(query) else "whole hours and no minutes"
         other = f", or {without}" if has_rows else ""
         raise BadQuery("start", f"{'rows' if has_rows else 'sums'} are kept since {since}: write a later start{other}")
 

@@ -96,6 +96,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     is_failed: bool
     is_unpriced: bool
     key_id: str
+    service_class: str
 
 
 def row_of(line: bytes, now_s: float) -> UsageRow:
@@ -163,6 +164,7 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         is_failed=ended in _FAILED,
         is_unpriced=cost is None,
         key_id=_text(known.key_id, MOST_CODE),
+        service_class=_text(known.service_class),
     )
 
 

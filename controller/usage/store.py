@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 # Of the tables. A store of a newer one is refused; an older one is changed, by the steps of MIGRATIONS.
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 # The statements that change version N to N + 1, at index N - 1.
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     ("ALTER TABLE requests ADD COLUMN key_id VARCHAR(64) DEFAULT '' NOT NULL",),
+    ("ALTER TABLE requests ADD COLUMN service_class VARCHAR(256) DEFAULT '' NOT NULL",),
 )
 # Writers of one PostgreSQL make its tables one after the other.
 _MIGRATION_LOCK: Final = 0x61747461
@@ -41,7 +42,7 @@ _TYPES: Final[Mapping[str, sa.types.TypeEngine[Any]]] = {
     **dict.fromkeys(("trace_id", "ticket", "api", "band", "ended", "finish", "refused", "currency", "key_id"), _CODE),
     **dict.fromkeys(("streamed", "is_degraded", "is_estimated", "is_failed", "is_unpriced"), sa.Boolean()),
     **dict.fromkeys(("id", "request_id", "tenant", "key", "user", "route", "server", "endpoint"), _NAME),
-    **dict.fromkeys(("model", "served_model", "price_id"), _NAME),
+    **dict.fromkeys(("model", "served_model", "price_id", "service_class"), _NAME),
 }
 _NULLABLE: Final = frozenset({"cost_micros", "price_id", "ttft_us"})
 positions = sa.Table(

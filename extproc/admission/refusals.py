@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.budgets import BudgetKey
-from extproc.api.budgets import OF_KEY
+from extproc.api.budgets import EVERY, title
 from extproc.api.quantities import money_text
 from extproc.errors import BudgetSpent, LimitsUnavailable, RateLimited
 from extproc.protocol import BUDGET_HEADERS
@@ -21,11 +20,9 @@ if TYPE_CHECKING:
     from extproc.errors import Refusal
 
 BUDGET_REMAINING, BUDGET_WARNING = BUDGET_HEADERS
-
-
-_EVERY: Final[Mapping[str, str]] = MappingProxyType(
-    {"hour": "hourly", "day": "daily", "week": "weekly", "month": "monthly"}
-)
+# Whose is a budget that a key has itself: for its client, and for the operator.
+_THIS_KEY: Final = "this API key"
+_ITS_KEY: Final = "the key itself"
 
 
 def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
@@ -65,9 +62,8 @@ def _wait_s(charge: Charge, shortfall: float) -> float:
 def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[str, str]) -> BudgetSpent:
     most, left = amount_text(charge, charge.limit.capacity), amount_text(charge, max(0.0, level))
     whose = "of all callers" if budget.level == "gateway" else f"of this {budget.level}"
-    # what a key has itself has no name that its client could know
-    name = "" if budget.name.startswith(OF_KEY) else f" '{budget.name}'"
-    begin = f"The {_EVERY[budget.window]} budget{name} {whose}"
+    shown = title(budget.name, _THIS_KEY)
+    begin = f"The {EVERY[budget.window]} budget '{shown}' {whose}" if shown == budget.name else f"The {shown}"
     if level <= 0:
         message = f"{begin} ({most}) is used up."
     else:
@@ -95,12 +91,13 @@ def budget_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[s
         budget = charge.budget
         if budget is None:
             continue
+        name = title(budget.name, _THIS_KEY)
         is_money = charge.resource == "cost_micros"
         shown = money_text(max(0, int(level))) if is_money else str(max(0, math.floor(level)))
-        left.append(f'"{budget.name}";r={shown};t={max(1, math.ceil(charge.ends_in_s))};unit="{budget.unit}"')
+        left.append(f'"{name}";r={shown};t={max(1, math.ceil(charge.ends_in_s))};unit="{budget.unit}"')
         if level <= budget.soft:
             used = 1.0 - max(0.0, level) / charge.limit.capacity
-            warnings.append(f'"{budget.name}";used={used:.2f};unit="{budget.unit}"')
+            warnings.append(f'"{name}";used={used:.2f};unit="{budget.unit}"')
     headers = {BUDGET_REMAINING: ", ".join(left)} if left else {}
     return {**headers, BUDGET_WARNING: ", ".join(warnings)} if warnings else headers
 
@@ -112,8 +109,10 @@ def soft_line(charge: Charge, level: float) -> str:
         return ""
     used, most = charge.limit.capacity - level, charge.limit.capacity
     whose = f"the {budget.level} {key.caller}" if key.caller else "all callers"
+    shown = title(budget.name, _ITS_KEY)
+    begin = f"budget {budget.key}" if shown == budget.name else shown
     return (
-        f"budget {budget.key}: {whose} has reserved or used {used / most:.0%} of {amount_text(charge, most)} for this"
+        f"{begin}: {whose} has reserved or used {used / most:.0%} of {amount_text(charge, most)} for this"
         f" {budget.window}"
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
@@ -14,12 +15,15 @@ from extproc.api.quantities import Money
 from extproc.api.spec import Name, Rule, Spec, keyed_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from extproc.api.errors import Finding, Path
 
 # Begins the names of budgets that keys have themselves.
-OF_KEY: Final = "key:"
+_OF_KEY: Final = "key:"
+EVERY: Final[Mapping[str, str]] = MappingProxyType(
+    {"hour": "hourly", "day": "daily", "week": "weekly", "month": "monthly"}
+)
 _NO_MAX: Final = "limits nothing; write tokens, inputTokens, outputTokens, requests or money"
 
 
@@ -99,7 +103,7 @@ class KeyBudget(Spec, frozen=True):
     def budget(self) -> Budget:
         """As a budget of the gateway. Its name is none that a configuration can have."""
         return Budget(
-            name=f"{OF_KEY}{self.window.lower()}",
+            name=f"{_OF_KEY}{self.window.lower()}",
             window=self.window,
             max=self.max,
             per="ApiKey",
@@ -108,6 +112,14 @@ class KeyBudget(Spec, frozen=True):
             soft=self.soft,
             scope=self.scope,
         )
+
+
+def title(name: str, of_key: str) -> str:
+    """A budget's name for people. One that a key has itself has no name that anybody could know: it is the ``monthly
+    budget of`` ``of_key``.
+    """
+    window = EVERY.get(name.removeprefix(_OF_KEY)) if name.startswith(_OF_KEY) else None
+    return name if window is None else f"{window} budget of {of_key}"
 
 
 Budgets = Annotated[tuple[Budget, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))]

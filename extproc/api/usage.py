@@ -2,7 +2,9 @@
 """The usage log: one line of JSON for each request, which Envoy writes to a file when the request has ended.
 
 extproc gives Envoy what it knows of a request at its decision (``UsageContext``), as dynamic metadata. Envoy adds what
-happened. So a line is whole even if extproc dies meanwhile, and whoever reads the file needs no configuration.
+happened. So a line is whole even if extproc dies meanwhile, and whoever reads the file needs no configuration. Of a
+client that leaves while extproc has its prompt computed, Envoy knows nothing: extproc writes that line, to a file
+beside Envoy's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ OTHERS: Final = "(others)"
 # Requests that no route took: clients choose the names that they ask for, so those are not kept apart.
 UNROUTED: Final = "(unknown)"
 _RESERVED: Final = "("
+# Of the file beside Envoy's to which extproc writes the lines of requests whose clients left before Envoy knew of them.
+LEFT_SUFFIX: Final = ".left"
 # Begins the name of an HTTPRoute, so that it is never taken for a ModelRoute of the same name.
 HTTP_ROUTE: Final = "http:"
 
@@ -43,7 +47,8 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens of its prompt that the pick expected in the cache. What it is taken to use where its answer does not report
     it (``extproc.api.used_tokens.Expected``): ``input_tokens``, ``output_tokens``, ``answers``, ``most_output``,
     ``token_us``, ``tokens_per_event``, ``in_background``. ``price``: in force for it; None: the ModelServer has none.
-    ``refused``: the code of extproc's refusal; empty if the request was sent on.
+    ``refused``: the code of extproc's refusal; empty if the request was sent on. ``service_class``: the name of its
+    class of objectives; ``band`` if it has none.
     """
 
     ticket: str = ""
@@ -70,6 +75,7 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     price: Price | None = None
     refused: str = ""
     key_id: str = ""
+    service_class: str = ""
 
 
 class UsageCounts(msgspec.Struct, frozen=True):

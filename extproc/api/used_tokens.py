@@ -44,10 +44,11 @@ TIME_LIMITS: Final[Mapping[str, str]] = MappingProxyType(
         "UMSDR": "upstream_max_stream_duration_reached",
     }
 )
+CLIENT_LEFT: Final = "DC"
 CUTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **TIME_LIMITS,
-        "DC": "downstream_connection_termination",
+        CLIENT_LEFT: "downstream_connection_termination",
         "DR": "downstream_remote_reset",
         "UC": "upstream_connection_termination",
         "UR": "upstream_remote_reset",

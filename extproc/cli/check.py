@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.limits import RESOURCES
 from extproc.admission.local_limits import MAX_BUCKETS
 from extproc.api.addresses import parse_address, worker_addresses
+from extproc.api.budgets import title
 from extproc.api.errors import ConfigInvalid
 from extproc.api.files import open_regular
 from extproc.api.gateway_config import unreachable_listener
@@ -403,7 +404,7 @@ def budgets_without_identity(snapshot: Snapshot) -> Iterator[str]:
     known = _known_callers(gateway.authentication)
     for where, budgets, _ in _budgets(snapshot):
         for one in budgets:
-            what = f"{where}: the budget '{one.name}'"
+            what = f"{where}: the {_named(one)}"
             if one.per in missing:
                 yield f"{what} is one budget for all clients together, as {missing[one.per]}, or write per: Route"
             for per, names in {"Tenant": one.tenants, "User": one.users, "ApiKey": one.api_keys}.items():
@@ -411,6 +412,11 @@ def budgets_without_identity(snapshot: Snapshot) -> Iterator[str]:
                     yield f"{what} holds for nobody, as {missing[per]}"
                 for name in sorted(set(names) - known.get(per, frozenset(names))):
                     yield f"{what}: no key is, or is of, '{name}'; {suggest(name, known[per])}"
+
+
+def _named(budget: Budget) -> str:
+    shown = title(budget.name, "a key itself")
+    return f"budget '{shown}'" if shown == budget.name else shown
 
 
 def payload_logs_without_effect(snapshot: Snapshot) -> Iterator[str]:
@@ -451,7 +457,7 @@ def unpriced_servers(snapshot: Snapshot) -> Iterator[str]:
         for one in budgets:
             if one.max.money is not None and servers & without:
                 free = ", ".join(sorted(servers & without)[:_MOST_NAMED])
-                what = f"{where}: the budget '{one.name}' is of money"
+                what = f"{where}: the {_named(one)} is of money"
                 yield f"{what}, and requests of {free} are unpriced and spend no money budget; write pricing"
 
 
@@ -464,7 +470,7 @@ def mixed_currencies(snapshot: Snapshot) -> Iterator[str]:
             if one.max.money is not None and found - {one.currency}:
                 others = ", ".join(sorted(found - {one.currency}))
                 yield (
-                    f"{where}: the budget '{one.name}' is in {one.currency}, and prices of its ModelServers are in"
+                    f"{where}: the {_named(one)} is in {one.currency}, and prices of its ModelServers are in"
                     f" {others}, which count as if they were {one.currency}; write prices in one currency, or a budget"
                     " for each route"
                 )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.objectives import ObjectiveClass
     from extproc.admission.queue import Gate
+    from extproc.api.usage import UsageContext
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
     from extproc.core.record import Arrival, Attachment
@@ -139,7 +140,7 @@ class Dispatcher:
             out.append(RequestJudged(objectives, verdicts))
         if self.logs_usage:
             held_s = now - record.arrived_at_s if record.was_held else 0.0
-            usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s)
+            usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s, objectives=objectives)
         return RequestRefused(record.ticket, refusal, arrival, record.queued, record.was_held, usage)
 
     def give_up(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
@@ -248,10 +249,10 @@ class Dispatcher:
         ``is_leased``, ``request_id``: see Decision.
         """
         arrival = record.arrived
-        run.expected = _expected(run, arrival.request)
+        run.expected = expected_of_run(run, arrival.request)
         usage = None
         if self.logs_usage:
-            usage = usage_of_decision(arrival, run.assignment, record.ticket, expected=run.expected, price=run.price)
+            usage = usage_of_run(record, run, arrival)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
         return Decision(
@@ -350,7 +351,14 @@ def constraints_of(
     )
 
 
-def _expected(run: Run, request: InferenceRequest) -> Expected:
+def usage_of_run(record: Record, run: Run, arrival: Arrival) -> UsageContext:
+    """For the usage log."""
+    return usage_of_decision(
+        arrival, run.assignment, record.ticket, expected=run.expected, price=run.price, objectives=run.objectives
+    )
+
+
+def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
     """What its limits have reserved, or what is expected of it without limits."""
     pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
     row = pool.table.row_of(run.assignment.endpoint.address)

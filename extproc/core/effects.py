@@ -12,7 +12,7 @@ from extproc.admission.flows import QueuedRequest
 from extproc.admission.guards import Guard
 from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
 from extproc.admission.objectives import ObjectiveClass
-from extproc.api.usage import UsageContext
+from extproc.api.usage import UsageContext, UsageLine
 from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.objectives import Times, Verdict
@@ -228,6 +228,14 @@ class PrefillEnded(msgspec.Struct, frozen=True):
     is_beside: bool = False
 
 
+class LogUsage(msgspec.Struct, frozen=True):
+    """Write a line of the usage log that Envoy cannot write: the client of its request left before Envoy was told of
+    the engine that worked for it.
+    """
+
+    line: UsageLine
+
+
 class LoadEnded(msgspec.Struct, frozen=True):
     """A load has ended, well or not."""
 
@@ -358,8 +366,8 @@ class WakeAt(msgspec.Struct, frozen=True):
 Pending = AskLimits | AskGuard | AskTokens | Held
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
-# What is done outside of the core for requests that wait; ``on_result`` gets a WorkResult.
-Work = LoadAdapter | Prefill | CancelPrefill | AbortDecode
+# What is done outside of the core for requests that wait or waited; ``on_result`` gets a WorkResult, if there is one.
+Work = LoadAdapter | Prefill | CancelPrefill | AbortDecode | LogUsage
 Effect = (
     Decision
     | RequestRefused

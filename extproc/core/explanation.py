@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.refusals import amount_text
+from extproc.api.budgets import title
 from extproc.api.quantities import money_text
 from extproc.endpoints.health import NO_ANSWER, silent_after_s
 from extproc.protocol import ANONYMOUS, REQUEST_ID, TENANT
@@ -280,7 +281,10 @@ def budget_states(charges: Iterable[Charge], level_of: Callable[[Charge], float]
 
 def _budget_line(one: BudgetState) -> str:
     left = "is shared with other machines" if one.left is None else f"has {one.left} of {one.most} left"
-    return f"  the budget {one.budget} of the {one.level} {left}; this request reserves {one.reserves}"
+    name = one.budget.rpartition("/")[2]
+    shown = title(name, "the API key itself")
+    what = f"budget {one.budget} of the {one.level}" if shown == name else shown
+    return f"  the {what} {left}; this request reserves {one.reserves}"
 
 
 def avoided_now(pool: Pool, now: float) -> dict[str, str]:

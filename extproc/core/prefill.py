@@ -238,6 +238,21 @@ def outcome_of_leg(judged: Judged, result: PrefillResult, address: str, took_s: 
     )
 
 
+def outcome_of_departure(leg: Leg, duration_s: float) -> Outcome:
+    """Of a request whose client has left while its prompt was computed."""
+    return Outcome(
+        ticket=leg.ticket,
+        status=0,
+        served=leg.address,
+        duration_s=duration_s,
+        ttfb_s=None,
+        prompt_tokens=None,
+        completion_tokens=None,
+        cached_tokens=None,
+        has_left=True,
+    )
+
+
 def end_leg(record: Record, run: Run, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
     """The prefill engine is free of the request, whichever process decides it: another one, or the decode engine, gets
     it now.

@@ -11,12 +11,37 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.dispatch import changed_body, constraints_of, no_longer_served, prompt_of
-from extproc.core.effects import AbortDecode, Broadcast, CancelPrefill, Effect, Prefill, PrefillEnded, with_fault
+from extproc.core.dispatch import (
+    changed_body,
+    constraints_of,
+    expected_of_run,
+    no_longer_served,
+    prompt_of,
+    usage_of_run,
+)
+from extproc.core.effects import (
+    AbortDecode,
+    Broadcast,
+    CancelPrefill,
+    Effect,
+    LogUsage,
+    Prefill,
+    PrefillEnded,
+    with_fault,
+)
 from extproc.core.peers import RequestPrefilled
-from extproc.core.prefill import Judged, Leg, end_leg, judge_prefill, outcome_of_leg, prefill_of
+from extproc.core.prefill import (
+    Judged,
+    Leg,
+    end_leg,
+    judge_prefill,
+    outcome_of_departure,
+    outcome_of_leg,
+    prefill_of,
+)
 from extproc.core.record import PrefillLeg
 from extproc.core.states import IN_FLIGHT, Event, State
+from extproc.core.usage import line_of_departure
 from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 from extproc.scheduling.pool import DecodePlace
 
@@ -118,11 +143,21 @@ class PrefillLegs:
         out.append(then.ask)
 
     def leave(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
-        """The client of a request that prefills has left: neither engine goes on with it."""
+        """The client of a request that prefills has left: neither engine goes on with it. It pays for its prompt, as
+        other clients that leave before the first byte of their answers.
+        """
         asked, _ = self._dispatcher.legs.pop(record.ticket)
         leg = PrefillLeg(asked.address, "left", now - record.since_s)
         out += [CancelPrefill(record.ticket), PrefillEnded(record.ticket, run.pool.name, leg, goes_on=False)]
-        self._running.undo(record, run, now, out)
+        # no engine has begun an answer
+        run.expected = msgspec.structs.replace(
+            expected_of_run(run, asked.arrival.request), output_tokens=0, most_output=0
+        )
+        outcome = outcome_of_departure(asked, now - record.arrived_at_s)
+        if self._dispatcher.logs_usage:
+            usage = usage_of_run(record, run, asked.arrival)
+            out.append(LogUsage(line_of_departure(record, asked.arrival.head, usage, outcome)))
+        self._running.undo(record, run, now, out, outcome=outcome)
 
     def close(self, ticket: str, out: list[Effect]) -> None:
         """The request is over; its prefill may still run beside it, or its decode engine may be asked to end it."""

@@ -73,10 +73,16 @@ class RunningRequests:
             if record is not None and record.run is not None and record.happens(Event.FINISHED):
                 self.on_stream_closed(record, record.run, now, out)
 
-    def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
-        """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""
+    def undo(self, record: Record, run: Run, now: float, out: list[Effect], *, outcome: Outcome | None = None) -> None:
+        """Its client went away before the decision reached the gateway. ``outcome``: of an engine that has worked for
+        it all the same; None: no engine got it, and it costs nothing.
+        """
         self._remove(record, now)
-        self.release(record, run, now, out)
+        if outcome is None:
+            self.release(record, run, now, out)
+        else:
+            self._free(record, run, now, out)
+            self._close(record, run, outcome, now, out)
         if run.objectives is not None:
             verdicts = judge_departure(run.objectives, now - record.arrived_at_s, is_streamed=run.sent.is_streamed)
             out.append(RequestJudged(run.objectives, verdicts))
@@ -104,6 +110,16 @@ class RunningRequests:
             record.become(State.SETTLED, now)
         # what is learned is an estimate; what was granted must be settled
         with_fault(out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out))
+        if record.is_ours and run.objectives is not None:
+            out.append(RequestJudged(run.objectives, judge(run.objectives, run, outcome)))
+        self._close(record, run, outcome, now, out)
+
+    def local_tickets(self) -> list[str]:
+        """The tickets of this process that are in flight."""
+        return [one.ticket for one in self._records.values() if one.is_ours and one.state in IN_FLIGHT]
+
+    def _close(self, record: Record, run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
+        """Charge what it has used."""
         used, service = NO_USAGE, 0.0
         if record.is_ours or run.gate is not None:
             used = run.used_tokens(outcome)
@@ -111,8 +127,6 @@ class RunningRequests:
             control = _NO_CONTROL if run.gate is None else run.gate.control
             service = weighted_tokens(control, used, float(cached))
             self._accounts.close(record, used, service, now, out)
-        if record.is_ours and run.objectives is not None:
-            out.append(RequestJudged(run.objectives, judge(run.objectives, run, outcome)))
         priority = 0 if run.gate is None or record.queued is None else record.queued.priority
         out.append(
             RequestSettled(
@@ -134,10 +148,6 @@ class RunningRequests:
                 is_streamed=run.sent.is_streamed,
             )
         )
-
-    def local_tickets(self) -> list[str]:
-        """The tickets of this process that are in flight."""
-        return [one.ticket for one in self._records.values() if one.is_ours and one.state in IN_FLIGHT]
 
     def _remove(self, record: Record, now: float) -> None:
         record.become(State.ABSENT, now)

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from extproc.api.usage import HTTP_ROUTE, UsageContext
-from extproc.api.used_tokens import Expected
-from extproc.protocol import api_of_path, truncate_name
+import msgspec
+
+from extproc.api.usage import HTTP_ROUTE, UsageContext, UsageLine
+from extproc.api.used_tokens import CLIENT_LEFT, Expected
+from extproc.protocol import REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
 
 if TYPE_CHECKING:
     from extproc.admission.identity import Subject
+    from extproc.admission.objectives import ObjectiveClass
     from extproc.api.admission import Band, FlowControl
     from extproc.api.pricing import Price
-    from extproc.core.record import Arrival, Head
+    from extproc.core.record import Arrival, Head, Outcome, Record
     from extproc.errors import Refusal
     from extproc.scheduling.pool import Assignment
+
+# Of texts that clients choose, as in Envoy's lines.
+_MOST_CHARACTERS: Final = 256
 
 
 def usage_of_decision(
@@ -25,25 +31,51 @@ def usage_of_decision(
     *,
     expected: Expected,
     price: Price | None,
+    objectives: ObjectiveClass | None,
 ) -> UsageContext:
     """Of a request that goes to an engine. ``price``: in force when it arrived."""
     return _usage_of(
         arrival,
         ticket,
+        objectives,
         expected=expected,
         cached=round(assignment.cached_tokens),
         price=price,
     )
 
 
-def usage_of_refusal(arrival: Arrival, ticket: str, refusal: Refusal, *, held_s: float) -> UsageContext:
+def usage_of_refusal(
+    arrival: Arrival, ticket: str, refusal: Refusal, *, held_s: float, objectives: ObjectiveClass | None
+) -> UsageContext:
     """Of a request that was routed and then refused: no engine has worked for it."""
-    return _usage_of(arrival, ticket, expected=Expected(held_ms=milliseconds(held_s)), refused=refusal.outcome)
+    return _usage_of(
+        arrival, ticket, objectives, expected=Expected(held_ms=milliseconds(held_s)), refused=refusal.outcome
+    )
+
+
+def line_of_departure(record: Record, head: Head, context: UsageContext, outcome: Outcome) -> UsageLine:
+    """The line of a request of which Envoy knows nothing but that its client left. Its ticket is its id: no other
+    request has it.
+    """
+    return UsageLine(
+        id=context.ticket,
+        at=round(record.wall_s, 3),
+        status=outcome.status,
+        request_id=head.headers.get(REQUEST_ID, "")[:_MOST_CHARACTERS] or None,
+        trace_id=None if record.trace is None else record.trace.parent.trace_id,
+        path=head.path[:_MOST_CHARACTERS],
+        context=msgspec.json.encode(context).decode(),
+        served=outcome.served,
+        cluster=f"{SERVER_CLUSTER}{context.server}",
+        duration_ms=int(outcome.duration_s * 1000.0),
+        flags=CLIENT_LEFT,
+    )
 
 
 def _usage_of(
     arrival: Arrival,
     ticket: str,
+    objectives: ObjectiveClass | None,
     *,
     expected: Expected,
     cached: int = 0,
@@ -52,6 +84,7 @@ def _usage_of(
 ) -> UsageContext:
     request, destination, caller = arrival.request, arrival.destination, arrival.caller
     control, priority = arrival.pool.spec.flow_control, arrival.priority
+    band = "" if control is None else _band_of(control, priority)
     return UsageContext(
         ticket=ticket,
         tenant=caller.tenant,
@@ -65,7 +98,8 @@ def _usage_of(
         served_model=truncate_name(destination.model),
         api="" if request.api is None else request.api.name,
         priority=priority,
-        band="" if control is None else _band_of(control, priority),
+        band=band,
+        service_class=band if objectives is None else objectives.name,
         streamed=request.is_streamed,
         queued_ms=expected.held_ms,
         cached=cached,

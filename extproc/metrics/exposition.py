@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from prometheus_client.metrics_core import Metric
@@ -159,6 +159,14 @@ class Counters(PiecewiseCollector):
         """All label values, and what is counted under them."""
         return list(self._counts.items())
 
+    def merge(self, label: str, names: Collection[str], into: str) -> None:
+        """End the series with one of ``names`` as their ``label``; what they counted is added to that of ``into``. The
+        sum of all is the same.
+        """
+        at = self._family.labels.index(label)
+        for values in [one for one in self._counts if one[at] in names and one[at] != into]:
+            self._counts[*values[:at], into, *values[at + 1 :]] += self._counts.pop(values)
+
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
         self._counts.setdefault(values, 0)
@@ -169,9 +177,8 @@ class Counters(PiecewiseCollector):
 
     def pieces(self) -> Iterator[str]:
         """All series."""
-        # events go on between two pieces
-        names, counts = list(self._counts), self._counts
-        return self._family.pieces(self._family.line(values, counts[values]) for values in names)
+        # of one moment: events go on between two pieces, and series are merged
+        return self._family.pieces(self._family.line(values, count) for values, count in self.items())
 
 
 class DeferredHistograms(PiecewiseCollector):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests wait for, as Prometheus metrics: a first engine, an adapter, a turn; limits, budgets and costs.
 
-Tenants are named by those that a trusted hop has authenticated; beyond a number of them, the rest are one.
+Tenants are named by those that a trusted hop has authenticated; the largest of late have series, and the rest are one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from extproc.core.effects import ClientLeft, GuardAsked
 from extproc.core.states import State
 from extproc.errors import BudgetSpent
 from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, MetricFamily, PiecewiseCollector
+from extproc.metrics.largest import LargestNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -265,7 +266,8 @@ class AdmissionMetrics:
         clock: Callable[[], float],
     ) -> None:
         self._gates = gates
-        self._tenants: set[str] = set()
+        self._clock = clock
+        self._tenants = LargestNames(MOST_TENANTS)
         self._waits = DeferredHistograms(
             "attache_queue_wait_seconds", "From arrival to dispatch.", _WAIT_BUCKETS, ["server", "band"], registry
         )
@@ -327,7 +329,7 @@ class AdmissionMetrics:
 
     def count_dispatch(self, decision: Decision) -> None:
         """A request goes to an engine, at once or after a wait."""
-        tenant, queued = self._tenant(decision.tenant), decision.queued
+        tenant, queued = self._count_tenant(decision.tenant), decision.queued
         for grant in decision.grants:
             for charge, level in zip(grant.charges, grant.levels, strict=True):
                 if charge.budget is not None and level <= charge.budget.soft:
@@ -349,7 +351,7 @@ class AdmissionMetrics:
         arrival, outcome = refused.arrival, refused.refusal.outcome
         if isinstance(refused.refusal, BudgetSpent):
             self._spent.add(refused.refusal.budget)
-        self._requests.add(self._tenant(arrival.tenant), outcome)
+        self._requests.add(self._count_tenant(arrival.tenant), outcome)
         if refused.was_held and refused.queued is not None:
             self._ends.add(arrival.pool.name, self._band(arrival.pool.name, refused.queued), outcome)
 
@@ -395,12 +397,16 @@ class AdmissionMetrics:
         if seconds:
             self._redis_seconds.observe(seconds)
 
+    def _count_tenant(self, name: str) -> str:
+        """One more request of the tenant. Returns the name of its series."""
+        if lost := self._tenants.review(self._clock()):
+            for counters in (self._requests, *self._tokens.values(), self._service, self._tenant_wait, self._cost):
+                counters.merge("tenant", lost, OTHERS)
+        self._tenants.count(name)
+        return self._tenant(name)
+
     def _tenant(self, name: str) -> str:
-        if name not in self._tenants:
-            if len(self._tenants) >= MOST_TENANTS:
-                return OTHERS
-            self._tenants.add(name)
-        return name
+        return name if name in self._tenants else OTHERS
 
     def _band(self, server: str, queued: QueuedRequest) -> str:
         gate = self._gates().get(server)

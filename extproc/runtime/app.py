@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +29,7 @@ from extproc.api.snapshot import kept_connections, limits_without_redis, missing
 from extproc.api.tracing import Tracing
 from extproc.core.accounts import NO_OTHERS, RecentGrants
 from extproc.core.core import Core
-from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, Prefill
+from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, LogUsage, Prefill
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engine_access import EngineAccess
@@ -44,6 +44,7 @@ from extproc.feeds.shared_grants import SharedGrants
 from extproc.feeds.state_owner import StateOwner
 from extproc.feeds.tokens import Tokenizers
 from extproc.feeds.traces import TraceExporter
+from extproc.feeds.usage_lines import UsageLines
 from extproc.feeds.usage_rollups import UsageRollups
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
@@ -247,6 +248,10 @@ class App:
         )
         self._health_port = HealthPort(self._server.health)
 
+    @cached_property
+    def _usage_lines(self) -> UsageLines:
+        return UsageLines(lambda: self._core.snapshot.gateway.usage_log, self._metrics.registry)
+
     def _recent_grants(self, origin: str) -> RecentGrants:
         worker = self._settings.worker
         if worker is None:
@@ -321,7 +326,7 @@ class App:
         )
 
     def _begin(self, ask: Work) -> None:
-        """Have an engine load an adapter, or prefill; the HTTP client comes with the first of them."""
+        """Have an engine load an adapter, or prefill, or write a line; the HTTP client comes with the first of them."""
         match ask:
             case LoadAdapter():
                 self._loads().start(ask)
@@ -331,6 +336,8 @@ class App:
                 self._legs().cancel(ask.ticket, after_s=ask.after_s)
             case AbortDecode():
                 self._legs().abort(ask)
+            case LogUsage():
+                self._usage_lines.add(ask.line)
 
     def _loads(self) -> AdapterLoader:
         if self._loader is None:
@@ -424,6 +431,7 @@ class App:
                 saved.save()
             await self._traces.close()
             await self._payloads.close()
+            await self._usage_lines.close()
             await self._tokenizers.close()
             await self._guards.close()
             for begun in (self._loader, self._prefills):

@@ -18,7 +18,9 @@ import pytest
 from aiohttp import web
 
 from bench.stack.processes import free_ports
+from controller.usage.rows import row_of
 from extproc.api.model_server import TRANSFER_PORTS
+from extproc.api.usage import LEFT_SUFFIX
 from extproc.request.prefill import PROTOCOLS
 from tests.bench.engine.test_exchange import Engine, Pair, running
 from tests.certificates import Authority
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from extproc.api.model_server import Connector
 
 MODEL: Final = "llama"
+# than any test
+LATER_S: Final = 4e9
 PROMPT: Final = "once upon a time " * 40
 NIXL: Final = MappingProxyType({"connector": "NixlConnector"})
 CHAT: Final = [{"role": "user", "content": PROMPT}]
@@ -130,7 +134,8 @@ async def scene_of(
             endpoints.append({"address": decode, "labels": {"role": "decode"}})
         more: dict[str, object] = {"model": MODEL, "endpoints": endpoints, "pdGroup": pairs(connector, **group)}
         more |= {"engine": engine_name, "metricsPath": "/metrics"}
-        async with gateway_on(directory, more=more) as gateway:
+        log = {"usageLog": {"path": str(directory / "usage.log")}}
+        async with gateway_on(directory, gateway=log, more=more) as gateway:
             scene = Scene(pair, gateway)
             async with scene.openai, scene.anthropic:
                 yield scene
@@ -427,6 +432,16 @@ async def test_a_client_that_leaves_during_the_prefill_leaves_nothing(tmp_path: 
         await eventually(left)
         await scene.pair.are_free()
         assert await scene.pair.decode.metric("vllm:request_success_total") == 0
+        # Envoy writes no line, and extproc one
+        log = tmp_path / f"usage.log{LEFT_SUFFIX}"
+        await eventually(lambda: log.exists() and log.stat().st_size > 0)
+        (row,) = [row_of(line, LATER_S) for line in log.read_bytes().splitlines()]
+        assert (row.ended, row.status, row.endpoint) == ("client", 0, scene.pair.prefill.url.removeprefix("http://"))
+        assert row.duration_us > 0
+        assert (row.input > 100, row.output, row.is_estimated, row.request_id != "") == (True, 0, True, True)
+        answer = await scene.openai.completions.create(model=MODEL, prompt="short", max_tokens=1)
+        assert answer.choices
+        await eventually(lambda: (tmp_path / "usage.log").read_bytes().count(b"\n") == 1)
 
 
 @asynccontextmanager

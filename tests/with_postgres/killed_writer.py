@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from controller.usage.follow import LogFollower, Position, Rotation
-from controller.usage.ingest import Counts, Ingest
+from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
 from controller.usage.store import Sink, SqlStore, open_engine
 from tests.examples import IS_SLOW
@@ -80,7 +80,6 @@ def _write(url: str, log: Path, tells: int) -> None:
     ingest = Ingest(
         LogFollower(log, Position(), _CLOCK, most_bytes=20_000),
         lambda: sink,
-        counts=Counts(),
         wall=lambda: NOON_S + 60.0,
         keep_requests_s=_DAY_S,
         keep_rollups_s=_DAY_S,

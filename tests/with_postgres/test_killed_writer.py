@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from controller.usage.follow import SETTLE_S, LogFollower, Position, Rotation
-from controller.usage.ingest import Counts, Ingest
+from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
 from controller.usage.store import SqlStore, open_engine, requests, rollups_day, rollups_hour
 from tests.usage_lines import NOON_S, line, text
@@ -42,7 +42,6 @@ def ingest_of(sink: Sink, log: Path, rotation: Rotation | None = None) -> Ingest
     return Ingest(
         LogFollower(log, Position(), clock),
         lambda: sink,
-        counts=Counts(),
         wall=lambda: NOON_S + 60.0,
         keep_requests_s=DAY_S,
         keep_rollups_s=DAY_S,

@@ -207,7 +207,8 @@ def test_a_store_of_the_first_version_gets_the_ids_of_keys(store: SqlStore) -> N
     old, new = row("old"), row("new", key_id="k-2")
     store.write([old], Position(), at(1))
     with store.engine.begin() as connection:
-        connection.execute(sa.text("ALTER TABLE requests DROP COLUMN key_id"))
+        for later in ("key_id", "service_class"):
+            connection.execute(sa.text(f"ALTER TABLE requests DROP COLUMN {later}"))
         connection.execute(sa.text("UPDATE schema_version SET version = 1"))
     store.prepare()
     # nothing to do the second time
@@ -232,6 +233,13 @@ def test_ids_of_keys_are_in_reports_as_long_as_rows_are_kept(store: SqlStore) ->
     parameters = {"start": ["2026-09-01"], "end": ["2026-11-24"], "group_by": ["key_id"]}
     with pytest.raises(BadQuery, match="at most 32 days"):
         query_of(parameters, NOON_S)
+
+
+def test_classes_are_in_reports_as_long_as_rows_are_kept(store: SqlStore) -> None:
+    store.write([row("a"), row("b", service_class="gold"), row("c", service_class="gold")], Position(), at(1))
+    found = report(store, groups=("service_class",))
+    assert requests_of(found) == [({"service_class": ""}, 1), ({"service_class": "gold"}, 2)]
+    assert requests_of(report(store, filters=(("service_class", ("gold",)),))) == [({}, 2)]
 
 
 def test_tables_are_made_once_by_processes_that_start_together(store_url: str) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.usage.follow import LogFollower, Position
-from controller.usage.ingest import Counts, Ingest
+from controller.usage import ingest
+from controller.usage.follow import TAKEN, LeftLines, LogFollower, Position
+from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
 from controller.usage.store import BadBatch, Sink, SqlStore, StoreAway, StoreError, open_engine
+from extproc.api.usage import LEFT_SUFFIX
 from tests.usage_lines import NOON_S, context, line, text
 
 if TYPE_CHECKING:
@@ -65,16 +67,17 @@ class Scene:
     def __init__(self, log: Path, sink: Sink, open_sink: Callable[[], Sink] | None = None) -> None:
         self.now_s = NOON_S + 60.0
         self.log = log
+        self.left = log.with_name(log.name + LEFT_SUFFIX)
         self.follower = LogFollower(log, Position(), lambda: self.now_s)
-        self.counts = Counts()
         self.ingest = Ingest(
             self.follower,
             open_sink or (lambda: sink),
-            counts=self.counts,
             wall=lambda: self.now_s,
             keep_requests_s=90 * DAY_S,
             keep_rollups_s=730 * DAY_S,
+            left=LeftLines(self.left, lambda: self.now_s),
         )
+        self.counts = self.ingest.counts
 
     def write(self, *lines: bytes) -> None:
         with self.log.open("ab") as file:
@@ -95,6 +98,96 @@ def test_rows_are_kept_and_counted(tmp_path: Path) -> None:
     assert (counts.lines, counts.rows, counts.bad_lines, counts.bytes_behind) == (4, 2, 2, 0)
 
 
+def test_lines_that_extproc_writes_have_rows_and_their_file_goes(tmp_path: Path) -> None:
+    sink = MemorySink()
+    scene = Scene(tmp_path / "log", sink)
+    scene.write(text(line("a")))
+    scene.left.write_bytes(text(line("b", status=0, flags="DC")) + b"garbage\n")
+    scene.drain()
+    # whoever has opened the file may still write
+    assert [row.id for row in sink.rows] == ["a"]
+    taken = scene.left.with_name(scene.left.name + TAKEN)
+    with taken.open("ab") as file:
+        file.write(text(line("c")))
+    at = sink.at
+    scene.now_s += 3
+    scene.drain()
+    assert [(row.id, row.ended) for row in sink.rows] == [("a", "whole"), ("b", "client"), ("c", "whole")]
+    assert sink.at == at
+    assert not taken.exists()
+    # and the next ones
+    scene.left.write_bytes(text(line("d")))
+    scene.drain()
+    scene.now_s += 3
+    scene.drain()
+    assert [row.id for row in sink.rows] == ["a", "b", "c", "d"]
+    assert (scene.counts.lines, scene.counts.bad_lines) == (5, 1)
+    assert sorted(tmp_path.iterdir()) == [scene.log]
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_the_last_lines_of_extproc_are_kept_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_away: bool
+) -> None:
+    sink = MemorySink()
+    scene = Scene(tmp_path / "log", sink)
+
+    def sleep(seconds: float) -> None:
+        scene.now_s += seconds
+
+    monkeypatch.setattr(ingest.time, "sleep", sleep)
+    scene.left.write_bytes(text(line("a")))
+    sink.is_away = is_away
+    stop = threading.Event()
+    stop.set()
+    began_s = scene.now_s
+    scene.ingest.run(stop)
+    assert [row.id for row in sink.rows] == ([] if is_away else ["a"])
+    # a store that is away does not hold up the end
+    assert scene.now_s - began_s <= 3.0
+
+
+def test_lines_of_extproc_wait_for_a_store_that_is_away(tmp_path: Path) -> None:
+    sink = MemorySink()
+    scene = Scene(tmp_path / "log", sink)
+    scene.left.write_bytes(b"".join(text(line(f"r{number}")) for number in range(3)))
+    scene.drain()
+    sink.is_away = True
+    scene.now_s += 3
+    assert scene.ingest.step() > 0
+    assert scene.counts.error == "the store is away"
+    sink.is_away = False
+    scene.drain()
+    assert [row.id for row in sink.rows] == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize("dies", ["before the row", "before the unlink"])
+def test_a_process_that_dies_keeps_lines_of_extproc_once(tmp_path: Path, dies: str) -> None:
+    def open_store() -> SqlStore:
+        store = SqlStore(open_engine(f"sqlite:///{tmp_path / 'usage.db'}"), "log")
+        store.prepare()
+        return store
+
+    first = Scene(tmp_path / "log", open_store())
+    first.left.write_bytes(text(line("a")) + text(line("b")))
+    first.drain()
+    if dies == "before the unlink":
+        first.now_s += 3
+        # the batch is kept, and its file is still there
+        assert first.ingest.step() == 0
+        assert first.counts.rows == 2
+    first.ingest.close()
+    second = Scene(tmp_path / "log", open_store())
+    second.drain()
+    second.now_s += 3
+    second.drain()
+    assert (second.counts.rows, second.counts.duplicates) == ((0, 2) if dies == "before the unlink" else (2, 0))
+    second.ingest.close()
+    with open_engine(f"sqlite:///{tmp_path / 'usage.db'}").connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM requests").scalar() == 2
+        assert connection.exec_driver_sql("SELECT sum(requests) FROM rollups_day").scalar() == 2
+
+
 def test_until_when_all_that_ended_is_stored(tmp_path: Path) -> None:
     sink = MemorySink()
     scene = Scene(tmp_path / "log", sink)
@@ -102,20 +195,20 @@ def test_until_when_all_that_ended_is_stored(tmp_path: Path) -> None:
     scene.write(*(text(line(f"r{index}", at=NOON_S + index, duration_us=500_000)) for index in range(3)))
     scene.ingest.step()
     # the end of the last one, but for what Envoy may hold
-    assert sink.until_s == NOON_S + 0.5
+    assert sink.until_s == NOON_S - 1.5
     scene.drain()
     # nothing waits; that is stored now and then
-    assert scene.counts.until_s == scene.now_s - 2
+    assert scene.counts.until_s == scene.now_s - 4
     scene.now_s += 61
     scene.drain()
-    assert sink.until_s == scene.now_s - 2
+    assert sink.until_s == scene.now_s - 4
     # a store that is away, and lines that wait
     sink.is_away = True
     before_s = scene.now_s
     scene.now_s += 10
     scene.write(text(line("later", at=before_s, duration_us=5_000_000)))
     scene.ingest.step()
-    assert scene.counts.until_s == before_s - 2
+    assert scene.counts.until_s == before_s - 4
 
 
 def test_bad_lines_are_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,10 +27,12 @@ from extproc.admission.budgets import (
 from extproc.admission.identity import Caller
 from extproc.admission.limits import NO_USAGE, Grant, Usage
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.refusals import soft_line
 from extproc.api.authentication import ApiKey
 from extproc.api.budgets import Budget, BudgetMax, KeyBudget
 from extproc.api.pricing import Price, Rates
 from extproc.api.quantities import Money, decode_quantity
+from extproc.core.explanation import _budget_line, budget_states
 from extproc.errors import BudgetSpent
 from tests.examples import examples
 
@@ -99,7 +101,7 @@ def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
 
 
 def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
-    key = ApiKey("k", "a", budgets=(KeyBudget("Day", BudgetMax(requests=1)),))
+    key = ApiKey("k", "a", budgets=(KeyBudget("Day", BudgetMax(requests=1), soft=0.5),))
     budgets, limits = BudgetsOf(of_keys=compile_keys([key], BudgetAccounts())), LocalLimits()
     caller = Caller("a", "", "k")
     limits.reserve(budgets.charges(caller, NO_USAGE, NOON), 0.0)
@@ -108,6 +110,15 @@ def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
     assert refused.value.message == (
         "The daily budget of this API key (1 requests) is used up. It resets in 12h0m0s, at 2026-11-16T00:00:00Z."
     )
+    headers = refused.value.headers
+    assert headers["x-attache-budget-remaining"] == '"daily budget of this API key";r=0;t=43200;unit="requests"'
+    assert headers["x-attache-budget-warning"] == '"daily budget of this API key";used=1.00;unit="requests"'
+    (one,) = budgets.charges(caller, NO_USAGE, NOON)
+    assert soft_line(one, 0.2) == (
+        "daily budget of the key itself: the API key a/k has reserved or used 80% of 1 requests for this day"
+    )
+    (state,) = budget_states([one], lambda _: 0.0)
+    assert _budget_line(state).startswith("  the daily budget of the API key itself has 0 requests of 1 requests left")
 
 
 def test_all_budgets_must_have_room_and_nothing_is_taken_if_one_has_none() -> None:

@@ -144,4 +144,5 @@ def test_checks_know_the_budgets_of_keys() -> None:
         }
     )
     (note,) = mixed_currencies(priced)
-    assert note.startswith("API keys: the budget 'key:day' is in EUR, and prices of its ModelServers are in USD")
+    begin = "API keys: the daily budget of a key itself is in EUR, and prices of its ModelServers are in USD"
+    assert note.startswith(begin)

@@ -149,7 +149,16 @@ class Life:
         self.has_failed = True
         before = {ticket: self.core.state_of(ticket) for ticket in self.seen}
         before.setdefault(subject, State.ABSENT)
+        if before[subject] is State.PREFILLING and event in {Event.LEFT, Event.FINISHED}:
+            # its prompt was computed, and nothing else
+            record = self.core._records[subject]
+            assert record.run is not None
+            self.sent[subject] = record.grants, record.run
         effects = verb()
+        if subject in self.sent and before[subject] is State.PREFILLING:
+            (settled,) = [one for one in effects if isinstance(one, RequestSettled)]
+            assert (settled.used.input_tokens > 0, settled.used.output_tokens) == (True, 0.0)
+            self.account(subject, settled.outcome)
         ends = {one.ticket: one for one in effects if isinstance(one, Decision | RequestRefused)}
         for ticket, state in before.items():
             after = self.core.state_of(ticket)

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
+from controller.usage.rows import row_of
+from extproc.admission.budgets import BudgetKey
 from extproc.api.load import load_snapshot
 from extproc.core import dispatch, prefill, prefill_leg
 from extproc.core.core import Core
@@ -22,6 +24,7 @@ from extproc.core.effects import (
     Fault,
     HealthChanged,
     Held,
+    LogUsage,
     Prefill,
     PrefillEnded,
     RequestRefused,
@@ -49,6 +52,13 @@ if TYPE_CHECKING:
 P, D, E, Q = (f"10.0.0.{number}:8000" for number in range(1, 5))
 SERVER: Final = "default/llama"
 HEADERS: Final = {"x-request-id": "r-1", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-00"}
+USAGE_LOG: Final = b"""
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: gateway}
+spec: {usageLog: {path: /var/lib/attache/usage.log}}
+"""
 PARAMETERS: Final = b'{"do_remote_prefill": true, "remote_block_ids": [[11, 12]], "remote_host": "10.0.0.1"}'
 
 
@@ -59,6 +69,7 @@ def config(
     engines: Iterable[str] = (D,),
     prefill: Iterable[str] = (P,),
     others: str = "",
+    route: str = "",
 ) -> bytes:
     listed = [{"address": one, "labels": {"role": "prefill"}} for one in prefill]
     listed += [{"address": one, "labels": {"role": "decode"}} for one in engines]
@@ -77,7 +88,10 @@ spec:
 apiVersion: attache.dev/v1alpha1
 kind: ModelRoute
 metadata: {{name: chat}}
-spec: {{modelName: chat, rules: [{{targetModels: [{{modelServerName: llama}}]}}]}}
+spec:
+  modelName: chat
+  rules: [{{targetModels: [{{modelServerName: llama}}]}}]
+  {route}
 """.encode()
 
 
@@ -114,6 +128,11 @@ class Scene:
         body = b'{"choices": [], "kv_transfer_params": %b, "usage": %b}' % (parameters, usage)
         result = PrefillResult(ticket, status=200, body=body, answered_at_s=now)
         return self.core.on_result(msgspec.structs.replace(result, **fields), now)
+
+    def spent(self) -> dict[str, float]:
+        """Of the budget of all callers, by resource."""
+        levels = {BudgetKey.parse(one.key): one for one in self.core.admission.limits.budget_levels()}
+        return {key.resource: one.limit.capacity - one.level for key, one in levels.items() if key is not None}
 
     def load(self, address: str) -> tuple[int, float]:
         """Requests in flight, and prefill work that waits."""
@@ -463,7 +482,7 @@ def test_a_prefill_that_cannot_be_learned_from_counts_all_the_same(monkeypatch: 
     assert scene.is_free
 
 
-@pytest.mark.parametrize("name", ["end_leg", "_expected"])
+@pytest.mark.parametrize("name", ["end_leg", "expected_of_run"])
 def test_our_own_fault_after_a_prefill_leaves_nothing_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(config())
     _, asked, _ = scene.arrive()
@@ -542,6 +561,55 @@ def test_a_client_that_leaves_ends_the_prefill() -> None:
     # a result that was on its way
     assert not scene.answer(asked.ticket, 0.3)
     assert not scene.core.requests()
+
+
+BUDGET: Final = "budgets: [{name: b, window: Month, max: {inputTokens: 10000, outputTokens: 10000, requests: 10}}]"
+PRICED: Final = "pricing: [{perMillion: {input: 1, output: 10}}]"
+
+
+@pytest.mark.parametrize("end", ["disconnect", "closed"])
+def test_a_client_that_leaves_pays_for_its_prompt_once(end: str) -> None:
+    scene = Scene(config(others=PRICED, route=BUDGET))
+    scene.core.on_wall_clock(1_000_000.0, 0.0)
+    _, asked, _ = scene.arrive(1.0, max_tokens=500)
+    assert scene.spent()["output_tokens"] == 500
+    verb = scene.core.on_disconnect if end == "disconnect" else scene.core.on_stream_closed
+    effects = verb(asked.ticket, 3.0)
+    (settled,) = [one for one in effects if isinstance(one, RequestSettled)]
+    prompt = settled.used.input_tokens
+    assert prompt > 400
+    assert (settled.used.output_tokens, settled.used.cost_micros, settled.currency) == (0.0, prompt, "USD")
+    assert (settled.outcome.served, settled.outcome.status, settled.outcome.has_left) == (P, 0, True)
+    # all of what was reserved for the answer is given back
+    assert scene.spent() == {"input_tokens": prompt, "requests": 1}
+    assert not [one for one in verb(asked.ticket, 3.1) if isinstance(one, RequestSettled)]
+
+
+def test_a_client_that_leaves_has_a_row_as_others_that_leave() -> None:
+    scene = Scene(config(others=PRICED) + USAGE_LOG)
+    scene.core.on_wall_clock(1_000_000.0, 0.0)
+    _, asked, _ = scene.arrive(1.0, max_tokens=500, stream=False)
+    (logged,) = [one for one in scene.core.on_disconnect(asked.ticket, 3.5) if isinstance(one, LogUsage)]
+    row = row_of(msgspec.json.encode(logged.line), 1_000_010.0)
+    assert (row.id, row.ticket, row.request_id) == (asked.ticket, asked.ticket, "r-1")
+    assert (row.at_us, row.duration_us, row.ttft_us) == (1_000_001_000_000, 2_500_000, None)
+    assert (row.status, row.ended, row.finish, row.is_failed, row.is_degraded) == (0, "client", "", False, False)
+    assert (row.endpoint, row.server, row.model, row.api) == (P, SERVER, "chat", "CHAT")
+    assert row.input > 400
+    assert (row.output, row.cached, row.is_estimated, row.cost_micros) == (0, 0, True, row.input)
+
+
+def test_what_a_client_sends_makes_no_line_long() -> None:
+    scene = Scene(config() + USAGE_LOG)
+    _, asked, _ = scene.arrive(headers={"x-request-id": "r" * 60_000})
+    (logged,) = [one for one in scene.core.on_disconnect(asked.ticket, 0.2) if isinstance(one, LogUsage)]
+    assert len(msgspec.json.encode(logged.line)) < 2_000
+
+
+def test_without_a_usage_log_there_is_no_row() -> None:
+    scene = Scene(config())
+    _, asked, _ = scene.arrive()
+    assert not [one for one in scene.core.on_disconnect(asked.ticket, 0.2) if isinstance(one, LogUsage)]
 
 
 def test_a_stream_that_closes_does_the_same() -> None:

@@ -139,6 +139,23 @@ def test_a_refusal_by_a_limit_or_for_want_of_engines_tells_route_and_server() ->
         assert (context.input_tokens, context.output_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("route", "server", "found"),
+    [
+        ("slo: [{name: gold, ttft: 1s}]", "", "gold"),
+        ("slo: [{name: gold, ttft: 1s}]", "flowControl: {bands: [{name: all, priority: 0, share: 1}]}", "gold"),
+        ("", "flowControl: {bands: [{name: all, priority: 0, share: 1}]}", "all"),
+        ("", "", ""),
+    ],
+)
+def test_a_request_has_the_class_of_its_objectives_or_else_its_band(route: str, server: str, found: str) -> None:
+    server = f"endpoints: [{{address: '10.0.0.1:8000'}}]\n{server}"
+    core = core_of(route=f"{route}\nrateLimits: [{{unit: hour, requests: 1}}]", server=server, **LOG)
+    sent, refused = context_in(answer_to(core, chat())), context_in(answer_to(core, chat()))
+    assert (sent.service_class, refused.service_class) == (found, found)
+    assert (sent.refused, refused.refused) == ("", "rate_limited")
+
+
 def test_an_http_route_is_no_model_route_of_the_same_name() -> None:
     """Rows of it are not charged to budgets of that ModelRoute."""
     core = core_of(route="budgets: [{name: all, window: Day, max: {requests: 10}}]", **LOG)
@@ -146,9 +163,9 @@ def test_an_http_route_is_no_model_route_of_the_same_name() -> None:
     chosen = core.builder.to_server("default/llama", head, chat(model="other"))
     refusal = NoEndpoint("none")
     found = [
-        usage_of_refusal(chosen, "t1", refusal, held_s=0.0),
+        usage_of_refusal(chosen, "t1", refusal, held_s=0.0, objectives=None),
         usage_of_unread(head, ANONYMOUS_SUBJECT, refusal),
-        usage_of_refusal(core.builder.by_model(head, chat()), "t2", refusal, held_s=0.0),
+        usage_of_refusal(core.builder.by_model(head, chat()), "t2", refusal, held_s=0.0, objectives=None),
     ]
     assert [None if one is None else one.route for one in found] == [
         "http:default/chat",

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tenants with series of their own are the largest of late, and no sum goes backwards."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from extproc.metrics.exposition import Counters
+from extproc.metrics.largest import LargestNames
+from extproc.metrics.queues import OTHERS, AdmissionMetrics
+from extproc.metrics.registry import Metrics
+
+MINUTE_S = 60.0
+
+
+def ask(names: LargestNames, now: float, **counts: int) -> frozenset[str]:
+    lost = names.review(now)
+    for name, count in counts.items():
+        for _ in range(count):
+            names.count(name)
+    return lost
+
+
+def test_a_name_that_has_become_large_takes_the_place_of_the_smallest() -> None:
+    names = LargestNames(2)
+    ask(names, 0.0, first=5, second=3)
+    assert not ask(names, 30.0, late=4)
+    assert ("first" in names, "second" in names, "late" in names) == (True, True, False)
+    assert ask(names, 60.0) == {"second"}
+    assert ("first" in names, "second" in names, "late" in names) == (True, False, True)
+
+
+def test_old_requests_count_less() -> None:
+    names = LargestNames(1)
+    ask(names, 0.0, old=100)
+    assert not ask(names, 60.0, new=30)
+    assert not ask(names, 120.0, new=30)
+    # 100 / 4 of the one, 30 + 30 / 2 of the other
+    assert ask(names, 180.0) == {"old"}
+
+
+def test_a_place_that_nobody_wants_is_kept() -> None:
+    names = LargestNames(2)
+    ask(names, 0.0, a=1)
+    for minute in range(1, 100):
+        assert not ask(names, minute * MINUTE_S)
+    assert "a" in names
+    ask(names, 6000.0, b=1, c=1)
+    assert "b" in names
+    assert ask(names, 6060.0) == {"a"}
+
+
+def test_equal_names_do_not_change_places() -> None:
+    names = LargestNames(2)
+    for minute in range(20):
+        assert not ask(names, minute * MINUTE_S, z=1, y=1, b=1, a=1)
+
+
+def test_names_that_are_invented_take_no_place_and_little_memory() -> None:
+    names = LargestNames(3, most_counted=20)
+    ask(names, 0.0, a=5, b=5, c=5)
+    number = 0
+    for minute in range(1, 50):
+        assert not ask(names, minute * MINUTE_S, a=5, b=5, c=5)
+        for _ in range(100):
+            number += 1
+            names.count(f"invented-{number}")
+        assert len(names._counts) <= 20
+
+
+@given(
+    minutes=st.lists(st.lists(st.sampled_from("abcdef"), max_size=30), min_size=1, max_size=8),
+    most=st.integers(1, 4),
+)
+def test_a_review_gives_places_to_the_largest_and_no_more(minutes: list[list[str]], most: int) -> None:
+    names, counts = LargestNames(most), dict.fromkeys("abcdef", 0.0)
+    for minute, asked in enumerate(minutes):
+        before = {name for name in "abcdef" if name in names}
+        lost = names.review(minute * MINUTE_S)
+        placed = {name for name in "abcdef" if name in names}
+        assert lost == before - placed
+        assert len(placed) <= most
+        if placed and (others := counts.keys() - placed):
+            assert min(counts[name] for name in placed) >= max(counts[name] for name in others) - 0.2
+        counts = {name: count / 2 for name, count in counts.items()} if minute else counts
+        for name in asked:
+            names.count(name)
+            counts[name] += 1
+        assert sum(1 for name in "abcdef" if name in names) <= most
+
+
+@given(
+    added=st.lists(st.tuples(st.sampled_from(["a", "b", OTHERS]), st.sampled_from("xy"), st.integers(0, 9))),
+    lost=st.sets(st.sampled_from(["a", "b", OTHERS])),
+)
+def test_merged_counters_have_the_same_sum(added: list[tuple[str, str, int]], lost: set[str]) -> None:
+    counters = Counters("c", "", ["tenant", "server"], CollectorRegistry())
+    for tenant, server, amount in added:
+        counters.add_amount(amount, tenant, server)
+    before = {one: sum(count for (_, server), count in counters.items() if server == one) for one in "xy"}
+    others = dict(counters.items())
+    counters.merge("tenant", lost, OTHERS)
+    after = dict(counters.items())
+    assert {one: sum(count for (_, server), count in after.items() if server == one) for one in "xy"} == before
+    assert not {tenant for tenant, _ in after} & (lost - {OTHERS})
+    for server in "xy":
+        assert after.get((OTHERS, server), 0) >= others.get((OTHERS, server), 0)
+
+
+def test_a_page_that_is_being_written_has_the_sums_of_one_moment() -> None:
+    counters = Counters("c", "", ["tenant"], CollectorRegistry())
+    for number in range(3):
+        counters.add_amount(10, f"t{number}")
+    pieces = counters.pieces()
+    next(pieces)
+    counters.merge("tenant", {"t0", "t1", "t2"}, OTHERS)
+    text = "".join(pieces)
+    assert text.count(" 10.0\n") == 3
+    assert dict(counters.items()) == {(OTHERS,): 30}
+
+
+def test_tenants_that_become_large_get_series_and_sums_stay() -> None:
+    now = [0.0]
+    metrics = Metrics(list, lambda: 0.0, lambda: now[0])
+    admission: AdmissionMetrics = metrics.admission
+    admission._tenants = LargestNames(2)
+    total, others = 0.0, 0.0
+    for minute, tenants in enumerate(["aab", "ccccccaa", "cccccbbb", "dddddddddd", "dddd"]):
+        now[0] = minute * MINUTE_S
+        for tenant in tenants:
+            admission._requests.add(admission._count_tenant(tenant), "picked")
+            counts = {one: count for (one, _), count in admission._requests.items()}
+            assert sum(counts.values()) == total + 1
+            assert counts.get(OTHERS, 0) >= others
+            total, others = total + 1, counts.get(OTHERS, 0)
+            assert len(counts.keys() - {OTHERS}) <= 2
+    assert {one for (one, _), _ in admission._requests.items()} == {"c", "d", OTHERS}
