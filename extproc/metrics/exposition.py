@@ -159,13 +159,12 @@ class Counters(PiecewiseCollector):
         """All label values, and what is counted under them."""
         return list(self._counts.items())
 
-    def merge(self, label: str, names: Collection[str], into: str) -> None:
-        """End the series with one of ``names`` as their ``label``; what they counted is added to that of ``into``. The
-        sum of all is the same.
+    def forget(self, label: str, names: Collection[str]) -> None:
+        """End the series with one of ``names`` as their ``label``. To add them up elsewhere would count them twice in
+        ``increase()``.
         """
         at = self._family.labels.index(label)
-        for values in [one for one in self._counts if one[at] in names and one[at] != into]:
-            self._counts[*values[:at], into, *values[at + 1 :]] += self._counts.pop(values)
+        self._counts = defaultdict(int, {one: count for one, count in self._counts.items() if one[at] not in names})
 
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
@@ -177,7 +176,7 @@ class Counters(PiecewiseCollector):
 
     def pieces(self) -> Iterator[str]:
         """All series."""
-        # of one moment: events go on between two pieces, and series are merged
+        # of one moment: events go on between two pieces, and series end
         return self._family.pieces(self._family.line(values, count) for values, count in self.items())
 
 

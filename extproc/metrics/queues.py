@@ -401,7 +401,7 @@ class AdmissionMetrics:
         """One more request of the tenant. Returns the name of its series."""
         if lost := self._tenants.review(self._clock()):
             for counters in (self._requests, *self._tokens.values(), self._service, self._tenant_wait, self._cost):
-                counters.merge("tenant", lost, OTHERS)
+                counters.forget("tenant", lost - {OTHERS})
         self._tenants.count(name)
         return self._tenant(name)
 
