@@ -25,7 +25,7 @@ PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm test-image image-archive)
 
 .PHONY: $(PREFLIGHTS) help image image-archive run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm test-image coverage coverage-report check check-rest fix bench \
-  sglang-gateway otelcol soak soak-short lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
+  sglang-gateway otelcol helm soak soak-short lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -56,6 +56,7 @@ test-all: export SLOW := 1
 test-all: export COVERAGE := 1
 test-all: $(VENV)/ready ## all tests, also the slow ones, those with a real API server and with real engines, and how much code they reach (an hour and more)
 	-$(RUN) -m tools.otelcol
+	-$(RUN) -m tools.helm
 	$(RUN) -m coverage erase
 	$(RUN) -m tools.stages --once $(ALL_STAGES)
 
@@ -131,6 +132,9 @@ sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare
 otelcol: $(VENV)/ready ## an OpenTelemetry Collector for tests of traces, built from the published Go modules (a minute or two, once)
 	$(RUN) -m tools.otelcol
 
+helm: $(VENV)/ready ## Helm and Kustomize for the tests of the chart, built from the published Go modules (some minutes, once)
+	$(RUN) -m tools.helm
+
 soak: $(VENV)/ready $(ENVOY) ## an hour of load, changes every second and hostile engines before 1,000 models, with a verdict, under bench/out/soak/ (ARGS="--minutes 3 --models 40")
 	$(RUN) -m bench.soak $(ARGS)
 
@@ -143,7 +147,7 @@ lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in 
 lab-autoscale: $(VENV)/ready ## autoscalers side by side on shapes of load and real traces, in virtual time, under bench/out/autoscale/ (ARGS=--quick: some minutes)
 	$(RUN) -m bench autoscale $(ARGS)
 
-generate: $(VENV)/ready ## write anew what is derived: CustomResourceDefinitions, message types, golden bundles, reference pages, the dashboard
+generate: $(VENV)/ready ## write anew what is derived: CustomResourceDefinitions, message types, golden bundles, reference pages, the dashboard, the Helm chart
 	$(RUN) -m tools.generated
 	$(RUN) -m controller bundle --golden
 

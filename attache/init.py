@@ -8,13 +8,17 @@ and a name is written as a quoted string where YAML could read it otherwise.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import re
 import shlex
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
@@ -26,17 +30,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
+from extproc.api.connection import EngineConnection, EngineTls
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
 from extproc.cli.system import print_mistakes
 from extproc.engines.answers import Unreadable, models_in
 from extproc.engines.dialects import ENGINE_TYPES, engine_of
+from extproc.feeds.engine_access import ConnectionSettings, EngineAccess
 from extproc.feeds.http_get import AnswerParser, BadAnswer, get_request
 from extproc.ports import ListenFailed, try_to_bind
 from extproc.scheduling.model_check import quoted_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _USAGE: Final = 2
 _FILE: Final = "attache.yaml"
@@ -45,15 +51,8 @@ _PATIENCE_S: Final = 5.0
 _PIECE: Final = 65_536
 _AT_A_TIME: Final = 16
 _MODELS_PATH: Final = "/v1/models"
-# By the label of an endpoint that names its type: what a ModelServer calls the engine.
-_ENGINES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "vllm": "vLLM",
-        "sglang": "SGLang",
-        "trtllm-serve": "TensorRT-LLM",
-        "triton-tensorrt-llm": "TensorRT-LLM",
-    }
-)
+# The types that the names of their metrics show, by the label of an endpoint.
+_TYPES: Final = MappingProxyType({label: dialect for label, dialect in ENGINE_TYPES.items() if dialect.prefixes})
 _DEFAULT_TYPE: Final = "vllm"
 _TYPE_LABEL: Final = "llm-d.ai/engine-type"
 # Of one engine; more are named in a message.
@@ -77,7 +76,7 @@ class Ports(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """What was found at an address. ``type``: see ``_ENGINES``; empty if its metrics are those of no known engine.
+    """What was found at an address. ``type``: see ``_TYPES``; empty if its metrics are those of no known engine.
     ``problem``: why it cannot be written.
     """
 
@@ -97,7 +96,7 @@ class Key(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """What a directory is to have. ``limit``: requests and unit of time, of each tenant. ``tls``: files of a
-    certificate and its key.
+    certificate and its key. ``connection``: to all engines.
     """
 
     engines: tuple[Engine, ...]
@@ -105,6 +104,7 @@ class Plan(msgspec.Struct, frozen=True):
     keys: tuple[Key, ...] = ()
     limit: tuple[int, str] | None = None
     tls: tuple[str, str] | None = None
+    connection: EngineConnection = EngineConnection()
 
 
 def parser(prog: str = "attache init") -> argparse.ArgumentParser:
@@ -123,6 +123,11 @@ def parser(prog: str = "attache init") -> argparse.ArgumentParser:
     add(
         "--engine", action="append", default=[], metavar="ADDRESS", help="IP:PORT or NAME:PORT of an engine; repeatable"
     )
+    add(
+        "--engine-ca", type=Path, metavar="FILE", help="engines serve TLS: the authorities of their certificates in PEM"
+    )
+    add("--engine-server-name", metavar="NAME", help="the name in these certificates, where addresses are IP:PORT")
+    add("--engine-key-file", type=Path, metavar="FILE", help="a file with the API key that engines require")
     add("--key", action="append", default=[], metavar="NAME", help="make an API key, and print it once; repeatable")
     add(
         "--tenant",
@@ -131,7 +136,7 @@ def parser(prog: str = "attache init") -> argparse.ArgumentParser:
         metavar="NAME",
         help="the tenant of the first --key, the second, ... (default: the key's name); repeatable",
     )
-    add("--limit", metavar="N/UNIT", help="requests of each tenant, such as 60/minute")
+    add("--limit", metavar="N/UNIT", help="requests of each tenant, such as 60/minute; without --key of all clients")
     add("--tls", nargs=2, type=Path, metavar=("CERT", "KEY"), help="serve TLS with a certificate and key in PEM files")
     add(
         "--port",
@@ -183,10 +188,12 @@ def _plan(options: argparse.Namespace) -> Plan:
     for file in options.tls or ():
         if not file.is_file():
             raise ValueError(f"--tls: there is no file {file}; put the certificate and its key there in PEM")
-    addresses = list(dict.fromkeys(map(_address, options.engine)))
+    connection = _connection(options)
+    addresses = list(dict.fromkeys(_address(one, connection) for one in options.engine))
+    settings = _settings(connection)
     ports = free_ports() if options.port is None else _ports_from(options.port)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        engines = tuple(pool.map(ask, addresses))
+        engines = tuple(pool.map(partial(ask, settings=settings), addresses))
     keys = tuple(
         Key(name, tenant or name, _PREFIX + token_urlsafe(_RANDOM_BYTES))
         for name, tenant in zip_longest(options.key, options.tenant)
@@ -197,13 +204,40 @@ def _plan(options: argparse.Namespace) -> Plan:
         keys,
         None if limit is None else (int(limit[1]), limit[2]),
         None if options.tls is None else (str(options.tls[0].resolve()), str(options.tls[1].resolve())),
+        connection,
     )
 
 
-def _address(text: str) -> str:
+def _connection(options: argparse.Namespace) -> EngineConnection:
     """Raises ValueError."""
-    address = text.removeprefix("http://").rstrip("/")
-    parse_endpoint(address)
+    ca, name, key = options.engine_ca, options.engine_server_name, options.engine_key_file
+    if ca is None and name is not None:
+        raise ValueError("--engine-server-name is for engines that serve TLS; write --engine-ca FILE, too")
+    tls = None if ca is None else EngineTls(ca_file=str(ca.resolve()), server_name=name)
+    return EngineConnection(tls=tls, api_key_file=None if key is None else str(key.resolve()))
+
+
+def _settings(connection: EngineConnection) -> ConnectionSettings:
+    """Raises ValueError."""
+    access = EngineAccess(os.environ, time.monotonic)  # noqa: TID251 - the clock of the shell
+    try:
+        settings = asyncio.run(access.of_connection(connection))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--engine-ca or --engine-key-file cannot be used: {error}") from error
+    return msgspec.structs.replace(settings, server_name=connection.server_name_of(None))
+
+
+def _address(text: str, connection: EngineConnection) -> str:
+    """Raises ValueError."""
+    scheme, _, rest = text.rpartition("://")
+    address = rest.rstrip("/") if scheme in {"http", "https"} else text
+    place = parse_endpoint(address)
+    if scheme == "https" and connection.tls is None:
+        raise ValueError(f"--engine {text}: name the authorities that sign its certificate with --engine-ca FILE")
+    if scheme == "http" and connection.tls is not None:
+        raise ValueError(f"--engine {text}: with --engine-ca, all engines serve TLS; write a directory for the others")
+    if connection.tls is not None and place.is_ip and not connection.server_name_of(None):
+        raise ValueError(f"--engine {text}: write the name in its certificate with --engine-server-name NAME")
     return address
 
 
@@ -236,43 +270,47 @@ def _check_free(ports: Ports) -> None:
         try_to_bind(f"127.0.0.1:{port}", "--port")
 
 
-def ask(address: str) -> Engine:
+def ask(address: str, settings: ConnectionSettings) -> Engine:
     """What the engine at ``address`` is and serves."""
     try:
-        listed = models_in(_get(address, _MODELS_PATH)).base
+        listed = models_in(_get(address, _MODELS_PATH, settings)).base
     except (OSError, BadAnswer, Unreadable) as error:
-        problem = f"does not list its models at {_MODELS_PATH}: {error}; start it, then add it to {_FILE}"
+        is_away = isinstance(error, ConnectionRefusedError | TimeoutError)
+        advice = "start it" if is_away else "see whether it needs --engine-ca or --engine-key-file"
+        problem = f"does not list its models at {_MODELS_PATH}: {error}; {advice}, then add it to {_FILE}"
         return Engine(address, problem=problem)
     usable = sorted(one for one in listed if one.isprintable() and 0 < len(one) <= _LONGEST_MODEL)
     models, others = tuple(usable[:_MOST_MODELS]), {*usable[_MOST_MODELS:], *(listed - set(usable))}
     problem = f"these models are left out: {quoted_names(others)}; add those that clients need" if others else ""
-    return Engine(address, models, _type_at(address), problem if listed else "lists no model; load one")
+    return Engine(address, models, _type_at(address, settings), problem if listed else "lists no model; load one")
 
 
-def _type_at(address: str) -> str:
-    """By the names of its metrics; empty if they are those of no known engine."""
-    for path in dict.fromkeys(ENGINE_TYPES[one].metrics_path for one in _ENGINES):
+def _type_at(address: str, settings: ConnectionSettings) -> str:
+    """By the first name of its metrics that a known engine has; empty if there is none."""
+    for path in dict.fromkeys(one.metrics_path for one in _TYPES.values()):
         try:
-            page = _get(address, path)
+            page = _get(address, path, settings)
         except (OSError, BadAnswer):
             continue
-        for name, engine in _ENGINES.items():
-            if ENGINE_TYPES[name].metrics_path == path and engine in _engines_in(page):
-                return name
+        named = filter(None, (engine_of(line.decode(errors="replace")) for line in page.splitlines()))
+        found = (path, next(named, ""))
+        for label, dialect in _TYPES.items():
+            if (dialect.metrics_path, dialect.name) == found:
+                return label
     return ""
 
 
-def _engines_in(page: bytes) -> set[str | None]:
-    return {engine_of(line.decode(errors="replace")) for line in page.splitlines()}
-
-
-def _get(address: str, path: str) -> bytes:
+def _get(address: str, path: str, settings: ConnectionSettings) -> bytes:
     """The body of a 200; redirects are failures. Raises OSError or BadAnswer."""
     host, port = parse_endpoint(address)[:2]
     ends_at_s = time.monotonic() + _PATIENCE_S  # noqa: TID251 - the clock of the shell
     answer = AnswerParser()
-    with socket.create_connection((host, port), _PATIENCE_S) as connection:
-        connection.sendall(get_request(host, port, path))
+    with ExitStack() as opened:
+        connection = opened.enter_context(socket.create_connection((host, port), _PATIENCE_S))
+        if settings.tls is not None:
+            name = settings.server_name or host
+            connection = opened.enter_context(settings.tls.wrap_socket(connection, server_hostname=name))
+        connection.sendall(get_request(host, port, path, settings.authorization))
         while (left_s := ends_at_s - time.monotonic()) > 0:  # noqa: TID251 - the clock of the shell
             connection.settimeout(left_s)
             piece = connection.recv(_PIECE)
@@ -295,7 +333,11 @@ def _write(directory: Path, text: str) -> None:
 
 def scalar(text: str) -> str:
     """``text``, which prints, as YAML."""
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    return text if _PLAIN.fullmatch(text) else _quoted(text)
+
+
+def _quoted(text: str | None) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def document(plan: Plan) -> str:
@@ -307,10 +349,11 @@ def document(plan: Plan) -> str:
     absent = [one.address for one in plan.engines if not one.models]
     parts = [_gateway(plan)]
     for name, (model, engines) in zip(_names(by_model), by_model.items(), strict=True):
-        parts += [_server(name, model, engines), _route(name, model, plan.limit)]
+        parts += [_server(name, model, engines, plan.connection), _route(name, model, plan)]
     if absent or not by_model:
         example = [Engine(address) for address in absent] or [Engine("127.0.0.1:8000")]
-        parts.append(_commented([_server("example", "MODEL", example), _route("example", "MODEL", plan.limit)], absent))
+        objects = [_server("example", "MODEL", example, plan.connection), _route("example", "MODEL", plan)]
+        parts.append(_commented(objects, absent))
     return "---\n".join(parts)
 
 
@@ -350,7 +393,7 @@ def _gateway(plan: Plan) -> str:
             f"  listen: {listen}    # clients connect here; 0.0.0.0 in place of 127.0.0.1: from other machines\n"
         )
     else:
-        cert, key = (json.dumps(one, ensure_ascii=False) for one in plan.tls)
+        cert, key = map(_quoted, plan.tls)
         lines += [
             "  listeners:    # clients connect here\n",
             "    - name: https\n",
@@ -371,16 +414,15 @@ def _gateway(plan: Plan) -> str:
     for one in plan.keys:
         lines += [
             f"      - name: {json.dumps(one.name)}\n",
-            f"        tenant: {json.dumps(one.tenant, ensure_ascii=False)}    # limits and fair queues are by tenant\n",
+            f"        tenant: {_quoted(one.tenant)}    # limits and fair queues are by tenant\n",
             f"        keySHA256: {json.dumps(sha256(one.key.encode()).hexdigest())}\n",
         ]
     return "".join(lines)
 
 
-def _server(name: str, model: str, engines: Sequence[Engine]) -> str:
-    first = next((one.type for one in engines if one.type), _DEFAULT_TYPE)
-    engine = _ENGINES[first]
-    usual = next(label for label, of in _ENGINES.items() if of == engine)
+def _server(name: str, model: str, engines: Sequence[Engine], connection: EngineConnection) -> str:
+    engine = _TYPES[next((one.type for one in engines if one.type), _DEFAULT_TYPE)].name
+    usual = next(label for label, dialect in _TYPES.items() if dialect.name == engine)
     lines = [
         "# The engines that serve one model.\n",
         _head("ModelServer", name),
@@ -392,18 +434,27 @@ def _server(name: str, model: str, engines: Sequence[Engine]) -> str:
         lines.append(f"    - address: {json.dumps(one.address)}\n")
         if one.type not in {"", usual}:
             lines.append(f"      labels: {{{_TYPE_LABEL}: {one.type}}}    # another program than the others'\n")
+    if connection.names_files:
+        lines.append("  connection:    # how Envoy and extproc call them\n")
+    if connection.tls is not None:
+        lines += ["    tls:\n", f"      caFile: {_quoted(connection.tls.ca_file)}    # who signs their certificates\n"]
+        if connection.tls.server_name is not None:
+            lines.append(f"      serverName: {_quoted(connection.tls.server_name)}    # the name in these\n")
+    if connection.api_key_file is not None:
+        lines.append(f"    apiKeyFile: {_quoted(connection.api_key_file)}    # the key that they require\n")
     return "".join(lines)
 
 
-def _route(name: str, model: str, limit: tuple[int, str] | None) -> str:
+def _route(name: str, model: str, plan: Plan) -> str:
     lines = [
         "# The name that clients ask for, and who serves it.\n",
         _head("ModelRoute", name),
         f"  modelName: {scalar(model)}    # in the field 'model' of requests; may be another name\n",
         f"  rules:\n    - targetModels: [{{modelServerName: {json.dumps(name)}}}]\n",
     ]
-    if limit is not None:
-        lines.append(
-            f"  rateLimits:    # beyond it: 429\n    - {{per: Tenant, unit: {limit[1]}, requests: {limit[0]}}}\n"
-        )
+    if plan.limit is not None:
+        # without keys, nothing says which tenant a client is of
+        per = "Tenant" if plan.keys else "Route"
+        requests, unit = plan.limit
+        lines.append(f"  rateLimits:    # beyond it: 429\n    - {{per: {per}, unit: {unit}, requests: {requests}}}\n")
     return "".join(lines)

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -118,13 +119,21 @@ def log_words(options: argparse.Namespace) -> tuple[str, ...]:
     return ("--log-format", options.log_format, "--log-level", options.log_level)
 
 
-def start_logging(options: argparse.Namespace) -> None:
-    """Log to standard error as ``options`` say; in JSON also an exception that ends the process."""
+def start_logging(options: argparse.Namespace, **fields: object) -> None:
+    """Log to standard error as ``options`` say; in JSON also an exception that ends the process. ``fields``: of every
+    line of this process.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_FORMATTERS[options.log_format]())
+    handler.addFilter(partial(_add_fields, fields))
     logging.basicConfig(level=options.log_level.upper(), handlers=[handler])
     if options.log_format == "json":
         sys.excepthook = _log_uncaught
+
+
+def _add_fields(fields: dict[str, object], record: logging.LogRecord) -> bool:
+    vars(record).update(fields)
+    return True
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:

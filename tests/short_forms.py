@@ -204,6 +204,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         "make image": "needs docker or podman, or is make image-archive",
         "make image-archive": "installs Debian packages for some minutes; make test-image runs it",
         "make test-image": "the same; make test-all runs it",
+        "make helm": "builds for some minutes; make test-all runs it where there is Go",
         "make otelcol": "builds for a minute or two; make test-all runs it where there is Go",
         **dict.fromkeys(
             ("python -m bench.cluster.failover", "python -m bench.cluster.manager_cost"),

@@ -178,3 +178,21 @@ def test_many_gateways_are_scaled_by_containers_that_they_have_and_share_a_redis
     parses([*extproc["args"], added])
     allowed = kinds["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
     assert allowed == pod["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("folder", ["gateway-api", "manager-components/external-metrics", "manager-components/keda"])
+def test_a_port_that_is_added_to_a_service_is_added_to_the_network_policy(folder: str) -> None:
+    manifests = DEPLOY.parent / "manifests"
+    patches = yaml.safe_load((manifests / folder / "kustomization.yaml").read_text())["patches"]
+    added = {
+        kind: [
+            one["value"]
+            for patch in patches
+            if patch["target"]["kind"] == kind
+            for one in yaml.safe_load(patch["patch"])
+            if one["path"].endswith("/ports/-")
+        ]
+        for kind in ("Service", "NetworkPolicy")
+    }
+    assert added["Service"]
+    assert [one["targetPort"] for one in added["Service"]] == [one["port"] for one in added["NetworkPolicy"]]

@@ -3,8 +3,8 @@
 
 ``deploy/Containerfile`` says what is in an image and how it starts. This module reads it, and refuses lines that it
 does not know. Only the base differs: mmdebstrap installs Debian packages, where the Containerfile takes an image.
-Packages from the Python index must have a hash of ``requirements.lock``. Entries of layers are sorted, and their time
-is fixed, so two builds differ only where pip records the directory into which it installs.
+Packages from the Python index must have a hash of ``requirements.lock``. Entries of layers are sorted, their time is
+fixed, and nothing names the directory of the build.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LEFT_OUT: Final = re.compile(
     r"(dev|proc|sys|run|tmp|var/log|var/cache|var/tmp)/.+|etc/(hostname|resolv\.conf|machine-id)|var/lib/dpkg/.*-old"
 )
+# Of pip's RECORD: the lines of scripts, and of where a wheel came from.
+_RECORDED_PATHS: Final = re.compile(r"^(\.\./\.\./bin/|[^/,]+\.dist-info/direct_url\.json,).*\n", re.MULTILINE)
 # 1980: the earliest time that a zip file can hold.
 _MTIME_S: Final = 315_532_800
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -346,8 +348,6 @@ class Workshop:
         self._pip(f"{wheel}[{self._recipe.extras}]", site, "--constraint", str(constraints), "--report", str(report))
         if unknown := unlocked(json.loads(report.read_text()), _LOCK.read_text()):
             raise ImageError(f"requirements.lock has no hash of {', '.join(unknown)}: run `make lock`")
-        # scripts with the path of this directory
-        shutil.rmtree(site / "bin", ignore_errors=True)
         own = self._work / "own/opt/attache"
         (own / _SITE).mkdir(parents=True)
         with zipfile.ZipFile(wheel) as packed:
@@ -368,6 +368,7 @@ class Workshop:
             *("-m", "pip", "install", *_QUIET, "--root-user-action=ignore", "--no-compile", "--only-binary", ":all:"),
             *("--target", str(target), *options, requirement),
         )
+        remove_build_paths(target)
 
     def _python(self, *words: str) -> None:
         """Run the base's own Python with our pip, so that packages fit it. It runs outside of the base, by the base's
@@ -385,6 +386,16 @@ class Workshop:
         own = {"PYTHONHOME": str(root / "usr"), "PYTHONPATH": str(self._work / "pip"), "PYTHONDONTWRITEBYTECODE": "1"}
         program = (str(loader), "--library-path", str(libraries), str(root / "usr/bin/python3.11"))
         _run(*program, *words, environment=own)
+
+
+def remove_build_paths(site: Path) -> None:
+    """Remove what pip writes with the path of this build: scripts, where a wheel came from, and their hashes."""
+    shutil.rmtree(site / "bin", ignore_errors=True)
+    for file in site.glob("*.dist-info/direct_url.json"):
+        file.unlink()
+    for record in site.glob("*.dist-info/RECORD"):
+        text = record.read_text(encoding="utf-8")
+        record.write_text(_RECORDED_PATHS.sub("", text), encoding="utf-8")
 
 
 def pins(lock: str) -> list[str]:

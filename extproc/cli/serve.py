@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from extproc.api.addresses import parse_address
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfigSpec
@@ -24,6 +26,7 @@ from extproc.api.tracing import parse_otlp
 from extproc.cli.system import metrics_address, name_process, print_mistakes, resolved_directory
 from extproc.cli.workers import AWAITED, supervise
 from extproc.logs import add_log_options, start_logging
+from extproc.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,10 +66,12 @@ def main(words: list[str], prog: str = "extproc") -> int:
         _check(options)
     except ValueError as error:
         made.error(str(error))
-    start_logging(options)
     if options.worker is None:
+        start_logging(options)
         for note in notes:
             log.info("%s", note)
+    else:
+        start_logging(options, worker=msgspec.json.decode(options.worker, type=Worker).number)
 
     if options.workers is not None and options.worker is None:
         return supervise(options, words)

@@ -37,6 +37,7 @@ _SEEN_BY_ALL: Final = frozenset(
         "attache_cached_token_ratio",
         "attache_endpoint_avoided",
         "attache_endpoint_failed_ratio",
+        "attache_endpoint_role",
         "attache_endpoint_ttft_seconds",
         "attache_engine_model_missing",
         "attache_budget_used_ratio",
@@ -51,7 +52,7 @@ _LEAST: Final = frozenset(
 
 
 _TEXTS: Final = frozenset(
-    {"SERVER", "ENGINE", "STATE", "BAND", "TENANT", "BUDGET", "CALLER", "OF", "ROUTE", "CLASS", "OBJECTIVE"}
+    {"SERVER", "ENGINE", "ROLE", "STATE", "BAND", "TENANT", "BUDGET", "CALLER", "OF", "ROUTE", "CLASS", "OBJECTIVE"}
 )
 _GAP: Final = "  "
 _LAST_AT_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
@@ -80,15 +81,21 @@ _UNITS: Final = {
 
 
 def table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, expendable: Sequence[str] = ()
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int,
+    without: Sequence[str] = (),
+    expendable: Sequence[str] = (),
 ) -> list[str]:
     """Text to the left, numbers to the right, and an empty line at the end; nothing if there are no rows.
 
-    ``expendable``: heads of columns that are left out, one after the other, until lines are at most ``width`` long.
+    ``without``: heads of columns that are left out. ``expendable``: the same, one after the other, until lines are at
+    most ``width`` long.
     """
     if not rows:
         return []
-    columns = {head: [head, *(row[index] for row in rows)] for index, head in enumerate(heads)}
+    columns = {head: [head, *(row[index] for row in rows)] for index, head in enumerate(heads) if head not in without}
     widths = {head: max(map(len, cells)) for head, cells in columns.items()}
     for head in expendable:
         if sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= width:
@@ -112,6 +119,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
     ``report_age_s``: age of its last report, None if there was none. ``is_read``: whether extproc reads its metrics at
     all. ``interval_s``: between two reads. ``missing_model``: its ModelServer's, if the engine lists others, and those.
+    ``role``: such as ``prefill``; empty if it has none.
     """
 
     server: str
@@ -122,6 +130,7 @@ class EngineState(msgspec.Struct, frozen=True):
     is_read: bool = True
     interval_s: float = 0.0
     missing_model: tuple[str, ...] = ()
+    role: str = ""
 
     @property
     def is_silent(self) -> bool:
@@ -161,6 +170,7 @@ def _state(now: MetricsSnapshot, server: str, endpoint: str) -> EngineState:
         is_read=now.sum("attache_engine_reports_total", server=server) > 0,
         interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
         missing_model=next(iter(now.values_of("attache_engine_model_missing", "model", "lists", **where)), ()),
+        role=next((role for (role,) in now.values_of("attache_endpoint_role", "role", **where)), ""),
     )
 
 
@@ -232,10 +242,14 @@ def _ago(seconds: float) -> str:
 def engine_table(
     states: list[EngineState], now: MetricsSnapshot, rate: Callable[..., float], *, width: int
 ) -> list[str]:
-    """One line an engine. ``rate``: of a counter, by its labels. An unknown value is a dash."""
-    heads = ["SERVER", "ENGINE", "STATE", "IN FLIGHT", "RUNNING", "WAITING", "KV", "TTFT", "FAILED", "PROMPT TOK/S"]
-    rows = [_row(one, partial(now.get, server=one.server, endpoint=one.endpoint), rate) for one in states]
-    return table([*heads, "CACHED"], rows, width=width, expendable=_EXPENDABLE)
+    """One line an engine. ``rate``: of a counter, by its labels. An unknown value is a dash. Roles have a column where
+    there are any.
+    """
+    heads = ["STATE", "IN FLIGHT", "RUNNING", "WAITING", "KV", "TTFT", "FAILED", "PROMPT TOK/S", "CACHED"]
+    values = [_row(one, partial(now.get, server=one.server, endpoint=one.endpoint), rate) for one in states]
+    rows = [[one.server, one.endpoint, one.role or "-", *row] for one, row in zip(states, values, strict=True)]
+    without = () if any(one.role for one in states) else ("ROLE",)
+    return table(["SERVER", "ENGINE", "ROLE", *heads], rows, width=width, without=without, expendable=_EXPENDABLE)
 
 
 def _row(one: EngineState, value: Callable[[str], float | None], rate: Callable[..., float]) -> list[str]:
@@ -245,8 +259,6 @@ def _row(one: EngineState, value: Callable[[str], float | None], rate: Callable[
 
     ttft_s = None if one.is_dead else value("attache_endpoint_ttft_seconds")
     return [
-        one.server,
-        one.endpoint,
         one.status_text,
         f"{value('attache_in_flight') or 0:.0f}",
         formatted("attache_engine_running", ".0f"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from extproc.metrics.exposition import MetricFamily, PiecewiseCollector, escape_label, number
 from extproc.scheduling.model_check import quoted_names
+from extproc.scheduling.plugins.label_plugins import ROLE_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,13 @@ _MISSING: Final = MetricFamily(
     "1 while it lists models (`lists`) and not the ModelServer's (`model`); no series otherwise.",
     (*_LABELS, "model", "lists"),
 )
+_ROLE: Final = MetricFamily(
+    "attache_endpoint_role",
+    "1: its stages by `pdGroup` or the label llm-d.ai/role, such as `prefill`; no series if it has no role.",
+    (*_LABELS, "role"),
+)
+# Of a value of that label, joined by hyphens.
+_STAGES: Final = frozenset({"encode", "prefill", "decode", "both"})
 _INTERVAL: Final = MetricFamily(
     "attache_engine_report_interval_seconds",
     "Between two reads of an engine's metrics; no series if never.",
@@ -93,7 +101,7 @@ class EndpointSeries(PiecewiseCollector):
                 _failed,
             ),
         )
-        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _MISSING, _INTERVAL)
+        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _MISSING, _ROLE, _INTERVAL)
 
     def pieces(self) -> Iterator[str]:
         """One sample an endpoint and family. Values are those of the moment when their piece is written."""
@@ -103,6 +111,7 @@ class EndpointSeries(PiecewiseCollector):
         yield from _AVOIDED.pieces(line for pool in pools for line in _avoided_lines(pool))
         yield from _SINCE.pieces(line for pool in pools for line in _lines(_SINCE.series, pool, self._avoided_since))
         yield from _MISSING.pieces(line for pool in pools if pool.may_lack_model for line in _missing_lines(pool))
+        yield from _ROLE.pieces(line for pool in pools for line in _role_lines(pool))
         yield from _INTERVAL.pieces(
             _INTERVAL.line((pool.name,), pool.report_interval_s) for pool in pools if pool.report_interval_s
         )
@@ -143,6 +152,18 @@ def _missing_lines(pool: Pool) -> Iterator[str]:
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
         if model := table.healths[row].lacks_model:
             yield _MISSING.line((pool.name, address, model, quoted_names(table.loras[row].base)), 1)
+
+
+def _role_lines(pool: Pool) -> Iterator[str]:
+    """``pdGroup`` decides for its stages; it has none that encodes."""
+    table, stages = pool.table, pool.stages()
+    prefills, decodes = ((), ()) if stages is None else (stages[0].tolist(), stages[1].tolist())
+    for address, row in zip(table.active_addresses, table.active_rows, strict=True):
+        role = table.configs[row].labels.get(ROLE_LABEL, "")
+        if stages is not None and (prefills[row] or decodes[row]):
+            role = "-".join(["prefill"] * prefills[row] + ["decode"] * decodes[row])
+        if _STAGES.issuperset(role.split("-")):
+            yield _ROLE.line((pool.name, address, role), 1)
 
 
 def _of(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:

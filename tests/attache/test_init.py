@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import socket
+import ssl
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 import yaml
@@ -18,14 +22,23 @@ from attache.init import Engine, Key, Plan, Ports, document, main, scalar
 from bench.stack.processes import free_ports
 from extproc.api.load import load_directory
 from extproc.cli.check import main as check
+from extproc.feeds.engine_access import ConnectionSettings
+from tests.certificates import Authority
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from extproc.api.snapshot import Snapshot
 
+    class Start(Protocol):
+        def __call__(
+            self, pages: Mapping[str, bytes], key: str = "", files: Mapping[str, str] | None = None
+        ) -> str: ...
+
+
 VLLM, SGLANG = b"vllm:num_requests_running 0\n", b"sglang:num_running_reqs 0\n"
+NAME = "engine.example.com"
 
 
 def models(*names: str) -> bytes:
@@ -33,15 +46,18 @@ def models(*names: str) -> bytes:
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
-    """Starts a server that answers with these pages by path, and any other with a redirect; its address."""
+def engine() -> Iterator[Start]:
+    """Starts a server that answers with these pages by path, and any other with a redirect; its address. ``key``: it
+    requires this one. ``files``: of its certificate, if it serves TLS.
+    """
     servers: list[ThreadingHTTPServer] = []
 
-    def start(pages: Mapping[str, bytes]) -> str:
+    def start(pages: Mapping[str, bytes], key: str = "", files: Mapping[str, str] | None = None) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 page = pages.get(self.path)
-                self.send_response(302 if page is None else 200)
+                is_known = not key or self.headers["authorization"] == f"Bearer {key}"
+                self.send_response((302 if page is None else 200) if is_known else 401)
                 self.send_header("location", "/v1/models")
                 self.send_header("content-length", str(len(page or b"")))
                 self.end_headers()
@@ -51,6 +67,10 @@ def engine() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
                 return
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if files is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(files["certFile"], files["keyFile"])
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         servers.append(server)
         Thread(target=server.serve_forever, daemon=True).start()
         return f"127.0.0.1:{server.server_port}"
@@ -64,6 +84,9 @@ def engine() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
 def made(directory: Path, *words: str) -> Snapshot:
     """What the command writes; ``attache check`` has no note on it."""
     assert main([str(directory), "--port", str(free_row()), *words]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert check([str(directory)]) == 0
+    assert "note" not in out.getvalue()
     return load_directory(directory)
 
 
@@ -81,7 +104,7 @@ def free_row() -> int:
 
 
 def test_engines_with_the_same_model_share_a_server_of_their_kinds(
-    engine: Callable[[Mapping[str, bytes]], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = engine({"/v1/models": models("meta/llama"), "/metrics": VLLM})
     two = engine({"/v1/models": models("meta/llama", "other"), "/metrics": b"# HELP x\n" + SGLANG})
@@ -97,11 +120,54 @@ def test_engines_with_the_same_model_share_a_server_of_their_kinds(
         (one, {}),
         (two, {"llm-d.ai/engine-type": "sglang"}),
     ]
+    assert capsys.readouterr().err == ""
+
+
+def test_engines_behind_tls_and_a_key_are_asked_and_written_with_both(
+    engine: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority()
+    pair = authority.issue(dns=[NAME]).write(tmp_path, "engine")
+    pages = {"/v1/models": models("meta/llama"), "/metrics": SGLANG}
+    address = engine(pages, "sk-engine", pair)
+    (tmp_path / "ca.pem").write_bytes(authority.cert)
+    (tmp_path / "engine's key").write_text("sk-engine\n")
+    words = ("--engine-ca", str(tmp_path / "ca.pem"), "--engine-server-name", NAME)
+    key = ("--engine-key-file", str(tmp_path / "engine's key"))
+    own = ("--tls", pair["certFile"], pair["keyFile"], "--key", "web", "--limit", "60/minute")
+    found = made(tmp_path / "new", "--engine", f"https://{address}", *words, *key, *own)
+    (server,) = found.servers
+    assert (server.spec.model, server.spec.engine) == ("meta/llama", "SGLang")
+    assert server.spec.connection.files == (key[1], words[1])
+    assert server.spec.connection.tls is not None
+    assert server.spec.connection.tls.server_name == NAME
+    assert "sk-engine" not in (tmp_path / "new/attache.yaml").read_text()
     capsys.readouterr()
-    assert check([str(tmp_path / "new")]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    assert "note" not in said.out
+    # another name, another authority, no key, plain HTTP
+    (tmp_path / "other.pem").write_bytes(Authority().cert)
+    for number, (given, why) in enumerate(
+        (
+            ((*words[:3], "other.example.com", *key), "Hostname mismatch"),
+            (("--engine-ca", str(tmp_path / "other.pem"), *words[2:], *key), "certificate verify failed"),
+            (words, "401"),
+            (key, "see whether it needs --engine-ca"),
+        )
+    ):
+        assert not made(tmp_path / f"without-{number}", "--engine", address, *given).servers
+        assert why in capsys.readouterr().err
+
+
+def test_a_limit_without_keys_is_of_all_clients(tmp_path: Path, engine: Start) -> None:
+    found = made(tmp_path / "new", "--limit", "9/hour", "--engine", engine({"/v1/models": models("meta/llama")}))
+    assert [one.per for route in found.routes for one in route.spec.rate_limits] == ["Route"]
+
+
+def test_each_line_of_metrics_is_read_once(engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(init, "engine_of", lines.append)
+    address = engine({"/v1/models": models("meta/llama"), "/metrics": b"a 1\nb 1\n", "/prometheus/metrics": b"c 1\n"})
+    made(tmp_path / "new", "--engine", address)
+    assert lines == ["a 1", "b 1", "c 1"]
 
 
 def test_keys_are_printed_once_and_written_as_digests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,15 +215,13 @@ def test_an_engine_that_does_not_answer_has_a_commented_example_that_can_be_used
         "'",
     ],
 )
-def test_any_name_of_a_model_is_itself_or_left_out(
-    name: str, engine: Callable[[Mapping[str, bytes]], str], tmp_path: Path
-) -> None:
+def test_any_name_of_a_model_is_itself_or_left_out(name: str, engine: Start, tmp_path: Path) -> None:
     found = made(tmp_path / "new", "--engine", engine({"/v1/models": models("meta/llama", name), "/metrics": VLLM}))
     expected = {"meta/llama", name} if name.isprintable() else {"meta/llama"}
     assert {one.spec.model for one in found.servers} == expected
 
 
-def test_what_no_engine_sends_is_bounded(engine: Callable[[Mapping[str, bytes]], str], tmp_path: Path) -> None:
+def test_what_no_engine_sends_is_bounded(engine: Start, tmp_path: Path) -> None:
     many = engine({"/v1/models": models(*(f"model-{number}" for number in range(4000))), "/metrics": VLLM})
     more = engine({"/v1/models": models(*(f"model-{number}" for number in range(10_000)))})
     endless = engine({"/v1/models": b"[" * 5_000_000})
@@ -170,7 +234,7 @@ def test_what_no_engine_sends_is_bounded(engine: Callable[[Mapping[str, bytes]],
 def test_an_engine_that_never_ends_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "_PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = init.ask(f"127.0.0.1:{silent.getsockname()[1]}")
+        found = init.ask(f"127.0.0.1:{silent.getsockname()[1]}", ConnectionSettings())
     assert "timed out" in found.problem
 
 
@@ -190,6 +254,13 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--port", "70000"), "from 1 to 65532"),
         (("--key", "a: b"), "name"),
         (("--tls", "no.crt", "no.key"), "there is no file no.crt"),
+        (("--engine", "https://127.0.0.1:1"), "with --engine-ca FILE"),
+        (("--engine-server-name", NAME), "write --engine-ca FILE, too"),
+        (("--engine-ca", "no.pem"), "No such file or directory"),
+        (("--engine-ca", __file__), "--engine-ca or --engine-key-file cannot be used"),
+        (("--engine-key-file", os.devnull), "the engines' key is empty"),
+        (("--engine", "127.0.0.1:1", "--engine-ca", "ca.pem"), "write the name in its certificate"),
+        (("--engine", "http://127.0.0.1:1", "--engine-ca", "ca.pem"), "all engines serve TLS"),
     ],
 )
 def test_a_mistake_in_the_options_writes_nothing(

@@ -91,7 +91,7 @@ import argparse, logging
 from extproc.logs import add_log_options, start_logging
 made = argparse.ArgumentParser()
 add_log_options(made)
-start_logging(made.parse_args(["--log-format", "json", "--log-level", "warning"]))
+start_logging(made.parse_args(["--log-format", "json", "--log-level", "warning"]), worker=1)
 logging.getLogger("a").info("too low")
 logging.getLogger("a").warning("seen")
 raise RuntimeError("the end")
@@ -103,5 +103,6 @@ def test_a_process_logs_from_its_level_on_and_its_own_end_is_a_line_too() -> Non
     assert done.returncode == 1
     first, last = map(json.loads, done.stderr.splitlines())
     assert (first["level"], first["message"]) == ("warning", "seen")
+    assert first["fields"] == last["fields"] == {"worker": 1}
     assert last["level"] == "critical"
     assert last["exception"].endswith("RuntimeError: the end")

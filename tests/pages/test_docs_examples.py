@@ -166,8 +166,9 @@ def test_toml_is_toml(example: Example) -> None:
 
 # What readers have, beside our own commands.
 PROGRAMS: Final = {
-    *("cat", "cd", "cp", "curl", "docker", "echo", "envoy", "export", "go", "grep", "gzip", "head", "install", "jobs"),
+    *("cat", "cd", "cp", "curl", "docker", "echo", "envoy", "export", "go", "grep", "gzip", "head", "helm", "install"),
     *(
+        "jobs",
         "kill",
         "kubectl",
         "kustomize",

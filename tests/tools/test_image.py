@@ -10,8 +10,11 @@ import hashlib
 import io
 import json
 import re
+import shutil
 import subprocess
+import sys
 import tarfile
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from tools.image import (
     owned_entries,
     pins,
     read_recipe,
+    remove_build_paths,
     tree_entries,
     unlocked,
     write_archive,
@@ -141,6 +145,30 @@ def test_layers_hold_files_of_root_at_a_fixed_time_and_nothing_of_the_machine_th
 def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
     first, second = build(tmp_path / "first"), build(tmp_path / "second")
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_pip_leaves_nothing_of_the_directory_into_which_it_installs(tmp_path: Path) -> None:
+    wheel = tmp_path / "tool-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("tool/__init__.py", "def main() -> None: ...\n")
+        packed.writestr("tool-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tool\nVersion: 1.0\n")
+        packed.writestr("tool-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr("tool-1.0.dist-info/entry_points.txt", "[console_scripts]\ntool = tool:main\n")
+        packed.writestr("tool-1.0.dist-info/RECORD", "")
+    found: list[dict[str, bytes]] = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        own = shutil.copy(wheel, folder)
+        words = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--root-user-action=ignore"]
+        subprocess.run([sys.executable, "-m", "pip", *words, "--target", folder / "site", own], check=True)
+        assert (folder / "site/bin/tool").is_file()
+        remove_build_paths(folder / "site")
+        files = [one for one in (folder / "site").rglob("*") if one.is_file()]
+        found.append({str(one.relative_to(folder)): one.read_bytes() for one in files})
+    assert found[0] == found[1]
+    assert not [name for name, content in found[0].items() if str(tmp_path).encode() in content]
+    record = [line.split(",")[0] for line in found[0]["site/tool-1.0.dist-info/RECORD"].decode().splitlines()]
+    assert {f"site/{one}" for one in record} == set(found[0])
 
 
 @pytest.mark.parametrize(

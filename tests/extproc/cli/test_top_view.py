@@ -66,6 +66,27 @@ def test_an_engine_that_lists_other_models_is_named_with_what_to_write() -> None
     assert any("NO MODEL" in line for line in lines)
 
 
+def test_roles_have_a_column_where_there_are_any() -> None:
+    now = MetricsSnapshot()
+    for endpoint in "ab":
+        now.add("attache_in_flight", {"server": "llama", "endpoint": endpoint}, 1)
+    (head, *_) = (line for line in picture(now) if line.startswith("SERVER"))
+    assert "ROLE" not in head
+    # two processes that know the same
+    for _ in range(2):
+        now.add("attache_endpoint_role", {**LLAMA_A, "role": "prefill"}, 1)
+    rows = [line.split()[:4] for line in picture(now) if line.startswith(("SERVER  ENGINE", "llama "))]
+    assert rows == [
+        ["SERVER", "ENGINE", "ROLE", "STATE"],
+        ["llama", "a", "prefill", "serving"],
+        ["llama", "b", "-", "serving"],
+    ]
+
+
+def picture(now: MetricsSnapshot) -> list[str]:
+    return render(MetricsSnapshot(), now, seconds=1.0, tenants=0, width=UNBOUNDED).splitlines()
+
+
 class Counted(str):
     """A label's value that counts how often it is looked at."""
 

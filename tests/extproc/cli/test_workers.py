@@ -27,6 +27,25 @@ spec: {model: llama, endpoints: [{address: 127.0.0.1:8000}]}
 """
 
 
+async def test_each_line_of_the_log_has_the_number_of_its_worker(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all.yaml").write_text(CONFIG)
+    addresses = [f"unix:{tmp_path / f'streams.{number}'}" for number in range(2)]
+    words = ["--config", str(tmp_path), "--metrics", "off", "--listen", f"unix:{tmp_path / 'streams'}"]
+    lines: list[str] = []
+
+    def have_logged() -> bool:
+        lines.extend(capfd.readouterr().err.splitlines())
+        return all(any(line.endswith(f" worker={number}") for line in lines) for number in range(2))
+
+    with closing(listen(addresses[0])) as first, closing(listen(addresses[1])) as second:
+        run = asyncio.create_task(_supervise([*words, "--workers", "2"], 2, [[first, second], [], []]))
+        await eventually(have_logged)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await run
+
+
 async def test_a_worker_that_hangs_before_its_first_report_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

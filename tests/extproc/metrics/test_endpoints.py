@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -66,6 +67,33 @@ def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
     ]
     record_success(pool.table, row)
     assert lines() == []
+
+
+def test_an_endpoint_has_the_stages_of_its_pd_group_or_of_the_label_that_llm_ds_filters_read() -> None:
+    def roles(more: dict[str, object], *labels: dict[str, str]) -> list[str]:
+        endpoints = [{"address": one, "labels": own} for one, own in zip(ADDRESSES, labels, strict=True)]
+        snapshot = load_snapshot({"a.yaml": documents([], gateway={}, more={"endpoints": endpoints, **more}).encode()})
+        registry = CollectorRegistry()
+        pools = Core(snapshot, rng=random.Random(0), ticket_prefix="test").pools
+        registry.register(EndpointSeries(pools.values, lambda: 0.0, lambda: 0.0))
+        page = generate_latest(registry).decode()
+        return re.findall(
+            r'^attache_endpoint_role\{endpoint="(\S+?):8000",role="(\S+)",server="\S+"\} 1.0$', page, re.MULTILINE
+        )
+
+    first, second, third = (one.removesuffix(":8000") for one in ADDRESSES)
+    group = {"pdGroup": {"prefillLabels": {"p": "yes"}, "decodeLabels": {"d": "yes"}}}
+    encoder = {"llm-d.ai/role": "encode"}
+    assert roles(group, {"p": "yes"}, {"d": "yes", "p": "yes"}, encoder) == [
+        (first, "prefill"),
+        (second, "prefill-decode"),
+        (third, "encode"),
+    ]
+    assert roles({}, {"llm-d.ai/role": "decode"}, {"llm-d.ai/role": "encode-prefill"}, {"llm-d.ai/role": "x\n"}) == [
+        (first, "decode"),
+        (second, "encode-prefill"),
+    ]
+    assert roles({}, {}, {}, {}) == []
 
 
 def test_blocks_of_the_precise_index_are_counted_by_endpoint_over_all_ranks() -> None:
