@@ -26,6 +26,7 @@ from extproc.core.orphans import OrphanedRequests, process_of
 from extproc.core.peers import (
     AdapterChanged,
     AskLevels,
+    AskStarted,
     EngineReported,
     Levels,
     LimitSpent,
@@ -327,8 +328,8 @@ class Core:
                 case EngineReported():
                     # whoever has read the engine logs what is new
                     on_metrics(self.pools, event, now, [])
-                case ProcessAlive():
-                    self._running.finish_elsewhere(self.peer_view.remove_lost(origin, event.running), now, out)
+                case ProcessAlive() | AskStarted():
+                    self._compare(event, origin, now, out)
                 case RowsRead():
                     self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
                 case AdapterChanged():
@@ -345,12 +346,22 @@ class Core:
         match event:
             case RequestStarted():
                 gate = self.admission.gates.get(event.server)
-                if self._running.repeat(event, origin, self.pools.get(event.server), gate, now):
-                    self.peer_view.add_request(origin, event.ticket)
+                is_counted = self._running.repeat(event, origin, self.pools.get(event.server), gate, now)
+                self.peer_view.add_request(origin, event.ticket, is_counted=is_counted)
             case RequestPrefilled():
                 self._running.on_prefilled(event, now, out)
             case RequestEnded() if self.peer_view.remove_request(origin, event.ticket):
                 self._running.finish_elsewhere([event.ticket], now, out)
+
+    def _compare(self, event: ProcessAlive | AskStarted, origin: str, now: float, out: list[Effect]) -> None:
+        """Make up for ends and starts that were lost."""
+        match event:
+            case ProcessAlive():
+                self._running.finish_elsewhere(self.peer_view.remove_lost(origin, event.running), now, out)
+                if unknown := self.peer_view.unknown(origin, event.running):
+                    out.append(Broadcast(AskStarted(origin, unknown)))
+            case AskStarted() if event.process == self.name:
+                out += map(Broadcast, self._running.started(event.tickets))
 
     def heartbeat(self, now: float) -> list[Effect]:
         """Send the list of requests that run here, and end the requests of processes that are silent."""

@@ -221,7 +221,7 @@ class Dispatcher:
         self._accounts.report_soft(record.grants, out)
         self._overdue.sweep(pool, now, out)
         if self._has_peers:
-            out.append(Broadcast(_started(record, run)))
+            out.append(Broadcast(started(record, run)))
         if leg is None or prefill is None:
             return self.decide(record, run, pending, body=body)
         if is_beside:
@@ -400,7 +400,7 @@ def _checks_refusal(attachment: Attachment, pool: Pool, assignment: Assignment, 
     return now < pool.table.healths[assignment.endpoint.row].checks_refusals_until_s
 
 
-def _started(record: Record, run: Run) -> RequestStarted:
+def started(record: Record, run: Run) -> RequestStarted:
     """The event by which the other processes count the request."""
     queued = record.queued if run.gate is not None else None
     flow, priority = (None, 0) if queued is None else (queued.flow, queued.priority)

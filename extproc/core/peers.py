@@ -9,6 +9,7 @@ prefixes, which alone can be worse than sharing nothing.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # A process that has sent nothing for this long is gone, and its requests with it.
 SILENCE_S: Final = 3.0
 HEARTBEAT_S: Final = 1.0
+# Starts that a process is asked for at once: each has the hashes of a prompt.
+_MOST_ASKED: Final = 500
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -89,9 +92,18 @@ class EngineReported(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
 
 class ProcessAlive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """All requests that a process runs. Any other known here as its own has ended, and that event was lost."""
+    """All requests that a process runs. Any other known here as its own has ended, and that event was lost. Of those
+    that are not known here the start was lost: the process is asked for it.
+    """
 
     running: list[str]
+
+
+class AskStarted(msgspec.Struct, frozen=True, array_like=True, tag="k"):
+    """``process`` is asked to send the start of these requests once more, if they still run."""
+
+    process: str
+    tickets: list[str]
 
 
 class LimitSpent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
@@ -148,6 +160,7 @@ PeerEvent = (
     | OutcomeKnown
     | EngineReported
     | ProcessAlive
+    | AskStarted
     | LimitSpent
     | AskLevels
     | Levels
@@ -189,6 +202,8 @@ class PeerView:
 
     def __init__(self) -> None:
         self._running: dict[str, set[str]] = {}
+        # whose start has come, also of those that cannot be counted here
+        self._heard: dict[str, set[str]] = {}
         self._seen_at_s: dict[str, float] = {}
 
     @property
@@ -200,15 +215,19 @@ class PeerView:
         """An event of the process ``origin`` has come."""
         self._seen_at_s[origin] = now
         self._running.setdefault(origin, set())
+        self._heard.setdefault(origin, set())
 
-    def add_request(self, origin: str, ticket: str) -> None:
-        """The process ``origin`` runs this request."""
-        self._running[origin].add(ticket)
+    def add_request(self, origin: str, ticket: str, *, is_counted: bool) -> None:
+        """The process ``origin`` runs this request. ``is_counted``: here, too."""
+        self._heard[origin].add(ticket)
+        if is_counted:
+            self._running[origin].add(ticket)
 
     def remove_request(self, origin: str, ticket: str) -> bool:
         """The request has ended; returns whether ``origin`` ran it."""
-        running = self._running.get(origin)
-        if running is None or ticket not in running:
+        self._heard[origin].discard(ticket)
+        running = self._running[origin]
+        if ticket not in running:
             return False
         running.remove(ticket)
         return True
@@ -217,7 +236,15 @@ class PeerView:
         """Remove and return its requests that are not in ``running``, the list that it sent: their ends were lost."""
         gone = sorted(self._running[origin].difference(running))
         self._running[origin].difference_update(gone)
+        self._heard[origin].intersection_update(running)
         return gone
+
+    def unknown(self, origin: str, running: Collection[str]) -> list[str]:
+        """Some of ``running``, the list that the process sent, whose start was lost: by the next list, it is asked for
+        the rest.
+        """
+        heard = self._heard[origin]
+        return list(islice((ticket for ticket in running if ticket not in heard), _MOST_ASKED))
 
     def is_alive(self, origin: str) -> bool:
         """Whether the process has sent an event within the last ``SILENCE_S``."""
@@ -227,5 +254,5 @@ class PeerView:
         """Remove the processes that have gone silent; returns their requests, by process."""
         silent = [one for one, at_s in self._seen_at_s.items() if now - at_s > SILENCE_S]
         for origin in silent:
-            del self._seen_at_s[origin]
+            del self._seen_at_s[origin], self._heard[origin]
         return {origin: sorted(self._running.pop(origin)) for origin in silent}

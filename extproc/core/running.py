@@ -12,7 +12,7 @@ from extproc.admission.queue import weighted_tokens
 from extproc.api.admission import FlowControl
 from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
-from extproc.core.dispatch import repeat
+from extproc.core.dispatch import repeat, started
 from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettled, with_fault
 from extproc.core.feedback import lost_adapter, record_endpoint_outcome, update_estimates
 from extproc.core.objectives import judge, judge_departure, times_of
@@ -54,6 +54,13 @@ class RunningRequests:
         if record is not None:
             self._records[event.ticket] = record
         return record is not None
+
+    def started(self, tickets: Iterable[str]) -> Iterator[RequestStarted]:
+        """As the other processes were told of those that are in flight here."""
+        for ticket in tickets:
+            record = self._records.get(ticket)
+            if record is not None and record.run is not None and record.is_ours and record.state in IN_FLIGHT:
+                yield started(record, record.run)
 
     def on_stream_closed(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its stream is closed: its endpoint is free of it."""

@@ -16,6 +16,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect, Held, RequestSettled
 from extproc.core.peers import (
     SILENCE_S,
+    AskStarted,
     EngineReported,
     EventBatch,
     LimitSpent,
@@ -117,6 +118,37 @@ def test_what_was_lost_on_the_way_is_mended_by_the_heartbeat(pair: tuple[Process
     assert other.pool.table.in_flight.sum() == 2
     other.ingest(one, ProcessAlive([]))
     assert other.pool.table.in_flight.sum() == 0
+
+
+def test_a_process_that_missed_a_start_asks_for_it(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    decision, started = one.decide("hello")
+    (asked,) = told(other.ingest(one, ProcessAlive([decision.ticket])))
+    assert told(Process("c").ingest(other, asked)) == []
+    assert told(one.ingest(other, asked)) == [started]
+    assert told(other.ingest(one, started)) == told(other.ingest(one, ProcessAlive([decision.ticket]))) == []
+    assert other.pool.table.in_flight.sum() == 1
+    one.core.on_stream_closed(decision.ticket, 0.0)
+    assert told(one.ingest(other, asked)) == []
+    other.ingest(one, RequestEnded(decision.ticket))
+    assert other.pool.table.in_flight.sum() == 0
+
+
+def test_a_start_that_cannot_be_counted_is_asked_for_once(pair: tuple[Process, Process]) -> None:
+    one, _ = pair
+    stranger = Process("s", CONFIG.replace(b"10.0.0.", b"10.0.1."))
+    decision, started = one.decide("hello")
+    alive = ProcessAlive([decision.ticket])
+    assert told(stranger.ingest(one, alive)) == [AskStarted("a", [decision.ticket])]
+    stranger.ingest(one, started)
+    assert told(stranger.ingest(one, alive)) == []
+
+
+def test_few_starts_are_asked_for_at_once(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    (asked,) = told(other.ingest(one, ProcessAlive([f"a-{number}" for number in range(10_000)])))
+    assert isinstance(asked, AskStarted)
+    assert len(asked.tickets) == 500
 
 
 def test_a_process_that_is_gone_has_no_requests(pair: tuple[Process, Process]) -> None:
