@@ -124,45 +124,46 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
     tokens, is_estimated = (TokenCounts(), False) if used is None else (used.counts, used.is_estimated)
     ended = _end_of(line, known)
     cost, price_id, currency = _cost(tokens, known, was_used=used is not None)
+    # by position: so many names take ten times as long
     return UsageRow(
-        id=_text(line.id),
-        at_us=round(line.at * 1_000_000),
-        request_id=_text(line.request_id),
-        trace_id=_text(line.trace_id, MOST_CODE),
-        ticket=_text(known.ticket, MOST_CODE),
-        tenant=caller_name(known.tenant or ANONYMOUS),
-        key=caller_name(known.api_key),
-        user=caller_name(known.user),
-        route=_text(known.route),
-        server=_text(known.server),
-        endpoint=_text(line.served),
-        model=caller_name(known.model),
-        served_model=_text(known.served_model),
-        api=_text(known.api or _api(line.path), MOST_CODE),
-        priority=max(-(2**31), min(2**31 - 1, known.priority)),
-        band=_text(known.band, MOST_CODE),
-        streamed=known.streamed,
-        status=line.status,
-        ended=ended,
-        finish=_text(line.usage.finish if line.usage is not None else None, MOST_CODE),
-        refused=_text(known.refused, MOST_CODE),
-        input=tokens.input,
-        cached=tokens.cached,
-        written=tokens.written,
-        output=tokens.output,
-        reasoning=tokens.reasoning,
-        cost_micros=cost,
-        price_id=price_id,
-        currency=currency,
-        queued_us=_duration(known.queued_ms * 1_000) or 0,
-        ttft_us=_ttft_us(line),
-        duration_us=_duration(line.duration_us) or _duration((line.duration_ms or 0) * 1_000) or 0,
-        attempts=max(0, min(1_000_000, line.attempts or 0)),
-        is_degraded=context is None and bool(line.served) and _is_inference(line),
-        is_estimated=is_estimated,
-        is_failed=ended in _FAILED,
-        is_unpriced=cost is None,
-        key_id=_text(known.key_id, MOST_CODE),
+        _text(line.id),
+        round(line.at * 1_000_000),
+        _text(line.request_id),
+        _text(line.trace_id, MOST_CODE),
+        _text(known.ticket, MOST_CODE),
+        caller_name(known.tenant or ANONYMOUS),
+        caller_name(known.api_key),
+        caller_name(known.user),
+        _text(known.route),
+        _text(known.server),
+        _text(line.served),
+        caller_name(known.model),
+        _text(known.served_model),
+        _text(known.api or _api(line.path), MOST_CODE),
+        max(-(2**31), min(2**31 - 1, known.priority)),
+        _text(known.band, MOST_CODE),
+        known.streamed,
+        line.status,
+        ended,
+        _text(line.usage.finish if line.usage is not None else None, MOST_CODE),
+        _text(known.refused, MOST_CODE),
+        tokens.input,
+        tokens.cached,
+        tokens.written,
+        tokens.output,
+        tokens.reasoning,
+        cost,
+        price_id,
+        currency,
+        _duration(known.queued_ms * 1_000) or 0,
+        _ttft_us(line),
+        _duration(line.duration_us) or _duration((line.duration_ms or 0) * 1_000) or 0,
+        max(0, min(1_000_000, line.attempts or 0)),
+        context is None and bool(line.served) and _is_inference(line),
+        is_estimated,
+        ended in _FAILED,
+        cost is None,
+        _text(known.key_id, MOST_CODE),
     )
 
 
@@ -250,7 +251,9 @@ def _duration(microseconds: float | None) -> int | None:
 
 def _text(text: str | None, most: int = MOST_NAME) -> str:
     """Without zeros, which PostgreSQL refuses."""
-    return (text or "").replace("\0", "")[:most]
+    if not text:
+        return ""
+    return text if len(text) <= most and "\0" not in text else text.replace("\0", "")[:most]
 
 
 def _api(path: str | None) -> str:
