@@ -84,8 +84,9 @@ def _rollup(name: str) -> sa.Table:
 requests = sa.Table(
     "requests",
     metadata,
-    *(_column(name, is_key=name == "id") for name in UsageRow.__struct_fields__),
-    sa.Index("requests_by_time", "at_us"),
+    *(_column(name, is_key=False) for name in UsageRow.__struct_fields__),
+    # ids are random: with the time before them, new rows come to the end of the index, and ranges of time are in it
+    sa.PrimaryKeyConstraint("at_us", "id"),
     # lists of a tenant's requests
     sa.Index("requests_by_tenant", "tenant", "at_us"),
 )
@@ -225,7 +226,7 @@ class SqlStore:
         self._names = BoundedNames(most_names, self._names_of)
         self._connection: sa.Connection | None = None
         self._insert = sqlite.insert if engine.dialect.name == "sqlite" else postgresql.insert
-        self._add_row = self._insert(requests).on_conflict_do_nothing().returning(requests.c.id)
+        self._add_row = self._insert(requests).on_conflict_do_nothing().returning(requests.c.at_us, requests.c.id)
         self._is_file = engine.dialect.name == "sqlite"
         self._add_plainly = str(requests.insert().compile(engine))
         self._add_sums = tuple(self._adding(table) for table in (rollups_hour, rollups_day))
@@ -305,10 +306,10 @@ class SqlStore:
     def _add(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> Sequence[UsageRow]:
         if not rows:
             return ()
-        # one id may come twice in a batch: the first one counts, as in the table
-        unique = {row.id: row for row in reversed(rows)}
-        ordered = sorted(unique.values(), key=lambda row: row.id)
-        new = self._add_to_file(connection, ordered) if self._is_file else self._add_to_server(connection, ordered)
+        # one request may come twice in a batch: the first one counts, as in the table
+        unique = {(row.at_us, row.id): row for row in reversed(rows)}
+        ordered = [unique[key] for key in sorted(unique)]
+        new = self._add_to_file(connection, ordered) if self._is_file else self._add_new(connection, ordered)
         sums: tuple[Increments, ...] = increments(new, self._names) if new else ()
         for statement, found in zip(self._add_sums, sums, strict=False):
             connection.execute(
@@ -316,28 +317,21 @@ class SqlStore:
             )
         return new
 
-    def _add_to_server(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> list[UsageRow]:
+    def _add_new(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> list[UsageRow]:
         """Returns the rows that are new. Other writers may add rows of other logs meanwhile."""
         added = connection.execute(self._add_row, [msgspec.structs.asdict(row) for row in rows])
-        names = set(added.scalars())
-        return [row for row in rows if row.id in names]
+        keys = {(at_us, name) for at_us, name in added}
+        return [row for row in rows if (row.at_us, row.id) in keys]
 
     def _add_to_file(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> Sequence[UsageRow]:
         """The same, for a third of the time: nobody else writes while this transaction has changed the position."""
         try:
             with connection.begin_nested():
-                self._add_new(connection, rows)
+                connection.exec_driver_sql(self._add_plainly, [msgspec.structs.astuple(row) for row in rows])
         except IntegrityError:
             # some are there already, as after a crash; or one cannot be kept, which is raised again
-            known = sa.select(requests.c.id).where(requests.c.id.in_([row.id for row in rows]))
-            names = set(connection.execute(known).scalars())
-            rows = [row for row in rows if row.id not in names]
-            if rows:
-                self._add_new(connection, rows)
+            return self._add_new(connection, rows)
         return rows
-
-    def _add_new(self, connection: sa.Connection, rows: Sequence[UsageRow]) -> None:
-        connection.exec_driver_sql(self._add_plainly, [msgspec.structs.astuple(row) for row in rows])
 
     def _names_of(self, day: int) -> Iterator[tuple[str, str, str]]:
         assert self._connection is not None  # noqa: S101 - names are asked for while rows are added

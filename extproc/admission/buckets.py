@@ -123,13 +123,15 @@ class Bucket(msgspec.Struct):
     def settle(self, claim: Reservation, used: float) -> None:
         """End a reservation: the request used ``used`` tokens. Call ``fill`` first."""
         held = claim.amount * self.shrink / claim.shrink if claim.epoch == self.epoch else 0.0
-        self.claims = max(0.0, self.claims - held)
-        self.level += min(claim.amount - at_least_zero(used), held)
+        unused = claim.amount - at_least_zero(used)
+        self.claims = at_least_zero(self.claims - held)
+        self.level += min(unused, held)
 
 
 def at_least_zero(amount: float) -> float:
     """``amount`` if it is finite and above 0, else 0."""
-    return amount if math.isfinite(amount) and amount > 0 else 0.0
+    # NaN compares as False
+    return amount if 0.0 < amount < math.inf else 0.0
 
 
 class ByWindow(Generic[T]):

@@ -189,6 +189,8 @@ class CompiledBudget:
         self.name = f"{owner}/{budget.name}"
         self._accounts = accounts
         self._zone = zone_of(budget.time_zone)
+        self._is_global = budget.scope == "Global"
+        self._needs_redis = self._is_global and budget.without_redis == "Refuse"
         named = budget.tenants or budget.users or budget.api_keys
         self.callers: NamedCallers | None = (
             named_callers(budget.tenants, budget.users, budget.api_keys) if named else None
@@ -223,19 +225,18 @@ class CompiledBudget:
         return frozenset(needed)
 
     def _charges(self, subject: tuple[str | None, str | None], usage: Usage, wall_s: float) -> list[Charge]:
-        budget, window = self.budget, self.window(wall_s)
+        end_s = self.window(wall_s).end_s
         account = f"{_escaped(subject[0])}/{_escaped(subject[1])}"
-        is_global = budget.scope == "Global"
         return [
             Charge(
-                key=self._accounts.account(f"{one.prefix}{account}", window.end_s),
-                limit=one.limit,
-                resource=one.resource,
-                amount=amount_to_reserve(usage, one.resource, one.limit),
-                is_global=is_global,
-                needs_redis=is_global and budget.without_redis == "Refuse",
+                self._accounts.account(one.prefix + account, end_s),
+                one.limit,
+                one.resource,
+                amount_to_reserve(usage, one.resource, one.limit),
+                self._is_global,
+                self._needs_redis,
                 budget=one.part,
-                ends_in_s=window.end_s - wall_s,
+                ends_in_s=end_s - wall_s,
             )
             for one in self._maxima
         ]

@@ -88,19 +88,20 @@ class Usage(msgspec.Struct, frozen=True):
     known: Usage | None = None
     cost_micros: float = 0.0
 
+    @property
+    def requests(self) -> float:
+        """It is of one request."""
+        return 1.0
+
+    @property
+    def total_tokens(self) -> float:
+        """Input and output."""
+        return self.input_tokens + self.output_tokens
+
     def of(self, resource: Resource) -> float:
         """The amount of ``resource`` in this usage."""
-        match resource:
-            case "requests":
-                return 1.0
-            case "input_tokens":
-                return self.input_tokens
-            case "output_tokens":
-                return self.output_tokens
-            case "total_tokens":
-                return self.input_tokens + self.output_tokens
-            case "cost_micros":
-                return self.cost_micros
+        amount: float = getattr(self, resource)
+        return amount
 
     def priced(self, price: Price | None, *, cached: int = 0, written: int = 0, reasoning: int = 0) -> Usage:
         """With its cost by ``price``; the keywords are parts of its tokens."""
@@ -254,8 +255,8 @@ def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) ->
 
 def amount_to_reserve(usage: Usage, resource: Resource, limit: Limit) -> float:
     """The amount to reserve. An estimate alone must not make a request larger than the whole bucket."""
-    known = usage if usage.known is None else usage.known
-    return max(known.of(resource), min(usage.of(resource), limit.capacity))
+    amount, known = usage.of(resource), usage.known
+    return amount if known is None else max(known.of(resource), min(amount, limit.capacity))
 
 
 def _limit(limit: RateLimit | KeyRateLimit, amount: int) -> Limit:

@@ -59,27 +59,33 @@ class LocalLimits:
         """Reserve all charges or none; raises RateLimited or BudgetSpent. The grant's charges name the buckets that
         were charged. ``unheard``: what others have taken of a bucket that its level has not subtracted.
         """
-        charges = [self._owned(charge) for charge in charges]
-        buckets = [self._bucket(charge, now) for charge in charges]
-        taken = [unheard(charge.key) for charge in charges]
-        needed = [charge.needed_level + more for charge, more in zip(charges, taken, strict=True)]
-        if any(bucket.shortfall(level) > 0 for bucket, level in zip(buckets, needed, strict=True)):
-            raise refusal(charges, _levels(buckets, taken))
+        owned, buckets, taken, is_short = [], [], [], False
+        for charge in charges:
+            key, bucket = self._bucket(charge.key, charge.limit, now)
+            more = unheard(key)
+            is_short = is_short or bucket.shortfall(charge.needed_level + more) > 0
+            owned.append(charge if key == charge.key else msgspec.structs.replace(charge, key=key))
+            buckets.append(bucket)
+            taken.append(more)
+        if is_short:
+            raise refusal(owned, _levels(buckets, taken))
         self.changes += 1
-        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
-        return Grant(charges, claims, _levels(buckets, taken))
+        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(owned, buckets, strict=True)]
+        return Grant(owned, claims, _levels(buckets, taken))
 
     def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
         """Settle with the actual usage; None refunds all: the request was never dispatched."""
         self.changes += 1
         for charge, claim in zip(grant.charges, grant.claims, strict=True):
+            key, limit = charge.key, charge.limit
+            bucket = self._budget_bucket(key, limit) if limit.ends_at_s else self._rate_bucket(key, limit, now)
             # a budget's window that has ended long ago is forgotten, and its use with it
-            if not charge.limit.ends_at_s or self._budget_bucket_of(charge) is not None:
-                self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
+            if bucket is not None:
+                bucket.settle(claim, 0.0 if used is None else used.of(charge.resource))
 
     def spend(self, key: str, limit: Limit, amount: float, now: float) -> None:
         """``amount`` was used, or refunded if negative, and nothing is reserved for it here."""
-        bucket = self._bucket(self._owned(Charge(key, limit, "requests", 0.0)), now)
+        _, bucket = self._bucket(key, limit, now)
         self.changes += 1
         bucket.level = min(limit.capacity, bucket.level - amount)
 
@@ -105,7 +111,7 @@ class LocalLimits:
         """Lower the buckets to the ``levels`` of the process ``origin``, and to what is reserved of them."""
         self.changes += 1
         for one in levels:
-            bucket = self._bucket(self._owned(Charge(one.key, one.limit, "requests", 0.0)), now)
+            _, bucket = self._bucket(one.key, one.limit, now)
             level = one.level
             if one.limit.ends_at_s:
                 bucket.level -= one.reserved - self._reserved_by(origin, one.key)
@@ -160,8 +166,11 @@ class LocalLimits:
 
     def level_of(self, charge: Charge) -> float:
         """What a budget has left, with nothing changed."""
-        bucket = self._budget_bucket_of(charge) or self._budget_bucket_of(self._owned(charge))
-        return charge.limit.capacity if bucket is None else bucket.level
+        key, limit = charge.key, charge.limit
+        bucket = self._budget_bucket(key, limit)
+        if bucket is None:
+            bucket = self._budget_bucket(self._accounts.account(key, limit.ends_at_s), limit)
+        return limit.capacity if bucket is None else bucket.level
 
     def forget_ended(self, wall_s: float) -> None:
         """Forget the windows of budgets that have ended some time ago: requests that run still have begun in them."""
@@ -179,7 +188,7 @@ class LocalLimits:
         """Lower the buckets to levels from another source."""
         self.changes += 1
         for one in levels:
-            bucket = self._bucket(self._owned(Charge(one.key, one.limit, "requests", 0.0)), now)
+            _, bucket = self._bucket(one.key, one.limit, now)
             bucket.level = min(bucket.level, one.level)
 
     def _last_used(self) -> Iterator[tuple[str, _NamedBucket]]:
@@ -187,43 +196,39 @@ class LocalLimits:
         for table in reversed(self._chosen.values()):
             yield from reversed(table.items())
 
-    def _owned(self, charge: Charge) -> Charge:
-        """With the key of its bucket: beyond the bounds of accounts that of a shared one."""
-        if not charge.limit.ends_at_s or self._budget_bucket_of(charge) is not None:
-            return charge
-        key = self._accounts.account(charge.key, charge.limit.ends_at_s)
-        return charge if key == charge.key else msgspec.structs.replace(charge, key=key)
-
-    def _bucket(self, charge: Charge, now: float) -> _NamedBucket:
-        """``charge``: owned."""
-        if charge.limit.ends_at_s:
-            return self._budget_bucket(charge.key, charge.limit, now)
-        table, most = self._table(charge.key)
-        bucket = table.get(charge.key)
-        if bucket is None:
-            bucket = table[charge.key] = _NamedBucket(charge.limit.capacity, now, limit=charge.limit)
-            if len(table) > most:
-                table.popitem(last=False)
-        else:
-            table.move_to_end(charge.key)
-            bucket.limit = charge.limit
-        bucket.fill(charge.limit, now)
-        return bucket
-
-    def _budget_bucket_of(self, charge: Charge) -> _NamedBucket | None:
-        window = self._budgets.get(charge.limit.ends_at_s)
-        return None if window is None else window.get(charge.key)
-
-    def _budget_bucket(self, key: str, limit: Limit, now: float) -> _NamedBucket:
+    def _bucket(self, key: str, limit: Limit, now: float) -> tuple[str, _NamedBucket]:
+        """The bucket of ``key``, and its own key: of a budget beyond the bounds of accounts, that of a shared one."""
+        if not limit.ends_at_s:
+            return key, self._rate_bucket(key, limit, now)
         window = self._budgets.of(limit.ends_at_s)
         bucket = window.get(key)
+        if bucket is None:
+            key = self._accounts.account(key, limit.ends_at_s)
+            bucket = window.get(key)
         if bucket is None:
             bucket = window[key] = _NamedBucket(limit.capacity, now, limit=limit)
         elif bucket.limit is not limit:
             # a larger maximum gives its callers more at once, and a smaller one takes from them
             bucket.level += limit.capacity - bucket.limit.capacity
             bucket.limit = limit
+        return key, bucket
+
+    def _rate_bucket(self, key: str, limit: Limit, now: float) -> _NamedBucket:
+        table, most = self._table(key)
+        bucket = table.get(key)
+        if bucket is None:
+            bucket = table[key] = _NamedBucket(limit.capacity, now, limit=limit)
+            if len(table) > most:
+                table.popitem(last=False)
+        else:
+            table.move_to_end(key)
+            bucket.limit = limit
+        bucket.fill(limit, now)
         return bucket
+
+    def _budget_bucket(self, key: str, limit: Limit) -> _NamedBucket | None:
+        window = self._budgets.get(limit.ends_at_s)
+        return None if window is None else window.get(key)
 
     def _table(self, key: str) -> tuple[OrderedDict[str, _NamedBucket], int]:
         """The table of the bucket of ``key``, and the most buckets that it may have."""

@@ -92,14 +92,18 @@ def budget_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[s
         if budget is None:
             continue
         name = title(budget.name, _THIS_KEY)
-        is_money = charge.resource == "cost_micros"
-        shown = money_text(max(0, int(level))) if is_money else str(max(0, math.floor(level)))
-        left.append(f'"{name}";r={shown};t={max(1, math.ceil(charge.ends_in_s))};unit="{budget.unit}"')
+        rest = int(level) if level > 0.0 else 0
+        shown = money_text(rest) if charge.resource == "cost_micros" else rest
+        left.append(f'"{name}";r={shown};t={math.ceil(charge.ends_in_s) or 1};unit="{budget.unit}"')
         if level <= budget.soft:
             used = 1.0 - max(0.0, level) / charge.limit.capacity
             warnings.append(f'"{name}";used={used:.2f};unit="{budget.unit}"')
-    headers = {BUDGET_REMAINING: ", ".join(left)} if left else {}
-    return {**headers, BUDGET_WARNING: ", ".join(warnings)} if warnings else headers
+    headers = {}
+    if left:
+        headers[BUDGET_REMAINING] = ", ".join(left)
+    if warnings:
+        headers[BUDGET_WARNING] = ", ".join(warnings)
+    return headers
 
 
 def soft_line(charge: Charge, level: float) -> str:

@@ -84,16 +84,14 @@ def cost_micros(price: Price, tokens: TokenCounts) -> int:
     for tier in price.tiers:
         if tokens.input > tier.above:
             rates = tier.rates
+    cost = tokens.input * rates.input + tokens.output * rates.output
     cached = min(tokens.cached, tokens.input)
-    written = min(tokens.written, tokens.input - cached)
-    reasoning = min(tokens.reasoning, tokens.output)
-    cost = (
-        (tokens.input - cached - written) * rates.input
-        + cached * (rates.input if rates.cached is None else rates.cached)
-        + written * (rates.input if rates.written is None else rates.written)
-        + (tokens.output - reasoning) * rates.output
-        + reasoning * (rates.output if rates.reasoning is None else rates.reasoning)
-    )
+    if rates.cached is not None:
+        cost += cached * (rates.cached - rates.input)
+    if rates.written is not None:
+        cost += min(tokens.written, tokens.input - cached) * (rates.written - rates.input)
+    if rates.reasoning is not None:
+        cost += min(tokens.reasoning, tokens.output) * (rates.reasoning - rates.output)
     return price.request - -cost // _MILLION
 
 

@@ -173,8 +173,9 @@ class Money(_AsWritten, int):
 
 def money_text(micros: int) -> str:
     """An amount in micro-units as people write it: ``12.34``; at least two decimals, and at most six."""
-    sign, (whole, rest) = "-" if micros < 0 else "", divmod(abs(micros), _MICRO)
-    return f"{sign}{whole}.{f'{rest:06d}'.rstrip('0').ljust(2, '0')}"
+    digits = str(abs(micros)).zfill(7)
+    sign = "-" if micros < 0 else ""
+    return f"{sign}{digits[:-6]}.{digits[-6:-4]}{digits[-4:].rstrip('0')}"
 
 
 def decode_quantity(kind: type, value: object) -> object:

@@ -196,4 +196,4 @@ def _output_of_cut(expected: Expected, answer: Answer) -> int:
 
 def _milliseconds(duration_ms: float) -> int:
     """Whole ones, of a bounded duration: clocks may be set back, and lines are hostile."""
-    return int(min(max(0.0, duration_ms), 1e12)) if math.isfinite(duration_ms) else 0
+    return int(min(duration_ms, 1e12)) if 0.0 < duration_ms < math.inf else 0

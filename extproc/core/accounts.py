@@ -61,8 +61,10 @@ class RecentGrants(Protocol):
 class _NoOthers:
     """RecentGrants of a process that is alone."""
 
+    _TURN: Final = nullcontext()
+
     def turn(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._TURN
 
     def unheard(self, key: str) -> float:  # noqa: ARG002 - of nobody
         return 0.0

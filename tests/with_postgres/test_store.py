@@ -75,6 +75,26 @@ def test_a_row_that_is_kept_is_not_counted_again(store: SqlStore) -> None:
     assert requests_of(report(store)) == [({}, 2)]
 
 
+def test_new_rows_come_to_the_end_of_their_key(store: SqlStore) -> None:
+    """Ids are random: a key that begins with them has each row change another page."""
+    assert sa.inspect(store.engine).get_pk_constraint("requests")["constrained_columns"] == ["at_us", "id"]
+    store.write([row("b"), row("a")], Position(), at(1))
+    new = store.write([row("a"), msgspec.structs.replace(row("a"), at_us=1), row("c")], at(1), at(2))
+    assert [(one.at_us, one.id) for one in new] == [(1, "a"), (row("c").at_us, "c")]
+
+
+def test_a_store_whose_rows_have_their_id_alone_as_the_key_stays_as_it_is(store: SqlStore) -> None:
+    columns = (sa.Column(one.name, one.type, primary_key=one.name == "id") for one in requests.columns)
+    with store.engine.begin() as connection:
+        requests.drop(connection)
+        sa.Table(requests.name, sa.MetaData(), *columns).create(connection)
+    store.prepare()
+    store.write([row("a"), row("a")], Position(), at(1))
+    new = store.write([row("a"), row("b")], at(1), at(2))
+    assert [one.id for one in new] == ["b"]
+    assert requests_of(report(store)) == [({}, 2)]
+
+
 def test_two_writers_of_one_log_are_refused(store: SqlStore) -> None:
     store.write([row("a")], Position(), at(1))
     with pytest.raises(StoreError, match="--source"):

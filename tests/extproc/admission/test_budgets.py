@@ -300,6 +300,15 @@ def test_a_larger_maximum_gives_more_and_a_smaller_one_takes_what_is_not_used() 
         assert limits.level_of(one) == left
 
 
+def test_what_began_under_another_maximum_is_settled_under_the_newest() -> None:
+    limits = LocalLimits()
+    began = limits.reserve([charge(compiled(budget(max={"tokens": 100})), amount=40.0)], 0.0)
+    limits.reserve([charge(compiled(budget(max={"tokens": 200})), amount=10.0)], 0.0)
+    limits.settle(began, Usage(0.0, 30.0), 1.0)
+    (shown,) = limits.budget_levels()
+    assert (shown.limit.capacity, shown.level) == (200.0, 160.0)
+
+
 def test_rows_lower_levels_and_never_raise_them() -> None:
     budgets, limits = compiled(budget(max={"tokens": 1000, "requests": 10, "money": "1"})), LocalLimits()
     rows = [
