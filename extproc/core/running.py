@@ -14,7 +14,7 @@ from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import repeat
 from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettled, with_fault
-from extproc.core.feedback import lost_adapter, record_endpoint_outcome, update_estimates
+from extproc.core.feedback import lost_adapter, record_endpoint_outcome, record_fallback, update_estimates
 from extproc.core.objectives import judge, judge_departure, times_of
 from extproc.core.peers import RequestEnded
 from extproc.core.prefill import end_leg
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
+    from extproc.core.fallback import FallbackBudgets
     from extproc.core.peers import RequestPrefilled, RequestStarted
     from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool
@@ -39,9 +40,12 @@ MOST_ENDED: Final = 65_536
 class RunningRequests:
     """The second half of a request's life, over the one table of ``records``."""
 
-    def __init__(self, records: dict[str, Record], accounts: Accounts, *, has_peers: bool) -> None:
+    def __init__(
+        self, records: dict[str, Record], accounts: Accounts, budgets: FallbackBudgets, *, has_peers: bool
+    ) -> None:
         self._records = records
         self._accounts = accounts
+        self._budgets = budgets
         self._has_peers = has_peers
         # tickets of records in state ENDED, in the order in which their streams closed
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -51,8 +55,9 @@ class RunningRequests:
         if pool is None or event.ticket in self._records:
             return False
         record = repeat(event, origin, pool, gate, now)
-        if record is not None:
+        if record is not None and record.run is not None:
             self._records[event.ticket] = record
+            self._budgets.begin(event.ticket, record.run)
         return record is not None
 
     def on_stream_closed(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
@@ -104,6 +109,10 @@ class RunningRequests:
             record.become(State.SETTLED, now)
         # what is learned is an estimate; what was granted must be settled
         with_fault(out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out))
+        reserve, first = run.reserves.get(outcome.served_by), run.pool.name
+        if reserve is not None:
+            # limits, prices and rows are of the ModelServer that has served it
+            run = run.at(reserve)
         used, service = NO_USAGE, 0.0
         if record.is_ours or run.gate is not None:
             used = run.used_tokens(outcome)
@@ -132,6 +141,7 @@ class RunningRequests:
                 leg=run.leg,
                 prefilled_by=run.prefilled_by,
                 is_streamed=run.sent.is_streamed,
+                fell_back_from="" if reserve is None else first,
             )
         )
 
@@ -146,6 +156,7 @@ class RunningRequests:
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         run.pool.release(run.assignment, run.pins, now)
+        self._budgets.end(record.ticket, run)
         count_request_end(record, run)
         if self._has_peers and record.is_ours:
             out.append(Broadcast(RequestEnded(record.ticket)))
@@ -163,6 +174,9 @@ def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Eff
     count_outcome(record, run, outcome)
     if run.is_aborted:
         # at our request
+        return
+    if outcome.served_by not in {"", run.pool.name}:
+        record_fallback(run, outcome, now, out, is_ours=record.is_ours)
         return
     record_endpoint_outcome(run, outcome, now, out)
     update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.api.usage import HTTP_ROUTE, UsageContext
+import msgspec
+
+from extproc.api.usage import HTTP_ROUTE, UsageContext, UsageElsewhere
 from extproc.api.used_tokens import Expected
 from extproc.protocol import api_of_path, truncate_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.admission.identity import Subject
     from extproc.api.admission import Band, FlowControl
     from extproc.api.pricing import Price
-    from extproc.core.record import Arrival, Head
+    from extproc.core.record import Arrival, Head, Reserve
     from extproc.errors import Refusal
     from extproc.scheduling.pool import Assignment
 
@@ -25,14 +29,24 @@ def usage_of_decision(
     *,
     expected: Expected,
     price: Price | None,
+    reserves: Mapping[str, Reserve],
 ) -> UsageContext:
-    """Of a request that goes to an engine. ``price``: in force when it arrived."""
-    return _usage_of(
+    """Of a request that goes to an engine. ``price``: in force when it arrived. ``reserves``: its fallbacks."""
+    found = _usage_of(
         arrival,
         ticket,
         expected=expected,
         cached=round(assignment.cached_tokens),
         price=price,
+    )
+    elsewhere = [
+        UsageElsewhere(server, truncate_name(one.model), one.price, one.is_degraded) for server, one in reserves.items()
+    ]
+    degraded = arrival.destination.is_degraded
+    return (
+        msgspec.structs.replace(found, degraded=degraded, fallbacks=tuple(elsewhere))
+        if elsewhere or degraded
+        else found
     )
 
 
