@@ -307,7 +307,7 @@ class AdmissionMetrics:
         )
         self._fallbacks = Counters(
             "attache_fallbacks",
-            "Requests that a fallback got instead of their ModelServer, by why: failed (Envoy went on), no_endpoint, queue.",
+            "Requests that a fallback got, by why: failed (Envoy has gone on to it), no_endpoint, queue.",
             ["server", "reason"],
             registry,
         )

@@ -8,10 +8,13 @@ import json
 import sys
 from collections import Counter
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import anthropic
 import httpx
+import httpx2
+import openai
 import pytest
 import pytest_asyncio
 import yaml
@@ -319,5 +322,66 @@ async def test_the_order_is_the_same_without_extproc(tmp_path: Path) -> None:
         engines["a1"].does = engines["a2"].does = 400
         assert (await gateway.ask()).status_code == 400
         assert len(log) == 1
+    for one in engines.values():
+        await one.stop()
+
+
+async def test_a_stream_that_breaks_is_neither_continued_nor_ended(gateway: Gateway) -> None:
+    await gateway.heal()
+    for name in ("a1", "a2"):
+        gateway.engines[name].does = "cut"
+    gateway.log.clear()
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        with pytest.raises((openai.APIError, httpx2.RemoteProtocolError)):
+            async for _ in stream:
+                pass
+    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as claude:
+        events = await claude.messages.create(model="m", messages=messages, max_tokens=9, stream=True)
+        with pytest.raises((anthropic.APIError, httpx2.RemoteProtocolError)):
+            async for _ in events:
+                pass
+    assert [name[0] for name, _ in gateway.log] == ["a", "a"]
+
+
+async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_budget(tmp_path: Path) -> None:
+    """At 50 requests a second: a fallback that can carry them serves them all, and a slow one is not run over."""
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1")}
+    for one in engines.values():
+        await one.start()
+    budget = 10
+    rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
+    documents = [
+        server("a", "big/model", [engines["a1"]]),
+        server("b", "small", [engines["b1"]]),
+        route("m", {**rule, "retry": {"minConcurrency": budget}}),
+    ]
+    async with running(tmp_path / "stack", documents, engines, log) as gateway:
+        assert (await gateway.ask()).status_code == 200
+
+        async def load(seconds: float) -> Counter[int]:
+            asked = []
+            for _ in range(int(50 * seconds)):
+                asked.append(asyncio.create_task(gateway.ask()))
+                await asyncio.sleep(0.02)
+            return Counter(answer.status_code for answer in await asyncio.gather(*asked))
+
+        engines["a1"].does, engines["b1"].takes_s = 503, 0.05
+        assert set(await load(4)) == {200}
+        engines["b1"].takes_s, engines["b1"].most = 1.0, 0
+        found = await load(4)
+        # the others get the refusal of their own
+        assert set(found) == {200, 503}
+        assert found[200] >= budget
+        assert engines["b1"].most <= 1.2 * budget
+
+        async def is_idle() -> bool:
+            return not any((await gateway.values("attache_in_flight")).values())
+
+        await eventually(is_idle)
+        counted = await gateway.values("attache_fallbacks_total")
+        assert {reason for labels in counted for reason in labels} >= {"failed", "no_endpoint"}
     for one in engines.values():
         await one.stop()

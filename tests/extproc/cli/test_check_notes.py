@@ -397,13 +397,13 @@ def test_fallbacks_of_adapters_alone(check: Check) -> None:
 def test_circles_of_fallbacks_are_noted_once(check: Check) -> None:
     servers = {f"ModelServer_{name}": SERVER for name in ("b", "c", "d")}
     routes = {
-        "ModelRoute_llama": fallback_to("b"),
+        "ModelRoute": fallback_to("b"),
         "ModelRoute_b": fallback_to("c", target="b"),
         "ModelRoute_c": fallback_to("llama", target="c"),
         # leads into the circle, and is no part of it
         "ModelRoute_d": fallback_to("b", target="d"),
     }
-    found = check(**servers, **routes, ModelRoute={"modelName": "x", "rules": RULES})
+    found = check(**servers, **routes)
     (note,) = [one for one in found if "fall back" in one]
     assert note.startswith(
         "ModelServer default/b: its requests fall back to default/c, default/llama, and theirs to it"
