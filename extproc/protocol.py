@@ -67,6 +67,9 @@ SERVER_CLUSTER: Final = "server/"
 BACKEND_CLUSTER: Final = "backend/"
 # Time limit and retries of that ModelServer, where they are not the defaults: Envoy has a route for each such policy.
 POLICY_HEADER: Final = "x-attache-policy"
+# Of answers to requests whose rule has fallbacks: the ModelServer that answered, and what is less than was asked for.
+SERVED_BY: Final = "x-attache-served-by"
+DEGRADED: Final = "x-attache-degraded"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 # The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.
@@ -135,6 +138,12 @@ HIDES_USAGE: Final = "hides_usage"
 # What extproc knows of a request at its decision or refusal, as JSON text (``extproc.api.usage.UsageContext``): for the
 # usage log.
 USAGE_CONTEXT: Final = "usage"
+# Of a request whose rule has fallbacks: Envoy's clusters, one for each attempt; where the model's name stands in the
+# body, as "first byte,length"; and the ModelServers whose answers are marked as degraded.
+ROUTE_NAMESPACE: Final = "attache.route"
+GROUPS: Final = "priority_groups"
+SPLICE: Final = "splice"
+DEGRADED_SERVERS: Final = "degraded"
 # Token usage, which Envoy's filters read out of answers.
 USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"

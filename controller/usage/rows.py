@@ -51,11 +51,11 @@ class UsageRow(msgspec.Struct, frozen=True):
     ``ticket``: extproc's name of the request, as in its decision log and traces. ``endpoint``: the engine's address.
     ``input`` has ``cached`` and ``written`` in it, ``output`` has ``reasoning``. ``cost_micros``: None if the request
     used engines and had no price; 0 if it cost nothing. ``price_id``: by which price, None without one.
-    ``is_degraded``: extproc had no part in it. ``is_estimated``: some of its tokens are estimates. ``ttft_us``: until
-    the first content, else until the first byte; None without an answer. ``ended``: ``whole``, ``refused`` (by
-    extproc), ``rejected`` (4xx), ``client`` (it left), ``engine``, ``timeout`` or ``gateway``; ``is_failed``: one of
-    the last three. ``is_unpriced``: it used engines, and nobody knows what that costs. ``key_id``: of the API key with
-    the name ``key``; empty without extproc.
+    ``is_degraded``: extproc had no part in it, or a fallback served it that is marked so. ``is_estimated``: some of its
+    tokens are estimates. ``ttft_us``: until the first content, else until the first byte; None without an answer.
+    ``ended``: ``whole``, ``refused`` (by extproc), ``rejected`` (4xx), ``client`` (it left), ``engine``, ``timeout`` or
+    ``gateway``; ``is_failed``: one of the last three. ``is_unpriced``: it used engines, and nobody knows what that
+    costs. ``key_id``: of the API key with the name ``key``; empty without extproc.
     """
 
     id: str
@@ -120,7 +120,7 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         raise BadLine("its time is not possible")
     if not 0 <= line.status <= 999:
         raise BadLine("its status is not possible")
-    known = context or _known_to_envoy(line)
+    known = _known_to_envoy(line) if context is None else context.as_served_by(_server_of(line))
     used = None if known.refused else used_tokens(expected_of(known), _answer(line, known))
     tokens, is_estimated = (TokenCounts(), False) if used is None else (used.counts, used.is_estimated)
     ended = _end_of(line, known)
@@ -159,7 +159,7 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         ttft_us=_ttft_us(line),
         duration_us=_duration(line.duration_us) or _duration((line.duration_ms or 0) * 1_000) or 0,
         attempts=max(0, min(1_000_000, line.attempts or 0)),
-        is_degraded=context is None and bool(line.served) and _is_inference(line),
+        is_degraded=known.degraded or (context is None and bool(line.served) and _is_inference(line)),
         is_estimated=is_estimated,
         is_failed=ended in _FAILED,
         is_unpriced=cost is None,
@@ -179,9 +179,14 @@ def _known_to_envoy(line: UsageLine) -> UsageContext:
         tenant=line.tenant or "",
         user=line.user or "",
         api_key=line.client or "",
-        server=(line.cluster or "").removeprefix(SERVER_CLUSTER) if _is_inference(line) else "",
+        server=_server_of(line) if _is_inference(line) else "",
         model=line.model or "",
     )
+
+
+def _server_of(line: UsageLine) -> str:
+    """The ModelServer of its cluster."""
+    return (line.cluster or "").removeprefix(SERVER_CLUSTER)
 
 
 def _answer(line: UsageLine, context: UsageContext) -> Answer:

@@ -244,7 +244,7 @@ def _leading_to(snapshot: Snapshot, targets: Mapping[_Target, _Scope]) -> dict[s
     for route in snapshot.routes:
         scope = targets.get(("ModelRoute", route.metadata.key))
         if scope is not None:
-            for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
+            for server in route.server_keys:
                 found.setdefault(server, []).append(scope)
     return found
 

@@ -10,6 +10,7 @@ import msgspec
 
 from extproc.api.admission import Priority, RateLimit, check_limits
 from extproc.api.budgets import Budgets, check_budgets
+from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guards import RouteGuard
 from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.objectives import Slos, check_slo
@@ -65,6 +66,7 @@ class RouteRule(Spec, frozen=True):
     CEL: ClassVar = (
         Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
         Rule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
+        Rule("!has(self.retry) || has(self.fallback)", "retry has no effect without fallback"),
     )
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -76,6 +78,23 @@ class RouteRule(Spec, frozen=True):
     ttft_target: Duration | None = None
     # the cheapest target that holds the objective is taken, and not one by weight
     tiers: Tiers | None = None
+    # other ModelServers, in this order, for requests that the target cannot serve
+    fallback: Annotated[tuple[Fallback, ...], msgspec.Meta(max_length=4)] = ()
+    # how much fallbacks may take, and when an attempt is given up
+    retry: FallbackRetry | None = None
+
+    @property
+    def servers(self) -> tuple[TargetModel | Fallback, ...]:
+        """All that its requests can come to."""
+        return (*self.target_models, *self.fallback)
+
+    @property
+    def fallback_retry(self) -> FallbackRetry:
+        """``retry``, or its defaults."""
+        return self.retry or _DEFAULT_RETRY
+
+
+_DEFAULT_RETRY: Final = FallbackRetry()
 
 
 class ModelRouteSpec(Spec, frozen=True):
@@ -119,9 +138,14 @@ class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
 
     spec: ModelRouteSpec
 
-    def server_key(self, target: TargetModel) -> str:
+    def server_key(self, target: TargetModel | Fallback) -> str:
         """The ModelServer that ``target`` names: one of this route's own namespace."""
         return object_key(self.metadata.namespace, target.model_server_name)
+
+    @property
+    def server_keys(self) -> set[str]:
+        """All ModelServers that its requests can come to, fallbacks included."""
+        return {self.server_key(one) for rule in self.spec.rules for one in rule.servers}
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
@@ -142,6 +166,8 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
             yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
         if rule.tiers is not None:
             yield from check_tiers(rule.tiers, (*path, "tiers"), sum(1 for one in rule.target_models if one.weight))
+        targets = [target.model_server_name for target in rule.target_models if target.weight]
+        yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
         if rule.model_match is not None:
             yield from check_matches(rule.model_match, (*path, "modelMatch"))
         elif number < len(spec.rules) - 1:

@@ -92,9 +92,11 @@ def check_target_models(route: ModelRoute, found: DirectoryObjects) -> Iterator[
     """Their ModelServers exist."""
     keys = found.keys["ModelServer"]
     for number, rule in enumerate(route.spec.rules):
-        for index, target in enumerate(rule.target_models):
+        for place, target in enumerate(rule.servers):
+            index = place - len(rule.target_models)
+            where = ("targetModels", place) if index < 0 else ("fallback", index)
             if route.server_key(target) not in keys and not found.unread.may_hold(target.model_server_name):
-                path = ("spec", "rules", number, "targetModels", index, "modelServerName")
+                path = ("spec", "rules", number, *where, "modelServerName")
                 yield path, _none_called("ModelServer", target.model_server_name, route.metadata.namespace, keys)
 
 

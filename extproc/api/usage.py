@@ -36,6 +36,15 @@ def real_name(stored: str) -> str:
     return stored.removeprefix(_RESERVED) if stored.startswith(_RESERVED * 2) else stored
 
 
+class UsageElsewhere(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is other than in the UsageContext if a fallback serves the request: ``server``, and the fields of that."""
+
+    server: str
+    served_model: str = ""
+    price: Price | None = None
+    degraded: bool = False
+
+
 class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is known of a request when it is decided.
 
@@ -48,7 +57,8 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     it (``extproc.api.used_tokens.Expected``): ``input_tokens``, ``output_tokens``, ``answers``, ``most_output``,
     ``token_us``, ``tokens_per_event``, ``in_background``. ``price``: in force for it; None: the ModelServer has none.
     ``refused``: the code of extproc's refusal; empty if the request was sent on. ``service_class``: the name of its
-    class of objectives; ``band`` if it has none.
+    class of objectives; ``band`` if it has none. ``degraded``: ``server`` is a fallback of another model.
+    ``fallbacks``: those to which Envoy may go on.
     """
 
     ticket: str = ""
@@ -76,6 +86,22 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: str = ""
     key_id: str = ""
     service_class: str = ""
+    degraded: bool = False
+    fallbacks: tuple[UsageElsewhere, ...] = ()
+
+    def as_served_by(self, server: str) -> UsageContext:
+        """The same if ``server`` is one of the fallbacks."""
+        found = next((one for one in self.fallbacks if one.server == server), None)
+        if found is None:
+            return self
+        return msgspec.structs.replace(
+            self,
+            server=found.server,
+            served_model=found.served_model,
+            price=found.price,
+            degraded=found.degraded,
+            fallbacks=(),
+        )
 
 
 class UsageCounts(msgspec.Struct, frozen=True):

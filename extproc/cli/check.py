@@ -112,6 +112,8 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *payload_logs_without_effect(snapshot),
             *missing_guards(snapshot),
             *tiers_without_effect(snapshot),
+            *fallbacks_without_effect(snapshot),
+            *circles_of_fallbacks(snapshot),
             *doubtful_objectives(snapshot),
             *unsalted_messages(snapshot),
             *doubtful_pairs(snapshot),
@@ -340,7 +342,7 @@ def doubtful_objectives(snapshot: Snapshot) -> Iterator[str]:
     """Objectives that are never judged, alerts that can never fire, and targets that contradict each other."""
     specs = {server.metadata.key: server.spec for server in snapshot.servers}
     for route in snapshot.routes:
-        servers = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+        servers = route.server_keys
         unreported = sorted(key for key in servers & specs.keys() if specs[key].stream_usage != "Always")
         lowest = min((rule.priority for rule in route.spec.rules), default=0)
         ordered = sorted(route.spec.slo, key=_falling_priority)
@@ -393,7 +395,7 @@ def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[Budget], frozen
     # thousands may have the same
     yield "API keys", [one.budget() for one in dict.fromkeys(one for key in keys for one in key.budgets)], every
     for route in snapshot.routes:
-        servers = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+        servers = route.server_keys
         yield f"ModelRoute {route.metadata.key}", route.spec.budgets, every & servers
 
 
@@ -489,6 +491,64 @@ def tiers_without_effect(snapshot: Snapshot) -> Iterator[str]:
                     yield f"ModelRoute {route.metadata.key}: rules[{number}].tiers: {note}"
 
 
+def fallbacks_without_effect(snapshot: Snapshot) -> Iterator[str]:
+    """Fallbacks that no request can go to."""
+    servers = {server.metadata.key: server.spec for server in snapshot.servers}
+    for route in snapshot.routes:
+        for number, rule in enumerate(route.spec.rules):
+            where = f"ModelRoute {route.metadata.key}: rules[{number}].fallback"
+            if rule.fallback and route.spec.model_name is None:
+                yield f"{where}: requests for LoRA adapters go to no fallback, and there is no modelName; remove it"
+            targets = [servers[route.server_key(one)] for one in rule.target_models if one.weight]
+            for one in rule.fallback:
+                key = route.server_key(one)
+                for note in _fallback_notes(snapshot, targets, servers[key]):
+                    yield f"{where}: ModelServer {key} {note}"
+
+
+def _fallback_notes(snapshot: Snapshot, targets: Sequence[ModelServerSpec], spec: ModelServerSpec) -> Iterator[str]:
+    if spec.listed is not None and not spec.listed:
+        yield "has no endpoints, so no request goes there; write endpoints, or remove it"
+    if spec.pd_group is not None or any(one.pd_group is not None for one in targets):
+        yield (
+            "gets no request whose prompt another engine computes, here or there; of those, only requests that go there"
+            " at once are served"
+        )
+    if any(one.stream_usage != spec.stream_usage for one in targets):
+        yield "has another streamUsage, so no stream without usage can go on to it; write the same"
+    default = snapshot.gateway.cache_isolation
+    if any((one.cache_isolation or default) != (spec.cache_isolation or default) for one in targets):
+        yield "has another cacheIsolation, so requests would need another body there; write the same"
+
+
+def circles_of_fallbacks(snapshot: Snapshot) -> Iterator[str]:
+    """ModelServers that are each other's fallback: each gets the other's load when that fails."""
+    leads: dict[str, set[str]] = {}
+    for route in snapshot.routes:
+        for rule in route.spec.rules:
+            for target in rule.target_models:
+                key = route.server_key(target)
+                leads.setdefault(key, set()).update({route.server_key(one) for one in rule.fallback} - {key})
+    reached = {key: _reached(leads, key) for key in leads}
+    for first in sorted(leads):
+        circle = sorted(one for one in reached[first] if first in reached.get(one, ()))
+        # the first name speaks for all
+        if circle and first == circle[0]:
+            yield (
+                f"ModelServer {first}: its requests fall back to {', '.join(circle[1:])}, and theirs to it; if one"
+                " fails, the other has the load of both, up to the budget (rules[].retry): see that it can carry that"
+            )
+
+
+def _reached(leads: Mapping[str, set[str]], start: str) -> set[str]:
+    found, ends = set[str](), [start]
+    while ends:
+        for one in leads.get(ends.pop(), set()) - found:
+            found.add(one)
+            ends.append(one)
+    return found
+
+
 def _tier_notes(rule: RouteRule, servers: Mapping[str, ModelServerSpec], without_queue: set[str]) -> Iterator[str]:
     every: Sequence[Tiers | TierClass] = () if rule.tiers is None else (rule.tiers, *rule.tiers.classes)
     for key, spec in servers.items():
@@ -549,12 +609,7 @@ def _unknown_callers(asked: Authentication | None, *, is_told: bool) -> dict[str
 
 def unrouted_servers(snapshot: Snapshot) -> Iterator[str]:
     """ModelServers that no client can reach."""
-    named = {
-        route.server_key(target)
-        for route in snapshot.routes
-        for rule in route.spec.rules
-        for target in rule.target_models
-    }
+    named = {server for route in snapshot.routes for server in route.server_keys}
     named |= {backend_key(route, ref) for route in snapshot.http_routes for ref, _ in backend_refs(route)}
     for server in snapshot.servers:
         if server.metadata.key not in named:

@@ -576,7 +576,7 @@ def _tenant_order(one: TenantView) -> tuple[object, ...]:
 
 
 def _is_shown(route: ModelRoute, query: Query) -> bool:
-    targets = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+    targets = route.server_keys
     if query.server and query.server not in targets:
         return False
     return query.finds(route.metadata.key, *_names_of(route), *targets)

@@ -20,6 +20,7 @@ from extproc.core.accounts import NO_OTHERS, Accounts, LevelExchange
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AskGuard, Broadcast, Effect
+from extproc.core.fallback import FallbackBudgets, FallbackPlanner
 from extproc.core.feedback import apply_adapter_change, on_metrics
 from extproc.core.guards import GuardStopped
 from extproc.core.orphans import OrphanedRequests, process_of
@@ -117,10 +118,12 @@ class Core:
         self._records: dict[str, Record] = {}
         self.meter = DemandMeter(ticket_prefix)
         self._dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
+        budgets = FallbackBudgets()
+        self._dispatcher.fallbacks = FallbackPlanner(budgets, rng=rng)
         self._pipeline = AdmissionPipeline(
             self._records, self.admission, self._accounts, self._dispatcher, rng=rng, has_peers=machine is not None
         )
-        self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
+        self._running = RunningRequests(self._records, self._accounts, budgets, has_peers=machine is not None)
         self._orphans = OrphanedRequests(self.admission, self._accounts)
         self._legs = PrefillLegs(self._records, self._dispatcher, self._running, has_peers=machine is not None)
         self.apply(snapshot, 0.0)

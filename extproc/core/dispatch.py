@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -14,13 +15,13 @@ from extproc.admission.objectives import ObjectiveTable
 from extproc.admission.queue import weighted_tokens
 from extproc.api.used_tokens import Expected
 from extproc.core.demand import count_dispatch, count_refusal
-from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused
+from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused, with_fault
 from extproc.core.explanation import Explanation, explain_pick
 from extproc.core.feedback import OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
 from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
-from extproc.core.record import PrefillLeg, Record, Run, SentRequest
+from extproc.core.record import NO_RESERVES, PrefillLeg, Record, Run, SentRequest
 from extproc.core.states import WAITING, Event, State
 from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
@@ -41,12 +42,16 @@ if TYPE_CHECKING:
     from extproc.api.usage import UsageContext
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
+    from extproc.core.fallback import FallbackPlan, FallbackPlanner
     from extproc.core.record import Arrival, Attachment
     from extproc.endpoints.table import Bools
     from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.picker import PluginFailed
     from extproc.scheduling.pool import Assignment, Consideration, Pool
+
+
+_NO_PLAN: Final = "the fallbacks of a request could not be planned"
 
 
 def no_longer_served(server: str) -> NoEndpoint:
@@ -88,6 +93,7 @@ class Dispatcher:
         self.logs_usage = False
         # those of the configuration
         self.objectives = ObjectiveTable()
+        self.fallbacks: FallbackPlanner
 
     def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
@@ -177,6 +183,13 @@ class Dispatcher:
         prefill = None if leg is None else prefill_of(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
         body = _body_of(arrival, base, leg)
+        plan = None
+        if arrival.destination.fallbacks is not None:
+            # it can do without
+            plan = with_fault(
+                out, _NO_PLAN, partial(self.fallbacks.plan, record, considered, now, base=base, body=body)
+            )
+            pending = _with_states(pending, plan)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
@@ -198,7 +211,9 @@ class Dispatcher:
                 answers=request.answers,
                 expects_usage=request.asks_for_usage or pending.adds_usage,
                 waited_s=record.held_s,
-                checks_refusal=_checks_refusal(record.attachment, pool, assignment, now),
+                # that of a client is no reason for a fallback
+                checks_refusal=None if plan else _checks_refusal(record.attachment, pool, assignment, now),
+                is_fallback=arrival.destination.is_fallback,
             ),
             sent_at_s=now,
             reserved=Usage(assignment.input_tokens, output_tokens),
@@ -214,7 +229,10 @@ class Dispatcher:
             objectives=self.objectives_of(arrival),
             model=arrival.destination.model,
             has_leg=leg is not None and not is_beside,
+            attempts=None if plan is None else plan.attempts,
+            reserves=NO_RESERVES if plan is None else plan.reserves,
         )
+        self.fallbacks.budgets.begin(record.ticket, run)
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         count_dispatch(record, run)
@@ -276,6 +294,8 @@ class Dispatcher:
             request_id=request_id,
             whole=pending.whole,
             size_bytes=len(arrival.body),
+            attempts=run.attempts,
+            fell_back_for=record.fell_back_for,
         )
 
 
@@ -288,6 +308,13 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
         )
     adds_usage = "stream_options" in base.fields
     return PendingDecision(adds_usage, explanation, whole)
+
+
+def _with_states(pending: PendingDecision, plan: FallbackPlan | None) -> PendingDecision:
+    if plan is None or pending.explanation is None:
+        return pending
+    explained = msgspec.structs.replace(pending.explanation, fallbacks=plan.states)
+    return msgspec.structs.replace(pending, explanation=explained)
 
 
 def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | None:
@@ -354,7 +381,13 @@ def constraints_of(
 def usage_of_run(record: Record, run: Run, arrival: Arrival) -> UsageContext:
     """For the usage log."""
     return usage_of_decision(
-        arrival, run.assignment, record.ticket, expected=run.expected, price=run.price, objectives=run.objectives
+        arrival,
+        run.assignment,
+        record.ticket,
+        expected=run.expected,
+        price=run.price,
+        objectives=run.objectives,
+        reserves=run.reserves,
     )
 
 

@@ -17,7 +17,7 @@ from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
-from extproc.core.record import NO_WAITS, Arrival, Forecast, LoadResult, Outcome, PrefillLeg
+from extproc.core.record import NO_WAITS, Arrival, Attempts, Forecast, LoadResult, Outcome, PrefillLeg
 from extproc.core.states import State
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
@@ -38,6 +38,8 @@ class Decision(msgspec.Struct, frozen=True):
     ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``request_id``: that
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
     another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body.
+    ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
+    fallback at once.
     """
 
     ticket: str
@@ -60,6 +62,8 @@ class Decision(msgspec.Struct, frozen=True):
     request_id: str = ""
     whole: str = ""
     size_bytes: int = 0
+    attempts: Attempts | None = None
+    fell_back_for: str = ""
 
     @property
     def held_s(self) -> float:
@@ -287,7 +291,8 @@ class RequestSettled(msgspec.Struct, frozen=True):
     what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
     extproc held it. ``times``: of its answer, None if it got none. ``leg``: the end of the prefill beside it, if that
     has ended. ``prefilled_by``: the engine that computed its prompt on a leg of its own, empty if none did.
-    ``is_streamed``: the client asked for a stream.
+    ``is_streamed``: the client asked for a stream. ``fell_back_from``: the ModelServer that it was sent to, if Envoy
+    has gone on to a fallback; ``server``, ``assignment`` and ``model`` are of that.
     """
 
     server: str
@@ -306,6 +311,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     leg: PrefillLeg | None = None
     prefilled_by: str = ""
     is_streamed: bool = False
+    fell_back_from: str = ""
 
 
 class RequestJudged(msgspec.Struct, frozen=True):

@@ -99,6 +99,16 @@ class TierState(msgspec.Struct, frozen=True):
     why: str
 
 
+class FallbackState(msgspec.Struct, frozen=True):
+    """One fallback of the request's rule. ``address``: the endpoint that is tried there; empty: none. ``why``: it is
+    taken, tried next, or not possible.
+    """
+
+    server: str
+    address: str
+    why: str
+
+
 class ForecastState(msgspec.Struct, frozen=True):
     """A class of objectives that refuses what is predicted to miss them. ``objective``: by which the first token is due
     after ``due_ms``. ``ttft_ms``: predicted where the request was routed to, None if unknown. ``why``: what follows.
@@ -120,7 +130,7 @@ class Explanation(msgspec.Struct, frozen=True):
     them, so that only our own counts are used for them. ``failed``: plugins that the pick had to do without, and why.
     ``tenant``, ``user``, ``api_key``: who asks, by verified names; ``request_id``: the gateway's. ``trace_id``: of its
     trace, if it is sampled. Empty if unknown. ``budgets``: those that apply. ``tiers``: of its rule, if it has some.
-    ``forecast``: of its TTFT, if its class refuses what would come too late.
+    ``forecast``: of its TTFT, if its class refuses what would come too late. ``fallbacks``: those of its rule.
     """
 
     server: str
@@ -147,6 +157,7 @@ class Explanation(msgspec.Struct, frozen=True):
     # what the guard of its route said of it, in words; empty if it has none
     guard: str = ""
     forecast: ForecastState | None = None
+    fallbacks: tuple[FallbackState, ...] = ()
 
 
 def explain_pick(
@@ -157,9 +168,11 @@ def explain_pick(
     forecast: Forecast | None = None,
     *,
     guarded: str = "",
+    fallbacks: tuple[FallbackState, ...] = (),
 ) -> Explanation:
     """The reasons of a pick that was made with ``wants_reasons``. ``trace``: of the request, if it is sampled.
     ``placement``: among the tiers of its rule. ``forecast``: of its TTFT. ``guarded``: what its guard said.
+    ``fallbacks``: those of its rule.
     """
     pool, caller = arrival.pool, arrival.caller
     pick, expectation, addresses = considered.pick, considered.expectation, pool.table.addresses
@@ -183,6 +196,7 @@ def explain_pick(
         tiers=tier_states(placement),
         guard=guarded,
         forecast=None if forecast is None else forecast_state(forecast),
+        fallbacks=fallbacks,
     )
 
 
@@ -235,6 +249,10 @@ def tier_states(placement: Placement | None) -> tuple[TierState, ...]:
             )
         )
     return tuple(found)
+
+
+def _fallback_line(one: FallbackState) -> str:
+    return f"  the fallback {one.server}{f' at {one.address}' if one.address else ''}: {one.why}"
 
 
 def _tier_line(one: TierState) -> str:
@@ -393,6 +411,7 @@ def to_text(one: Explanation) -> str:
     lines += map(_budget_line, one.budgets)
     lines += map(_tier_line, one.tiers)
     lines += [] if one.forecast is None else [_forecast_line(one.forecast)]
+    lines += map(_fallback_line, one.fallbacks)
     if one.adapter:
         lines.append(f"  {one.adapter}")
     if one.stage:

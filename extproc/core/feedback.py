@@ -89,6 +89,44 @@ def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) ->
         _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
 
 
+def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
+    """Another ModelServer has answered: the endpoints of all attempts before failed.
+
+    Of times nothing is learned, as they count from the request's arrival.
+    """
+    runs = {run.pool.name: run, **{server: run.at(reserve) for server, reserve in run.reserves.items()}}
+    for server, address in _tried_before(run, outcome):
+        _count_passed_over(runs[server], address, now, out)
+    there = runs.get(outcome.served_by)
+    row = None if there is None else there.pool.table.row_of(outcome.served)
+    if there is None or row is None or outcome.status == 0 or outcome.has_left:
+        return
+    # as a prefill, it shows no duration of whole answers
+    there.is_leg = True
+    _count(there, row, _failure_of(there, outcome, row), now, out)
+    if 200 <= outcome.status < 300:
+        there.pool.caches.record(row, there.sent.chain, now)
+        _count_tokens(there, outcome, is_ours=is_ours)
+        _learn_output(there, outcome, is_ours=is_ours)
+        _learn_turn(there, outcome)
+
+
+def _tried_before(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
+    """The ModelServer and address of each attempt before the last. Of a request of another process, only the first is
+    known.
+    """
+    if run.attempts is None:
+        return [(run.pool.name, run.assignment.endpoint.address)]
+    return list(zip(run.attempts.servers, run.attempts.addresses, strict=True))[: outcome.attempts - 1]
+
+
+def _count_passed_over(run: Run, address: str, now: float, out: list[Effect]) -> None:
+    table, first = run.pool.table, run.assignment.endpoint
+    row = table.row_of(address)
+    if row is not None and (address != first.address or table.is_current(first)):
+        _count(run, row, EngineFailure.PASSED_OVER, now, out, is_unavailable=True)
+
+
 def _is_inconclusive(outcome: Outcome) -> bool:
     """Whether the client left before the engine could show what it would have answered."""
     return outcome.status == 0 or (outcome.has_left and outcome.status < 400 and outcome.prompt_tokens is None)

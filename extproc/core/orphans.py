@@ -106,6 +106,6 @@ def _used_by(orphan: Orphan) -> Usage:
     found = used_tokens(expected_of(orphan.context), answer_of(orphan.outcome))
     if found is None:
         return NO_USAGE
-    price = orphan.context.price
+    price = orphan.context.as_served_by(orphan.outcome.served_by).price
     cost = 0 if price is None else cost_micros(price, found.counts)
     return Usage(float(found.counts.input), float(found.counts.output), cost_micros=float(cost))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -12,6 +13,7 @@ import numpy as np
 
 from extproc.admission.limits import Grant, StoreAway
 from extproc.admission.refusals import unavailable
+from extproc.admission.saturation import RECHECK_S
 from extproc.core.activation import EngineWait
 from extproc.core.adapter_load import AdapterWait
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
@@ -44,7 +46,8 @@ from extproc.core.explanation import (
 )
 from extproc.core.forecasts import Forecaster
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
-from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
+from extproc.core.queue import MOST_AT_ONCE, TIERS_FAILED, QueueWait, usage_to_reserve
+from extproc.core.record import Record
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
@@ -58,13 +61,14 @@ if TYPE_CHECKING:
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival, Attachment, Placement, Record
+    from extproc.core.record import Arrival, Attachment, Placement
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools
 
 # The values with which a shell may resume a request: the answer, or None if there is none.
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
 _Own = TypeVar("_Own")
+_FALLBACK_FAILED: Final = "a fallback could not be considered"
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
 
 
@@ -119,6 +123,9 @@ class AdmissionPipeline:
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
         self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
+        self._fallbacks = dispatcher.fallbacks
+        # when to ask whether a request that waits goes to a fallback, by ticket; those that wait no more are left there
+        self._fallbacks_due: list[tuple[float, str]] = []
         self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._tier)
         self.adapters = AdapterWait(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
@@ -130,7 +137,7 @@ class AdmissionPipeline:
         """Follow the configuration, which the admission controller has already. ``guards``: by the key of the
         ModelRoute.
         """
-        self._builder, self._guards = builder, guards
+        self._builder, self._guards, self._fallbacks.builder = builder, guards, builder
         self._tiers.keep(builder.pools)
         for record in [one for one in self._records.values() if one.state in ASKING]:
             self._reroute(record, builder)
@@ -184,8 +191,57 @@ class AdmissionPipeline:
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Send on held requests that can go, and refuse those that have waited too long."""
+        self._fall_back_due(now, out)
         for wait in self._waits:
             wait.tick(now, out)
+
+    def _fall_back_due(self, now: float, out: list[Effect]) -> None:
+        """Requests that have waited long enough go to a fallback that has room at once."""
+        asked, due = 0, self._fallbacks_due
+        while due and due[0][0] <= now and asked < MOST_AT_ONCE:
+            _, ticket = heapq.heappop(due)
+            record = self._records.get(ticket)
+            if record is None or record.state not in WAITING:
+                continue
+            asked += 1
+            if not with_fault(out, _FALLBACK_FAILED, partial(self._fall_back_after_wait, record, now, out)):
+                # however many wait, a second has as many questions as one tick
+                heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
+        if due:
+            out.append(WakeAt(max(now, due[0][0])))
+
+    def _fall_back_after_wait(self, record: Record, now: float, out: list[Effect]) -> bool:
+        """Whether the request has left where it waited."""
+        waited_s = now - record.arrived_at_s
+        other = self._fallbacks.instead(record.arrived, record.attachment, now, waited_s=waited_s)
+        found = None if other is None else self._queue.room_at(record, other, now)
+        if other is None or found is None:
+            return False
+        self._withdraw(record, now)
+        self._dispatcher.move(record, other)
+        record.placement, record.fell_back_for = None, "queue"
+        record.queued, with_room = found
+        record.happens(Event.GRANTED)
+        self._turn_came(record, with_room, now, out)
+        return True
+
+    def _fall_back(self, record: Record, now: float, out: list[Effect]) -> None:
+        """A request whose ModelServer has no usable endpoint goes to a fallback that has one."""
+        instead = partial(self._fallbacks.instead, record.arrived, record.attachment, now)
+        other = with_fault(out, _FALLBACK_FAILED, instead)
+        if other is not None:
+            self._dispatcher.move(record, other)
+            record.placement, record.fell_back_for = None, "no_endpoint"
+
+    def _watch_wait(self, record: Record, out: list[Effect]) -> None:
+        """The request waits, and may go to a fallback after a while."""
+        fallbacks = record.arrived.destination.fallbacks
+        after_s = [] if fallbacks is None else [one.after_queue_s for one in fallbacks.chain]
+        known = [one for one in after_s if one is not None]
+        if known:
+            at_s = record.arrived_at_s + min(known)
+            heapq.heappush(self._fallbacks_due, (at_s, record.ticket))
+            out.append(WakeAt(at_s))
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
@@ -225,6 +281,8 @@ class AdmissionPipeline:
         forecast = None
         if foreseen is not None:
             arrival, placement, forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
+        instead = self._fallbacks.instead(arrival, attachment, now)
+        arrival = arrival if instead is None else instead
         if arrival.pool is not first.pool:
             tokens = None
         pool, prompt = arrival.pool, prompt_of(arrival, tokens)
@@ -250,7 +308,11 @@ class AdmissionPipeline:
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
         constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
         considered = pool.consider(prompt, constraints, now=now, rng=rng)
-        found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded)
+        tried = Record("", arrival=arrival, attachment=attachment, wall_s=wall_s)
+        tried.fell_back_for = "" if instead is None else "no_endpoint"
+        plan = self._fallbacks.plan(tried, considered, now)
+        fallbacks = () if plan is None else plan.states
+        found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
         avoided, silent = avoided_now(pool, now), silent_now(pool, now)
         budgets = self._explain_budgets(arrival, now)
         return msgspec.structs.replace(found, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets)
@@ -276,7 +338,10 @@ class AdmissionPipeline:
         """
         refusal: Refusal
         try:
-            return step()
+            own = step()
+            if isinstance(own, Held) and not record.was_held:
+                self._watch_wait(record, out)
+            return own
         except Refusal as error:
             # a flood of requests is refused on arrival, where they wait for nothing
             refusal, may_wait = error, record.state in WAITING
@@ -369,6 +434,8 @@ class AdmissionPipeline:
 
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         self._foresee(record, now, out)
+        if record.arrived.destination.fallbacks is not None:
+            self._fall_back(record, now, out)
         arrival = record.arrived
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
             return self._go_on(record, self._waits, now, out)

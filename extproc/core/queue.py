@@ -397,27 +397,34 @@ class QueueWait:
 
     def _spill_one(self, record: Record, now: float, out: list[Effect]) -> bool:
         """Whether the request has left its queue."""
-        found, before = self._spill(record, now, now - record.arrived_at_s), record.queued
-        if found is None or before is None or found[0].pool is record.arrived.pool:
+        found = self._spill(record, now, now - record.arrived_at_s)
+        if found is None or record.queued is None or found[0].pool is record.arrived.pool:
             return False
         other, placement = found
-        gate, with_room, entry = self._admission.gate_for(other), None, before
-        if gate is not None:
-            expectation = other.pool.expect(prompt_of(other, None), now)
-            entry = self._admission.queue_entry(record, gate, expectation, now, arrival=other)
-            entry = msgspec.structs.replace(entry, arrived_at_s=before.arrived_at_s)
-            try:
-                with_room = gate.pass_through(entry, now)
-            except Refusal:
-                return False
-            if with_room is None:
-                return False
+        room = self.room_at(record, other, now)
+        if room is None:
+            return False
         self.withdraw(record, now)
         self._dispatcher.move(record, other)
-        record.queued, record.placement = entry, placement
+        (record.queued, with_room), record.placement = room, placement
         record.happens(Event.GRANTED)
         self._proceed(record, with_room, now, out)
         return True
+
+    def room_at(self, record: Record, other: Arrival, now: float) -> tuple[QueuedRequest | None, Bools | None] | None:
+        """Its entry and the rows that have room for it at another ModelServer, if it need not wait there; else None."""
+        gate, before = self._admission.gate_for(other), record.queued
+        if gate is None:
+            return before, None
+        expectation = other.pool.expect(prompt_of(other, None), now)
+        entry = self._admission.queue_entry(record, gate, expectation, now, arrival=other)
+        if before is not None:
+            entry = msgspec.structs.replace(entry, arrived_at_s=before.arrived_at_s)
+        try:
+            with_room = gate.pass_through(entry, now)
+        except Refusal:
+            return None
+        return None if with_room is None else (entry, with_room)
 
     def _enqueue(self, record: Record, queued: QueuedRequest, gate: Gate, now: float, out: list[Effect]) -> None:
         """Raises QueueFull. Those that must give way to the request are refused; it has a place already if it waits

@@ -33,6 +33,7 @@ from extproc.scheduling.pool import Assignment, Pool
 
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 NO_WAITS: Final[Mapping[State, float]] = MappingProxyType({})
+NO_RESERVES: Final[Mapping[str, Reserve]] = MappingProxyType({})
 OURS: Final = ""
 # refused: by the engine, for a fault of the request. unreadable: too long, or of another form. not_asked: too
 # many at once, here. expired: it came too late to be used. left: the request was over first. beside: asked at the same
@@ -223,7 +224,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ``created_tokens``: of the prompt, those that a cache was asked to keep. ``reasoning_tokens``: of the output.
     ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
-    and its usage is not known.
+    and its usage is not known. ``served_by``: the ModelServer of the last attempt, of ``attempts``; empty if unknown.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -245,6 +246,8 @@ class Outcome(msgspec.Struct, frozen=True):
     is_cut: bool = False
     first_content_s: float | None = None
     is_encoded: bool = False
+    served_by: str = ""
+    attempts: int = 0
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -254,6 +257,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     tokens in its prompts does not follow from them. ``tenant``: under which it counts. ``answers``: number of requested
     answers, over all its prompts. ``expects_usage``: a whole answer reports usage. ``waited_s``: before it was sent.
     ``checks_refusal``: whether Envoy tries the next endpoint if the first refuses it; None: nothing can try it.
+    ``is_fallback``: it was another ModelServer's.
     """
 
     chain: list[int]
@@ -265,6 +269,33 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     expects_usage: bool = False
     waited_s: float = 0.0
     checks_refusal: bool | None = None
+    is_fallback: bool = False
+
+
+class Reserve(msgspec.Struct, frozen=True):
+    """A request at a fallback that it was not sent to: what is expected there, without any load. ``model``: as its
+    engine is asked. ``price``: as ``Run`` has it.
+    """
+
+    pool: Pool
+    assignment: Assignment
+    sent: SentRequest
+    model: str
+    price: Price | None = None
+    is_degraded: bool = False
+
+
+class Attempts(msgspec.Struct, frozen=True):
+    """All attempts that Envoy may make. ``servers``, ``addresses``: one of each for each attempt. ``degraded``: the
+    ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
+    same. ``policy``: of Envoy's route.
+    """
+
+    servers: tuple[str, ...]
+    addresses: tuple[str, ...]
+    degraded: tuple[str, ...] = ()
+    splice: str = ""
+    policy: str = ""
 
 
 class Run(msgspec.Struct):
@@ -280,7 +311,8 @@ class Run(msgspec.Struct):
     it. ``objectives``: those of its class, None if it has none. ``model``: as its engine was asked. ``prefilled_by``:
     the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
     ``is_leg``: it is such a leg. ``has_leg``: its engine gets it after such a leg. ``leg``: the end of one beside it.
-    ``is_aborted``: that failed, so its engine answers an error without a fault.
+    ``is_aborted``: that failed, so its engine answers an error without a fault. ``attempts``: None without fallbacks.
+    ``reserves``: of those that may serve it, by ModelServer.
     """
 
     pool: Pool
@@ -308,6 +340,22 @@ class Run(msgspec.Struct):
     is_leg: bool = False
     leg: PrefillLeg | None = None
     is_aborted: bool = False
+    attempts: Attempts | None = None
+    reserves: Mapping[str, Reserve] = NO_RESERVES
+
+    def at(self, reserve: Reserve) -> Run:
+        """The request as its fallback has served it; it never counted there."""
+        return msgspec.structs.replace(
+            self,
+            pool=reserve.pool,
+            assignment=reserve.assignment,
+            pins={},
+            sent=reserve.sent,
+            model=reserve.model,
+            price=reserve.price,
+            attempts=None,
+            reserves=NO_RESERVES,
+        )
 
     def used_tokens(self, outcome: Outcome) -> Usage:
         """The tokens that a request used, and what they cost; none if no engine answered it."""
@@ -367,6 +415,7 @@ class Record(msgspec.Struct):
     ``placement``        the choice of its tier, None if its rule has no tiers
     ``forecast``         whether it can hold its objectives, None if that is not asked
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
+    ``fell_back_for``    why it goes to a fallback at once: ``queue``, ``no_endpoint``; empty if it does not
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
     ===================  =======================================================================
@@ -399,6 +448,7 @@ class Record(msgspec.Struct):
     placement: Placement | None = None
     forecast: Forecast | None = None
     due_by_s: float = math.inf
+    fell_back_for: str = ""
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()
 

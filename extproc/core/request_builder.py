@@ -244,6 +244,13 @@ class RequestBuilder:
                     # a field of it is not allowed there
                     continue
 
+    def at(self, arrival: Arrival, to: Destination) -> Arrival:
+        """The same request at a fallback of its rule, where it stays; raises a Refusal."""
+        access = self._access_of(arrival.head)
+        if access is not None and not access.may(arrival.request.model, to):
+            raise not_allowed(arrival.request.model)
+        return self._moved(arrival, None, to)
+
     def _candidates_of(self, arrival: Arrival) -> Candidates | None:
         """Of the configuration in use; None if no ModelRoute has chosen its ModelServer. Raises a Refusal."""
         known, head = arrival.candidates, arrival.head

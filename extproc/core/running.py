@@ -14,7 +14,7 @@ from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import repeat, started
 from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettled, with_fault
-from extproc.core.feedback import lost_adapter, record_endpoint_outcome, update_estimates
+from extproc.core.feedback import lost_adapter, record_endpoint_outcome, record_fallback, update_estimates
 from extproc.core.objectives import judge, judge_departure, times_of
 from extproc.core.peers import RequestEnded
 from extproc.core.prefill import end_leg
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
+    from extproc.core.fallback import FallbackBudgets
     from extproc.core.peers import RequestPrefilled, RequestStarted
     from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool
@@ -39,9 +40,12 @@ MOST_ENDED: Final = 65_536
 class RunningRequests:
     """The second half of a request's life, over the one table of ``records``."""
 
-    def __init__(self, records: dict[str, Record], accounts: Accounts, *, has_peers: bool) -> None:
+    def __init__(
+        self, records: dict[str, Record], accounts: Accounts, budgets: FallbackBudgets, *, has_peers: bool
+    ) -> None:
         self._records = records
         self._accounts = accounts
+        self._budgets = budgets
         self._has_peers = has_peers
         # tickets of records in state ENDED, in the order in which their streams closed
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -51,8 +55,9 @@ class RunningRequests:
         if pool is None or event.ticket in self._records:
             return False
         record = repeat(event, origin, pool, gate, now)
-        if record is not None:
+        if record is not None and record.run is not None:
             self._records[event.ticket] = record
+            self._budgets.begin(event.ticket, record.run)
         return record is not None
 
     def started(self, tickets: Iterable[str]) -> Iterator[RequestStarted]:
@@ -117,16 +122,22 @@ class RunningRequests:
             record.become(State.SETTLED, now)
         # what is learned is an estimate; what was granted must be settled
         with_fault(out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out))
+        reserve, first = run.reserves.get(outcome.served_by), run.pool.name
+        if reserve is not None:
+            # limits, prices and rows are of the ModelServer that has served it
+            run = run.at(reserve)
         if record.is_ours and run.objectives is not None:
             out.append(RequestJudged(run.objectives, judge(run.objectives, run, outcome)))
-        self._close(record, run, outcome, now, out)
+        self._close(record, run, outcome, now, out, fell_back_from="" if reserve is None else first)
 
     def local_tickets(self) -> list[str]:
         """The tickets of this process that are in flight."""
         return [one.ticket for one in self._records.values() if one.is_ours and one.state in IN_FLIGHT]
 
-    def _close(self, record: Record, run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
-        """Charge what it has used."""
+    def _close(
+        self, record: Record, run: Run, outcome: Outcome, now: float, out: list[Effect], *, fell_back_from: str = ""
+    ) -> None:
+        """Charge what it has used. ``fell_back_from``: the ModelServer before that of ``run``."""
         used, service = NO_USAGE, 0.0
         if record.is_ours or run.gate is not None:
             used = run.used_tokens(outcome)
@@ -153,6 +164,7 @@ class RunningRequests:
                 leg=run.leg,
                 prefilled_by=run.prefilled_by,
                 is_streamed=run.sent.is_streamed,
+                fell_back_from=fell_back_from,
             )
         )
 
@@ -163,6 +175,7 @@ class RunningRequests:
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         run.pool.release(run.assignment, run.pins, now)
+        self._budgets.end(record.ticket, run)
         count_request_end(record, run)
         if self._has_peers and record.is_ours:
             out.append(Broadcast(RequestEnded(record.ticket)))
@@ -180,6 +193,9 @@ def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Eff
     count_outcome(record, run, outcome)
     if run.is_aborted:
         # at our request
+        return
+    if outcome.served_by not in {"", run.pool.name}:
+        record_fallback(run, outcome, now, out, is_ours=record.is_ours)
         return
     record_endpoint_outcome(run, outcome, now, out)
     update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.usage import HTTP_ROUTE, UsageContext, UsageLine
+from extproc.api.usage import HTTP_ROUTE, UsageContext, UsageElsewhere, UsageLine
 from extproc.api.used_tokens import CLIENT_LEFT, Expected
 from extproc.protocol import REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.admission.identity import Subject
     from extproc.admission.objectives import ObjectiveClass
     from extproc.api.admission import Band, FlowControl
     from extproc.api.pricing import Price
-    from extproc.core.record import Arrival, Head, Outcome, Record
+    from extproc.core.record import Arrival, Head, Outcome, Record, Reserve
     from extproc.errors import Refusal
     from extproc.scheduling.pool import Assignment
 
@@ -32,15 +34,25 @@ def usage_of_decision(
     expected: Expected,
     price: Price | None,
     objectives: ObjectiveClass | None,
+    reserves: Mapping[str, Reserve],
 ) -> UsageContext:
-    """Of a request that goes to an engine. ``price``: in force when it arrived."""
-    return _usage_of(
+    """Of a request that goes to an engine. ``price``: in force when it arrived. ``reserves``: its fallbacks."""
+    found = _usage_of(
         arrival,
         ticket,
         objectives,
         expected=expected,
         cached=round(assignment.cached_tokens),
         price=price,
+    )
+    elsewhere = [
+        UsageElsewhere(server, truncate_name(one.model), one.price, one.is_degraded) for server, one in reserves.items()
+    ]
+    degraded = arrival.destination.is_degraded
+    return (
+        msgspec.structs.replace(found, degraded=degraded, fallbacks=tuple(elsewhere))
+        if elsewhere or degraded
+        else found
     )
 
 

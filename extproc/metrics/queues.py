@@ -307,6 +307,12 @@ class AdmissionMetrics:
             ["server", "reason"],
             registry,
         )
+        self._fallbacks = Counters(
+            "attache_fallbacks",
+            "Requests that a fallback got, by why: failed (Envoy has gone on to it), no_endpoint, queue.",
+            ["server", "reason"],
+            registry,
+        )
         self._spent = Counters(
             "attache_budget_refused_requests", "Requests for which a budget had no room.", ["budget"], registry
         )
@@ -337,6 +343,8 @@ class AdmissionMetrics:
         self._requests.add(tenant, "picked")
         if decision.tier:
             self._tiers.add(decision.server, decision.tier)
+        if decision.fell_back_for:
+            self._fallbacks.add(decision.server, decision.fell_back_for)
         if decision.waited_s:
             self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
         if queued is None:
@@ -368,6 +376,8 @@ class AdmissionMetrics:
 
     def observe_settlement(self, settled: RequestSettled) -> None:
         """Record a request's tokens and its cost."""
+        if settled.fell_back_from:
+            self._fallbacks.add(settled.server, "failed")
         tenant, used = self._tenant(settled.tenant), settled.used
         cached = min(settled.outcome.cached_tokens or 0, used.input_tokens)
         for name, tokens in (("prompt", used.input_tokens), ("cached", cached), ("output", used.output_tokens)):

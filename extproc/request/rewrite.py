@@ -77,6 +77,15 @@ def span_of(body: bytes, first: msgspec.Raw, last: msgspec.Raw) -> Span | None:
     return (start, end) if 0 <= start < end <= len(body) else None
 
 
+def span_of_field(body: bytes, name: str) -> Span | None:
+    """Where the value of a top-level field stands; None if the body is no JSON object, or has no such field."""
+    try:
+        value = _decoder.decode(body).get(name)
+    except msgspec.DecodeError:
+        return None
+    return None if value is None else span_of(body, value, value)
+
+
 def _address(data: bytes | msgspec.Raw) -> int:
     return np.frombuffer(data, np.uint8).ctypes.data
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from extproc.api.fallback import Fallback, FallbackRetry
 from extproc.api.matches import compile_expression
 from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
@@ -62,6 +63,8 @@ class Destination(msgspec.Struct, frozen=True):
 
     ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: from the rule.
     ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
+    ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
+    it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
     """
 
     server: str
@@ -71,6 +74,24 @@ class Destination(msgspec.Struct, frozen=True):
     ttft_s: float | None = None
     base_model: str = ""
     tiers: CompiledTiers | None = None
+    fallbacks: Fallbacks | None = None
+    after_queue_s: float | None = None
+    is_fallback: bool = False
+    is_degraded: bool = False
+
+
+class Fallbacks(msgspec.Struct, frozen=True):
+    """Where a request may go that its ModelServer cannot serve. ``chain``: in this order. ``fallback``, ``retry``: as
+    the rule has them.
+    """
+
+    chain: tuple[Destination, ...]
+    fallback: tuple[Fallback, ...]
+    retry: FallbackRetry
+
+    def budget(self, in_flight: float) -> float:
+        """How many of the rule's requests one of ``chain`` may have that has ``in_flight`` in all."""
+        return max(float(self.retry.min_concurrency), in_flight * self.retry.budget_percent / 100)
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -155,7 +176,7 @@ class RoutingTable:
         for route in snapshot.routes:
             targets = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
             if route.spec.model_name is not None:
-                self.asked_by_model |= targets
+                self.asked_by_model |= route.server_keys
             for server in targets:
                 self._adapters[server] = self._adapters.get(server, frozenset()) | set(route.spec.lora_adapters)
 
@@ -239,17 +260,31 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str],
     targets = [target for target in rule.target_models if target.weight]
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
     tiers = compile_tiers(rule)
-    destinations = tuple(
-        Destination(
-            server,
-            adapter or served[server],
-            route.metadata.key,
-            rule.priority,
-            ttft_s,
-            route.spec.model_name or "",
-            tiers,
-        )
-        for server in map(route.server_key, targets)
-    )
+
+    def destination(server: str, fallbacks: Fallbacks | None) -> Destination:
+        model, base_model = adapter or served[server], route.spec.model_name or ""
+        return Destination(server, model, route.metadata.key, rule.priority, ttft_s, base_model, tiers, fallbacks)
+
+    fallbacks = _compile_fallbacks(route, rule, destination)
+    destinations = tuple(destination(route.server_key(one), fallbacks) for one in targets)
     weights = tuple(accumulate(target.weight for target in targets))
     return _Rule(compile_match(rule.model_match), Targets(destinations, weights))
+
+
+def _compile_fallbacks(
+    route: ModelRoute, rule: RouteRule, destination: Callable[[str, Fallbacks | None], Destination]
+) -> Fallbacks | None:
+    """From the last to the first: each has those behind it."""
+    if not rule.fallback:
+        return None
+    found = Fallbacks((), rule.fallback, rule.fallback_retry)
+    for one in reversed(rule.fallback):
+        own = msgspec.structs.replace(
+            destination(route.server_key(one), found),
+            tiers=None,
+            after_queue_s=None if one.after_queue is None else float(one.after_queue),
+            is_fallback=True,
+            is_degraded=one.degraded,
+        )
+        found = msgspec.structs.replace(found, chain=(own, *found.chain))
+    return found

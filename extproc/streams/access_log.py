@@ -24,6 +24,7 @@ from extproc.protocol import (
     REASONING_TOKENS,
     SERVED_HOST,
     SERVED_NAMESPACE,
+    SERVER_CLUSTER,
     TICKET,
     TTFT_TAG,
     UNCACHED_TOKENS,
@@ -121,12 +122,19 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         events=_whole(usage, EVENTS),
         is_cut=not flags.isdisjoint(_CUTS),
         is_encoded=is_encoded(response.response_headers.get(CONTENT_ENCODING, "")),
+        served_by=_server(common.upstream_cluster),
+        attempts=common.upstream_request_attempt_count,
     )
 
 
 def _text(namespace: Struct | None, key: str) -> str:
     value = None if namespace is None else namespace.fields.get(key)
     return "" if value is None else value.string_value
+
+
+def _server(cluster: str) -> str:
+    """The ModelServer of a cluster; empty if it is none's."""
+    return cluster.removeprefix(SERVER_CLUSTER) if cluster.startswith(SERVER_CLUSTER) else ""
 
 
 def _numbers(namespace: Struct | None) -> dict[str, float]:

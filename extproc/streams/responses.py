@@ -20,10 +20,12 @@ from extproc.admission.refusals import granted_headers
 from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
 from extproc.protocol import (
     ACCEPT_ENCODING,
+    DEGRADED_SERVERS,
     DESTINATION,
     DETAILS_PREFIX,
     DROPPED_REASON,
     ENGINE_HEADERS,
+    GROUPS,
     HIDES_USAGE,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
@@ -31,10 +33,12 @@ from extproc.protocol import (
     POLICY_HEADER,
     PREFILLER,
     REQUEST_ID,
+    ROUTE_NAMESPACE,
     SCORES,
     SERVER_CLUSTER,
     SERVER_HEADER,
     SIDECAR_HEADERS,
+    SPLICE,
     SUBSET,
     TICKET,
     TRACE_NAMESPACE,
@@ -228,7 +232,8 @@ _DESTINATION: Final = _header(DESTINATION)
 # The statuses that Envoy retries, beside those of its route.
 _CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
 # Beyond the list of endpoints, Envoy would try any engine.
-_NO_RETRY: Final = b"".join(_header("x-envoy-max-retries").fill(b"0"))
+_MAX_RETRIES: Final = _header("x-envoy-max-retries")
+_NO_RETRY: Final = b"".join(_MAX_RETRIES.fill(b"0"))
 _REQUEST_ID: Final = _header(REQUEST_ID)
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
@@ -255,6 +260,7 @@ _FIELDS_TAG: Final = tag(Struct, "fields")
 _STRUCT_TAG: Final = tag(Value, "struct_value")
 # of an entry of a map: its key, 1, with this one, and the tag of its value, 2
 _OWN_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), NAMESPACE.encode())
+_ROUTE_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), ROUTE_NAMESPACE.encode())
 _ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 
 
@@ -284,11 +290,16 @@ def _decision_answer(
     """``common``: what the CommonResponse begins with. The tags: of the answer and of its response. ``forged``: what
     removes headers.
     """
-    destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
+    attempts, body = decision.attempts, decision.body
+    addresses = decision.assignment.addresses if attempts is None else attempts.addresses
+    destination = ",".join(addresses).encode()
     server = (SERVER_CLUSTER + decision.server).encode()
     headers = b"".join((*_SERVER.fill(server), *_routing_headers(decision, destination), forged))
-    if decision.policy:
-        headers += b"".join(_POLICY.fill(decision.policy.encode()))
+    policy = decision.policy if attempts is None else attempts.policy
+    if policy:
+        headers += b"".join(_POLICY.fill(policy.encode()))
+    if attempts is not None:
+        headers += b"".join(_MAX_RETRIES.fill(str(len(attempts.servers) - 1).encode()))
     if decision.checks_refusal:
         headers += _CHECKS_REFUSAL
     headers += _leg_headers(decision)
@@ -299,7 +310,31 @@ def _decision_answer(
         common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, b"", more=size), more=size)
     answer = field(answer_tag, field(response_tag, common, more=size), more=size)
     # the body comes last, and is copied once
-    return b"".join((_metadata(decision, destination), answer, body or b""))
+    route = b"" if attempts is None else _route_metadata(attempts.servers, attempts.degraded, attempts.splice)
+    return b"".join((_metadata(decision, destination), route, answer, body or b""))
+
+
+@lru_cache(maxsize=4096)
+def _groups(servers: tuple[str, ...], degraded: tuple[str, ...]) -> bytes:
+    """Of a Struct: the cluster of each attempt, and whose answers are marked."""
+    found = Struct()
+    groups = found.fields[GROUPS].list_value
+    for number, server in enumerate(servers):
+        group = groups.values.add().struct_value.fields
+        group["name"].string_value = str(number)
+        cluster = group["clusters"].list_value.values.add().struct_value.fields
+        cluster["cluster_name"].string_value = SERVER_CLUSTER + server
+        cluster["weight"].number_value = 1
+    for server in degraded:
+        found.fields[DEGRADED_SERVERS].struct_value.fields[server].bool_value = True
+    return found.SerializeToString()
+
+
+def _route_metadata(servers: tuple[str, ...], degraded: tuple[str, ...], splice: str) -> bytes:
+    """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
+    place = _member(SPLICE).fill(splice.encode()) if splice else ()
+    members = b"".join((_groups(servers, degraded), *place))
+    return field(_METADATA_TAG, field(_FIELDS_TAG, _ROUTE_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, members))))
 
 
 def _leg_headers(decision: Decision) -> bytes:

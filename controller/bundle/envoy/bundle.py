@@ -24,6 +24,7 @@ from controller.bundle.envoy.clusters import (
     with_endpoints,
 )
 from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
+from controller.bundle.envoy.fallback import Chained, chained_servers
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.listeners import listener_groups, listener_resources
@@ -116,7 +117,14 @@ class BundleWriter:
                 snapshot, gateway=memo.get(_decided, snapshot.gateway, failure_mode_of(snapshot))
             )
         gateway = snapshot.gateway
-        clusters = [memo.get(server_cluster, server, self._directory) for server in snapshot.servers]
+        chained = {
+            key: memo.get(Chained, one.budget_percent, one.min_concurrency)
+            for key, one in chained_servers(snapshot).items()
+        }
+        clusters = [
+            memo.get(server_cluster, server, self._directory, chained.get(server.metadata.key))
+            for server in snapshot.servers
+        ]
         clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
         own = [
             memo.get(extproc_cluster, gateway),

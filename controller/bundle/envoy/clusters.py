@@ -54,6 +54,7 @@ from controller.bundle.envoy.envoy_json import (
     to_resource,
     typed_extension,
 )
+from controller.bundle.envoy.fallback import Chained, cluster_metadata, high_priority, names_model
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
@@ -120,8 +121,11 @@ def file_name(key: str) -> str:
     return f"{namespace}/{name}.json"
 
 
-def server_cluster(server: ModelServer, directory: str) -> dict[str, object]:
-    """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests."""
+def server_cluster(server: ModelServer, directory: str, chained: Chained | None = None) -> dict[str, object]:
+    """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests.
+
+    ``chained``: it is in a rule with fallbacks.
+    """
     policy, connection = server.spec.traffic_policy, server.spec.connection
     name = server_cluster_name(server.metadata.key)
     return to_resource(
@@ -136,7 +140,8 @@ def server_cluster(server: ModelServer, directory: str) -> dict[str, object]:
             # Ejected engines get requests only when all are ejected.
             common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
             outlier_detection=_outlier_detection(policy.outlier_detection),
-            circuit_breakers=unlimited_circuit_breakers(),
+            circuit_breakers=unlimited_circuit_breakers(chained=chained),
+            metadata=None if chained is None else cluster_metadata(server),
             upstream_connection_options=keepalive(),
             transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
             typed_extension_protocol_options={
@@ -144,7 +149,7 @@ def server_cluster(server: ModelServer, directory: str) -> dict[str, object]:
                     UpstreamOptions(
                         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
                         explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
-                        http_filters=_writes_key(connection, directory),
+                        http_filters=_upstream_filters(server, directory, chained),
                     )
                 )
             },
@@ -281,22 +286,19 @@ def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     )
 
 
-def unlimited_circuit_breakers(*, limits_retries: bool = True) -> CircuitBreakers:
-    """Envoy's circuit breakers hold back retries in a storm, and nothing else."""
+def unlimited_circuit_breakers(*, limits_retries: bool = True, chained: Chained | None = None) -> CircuitBreakers:
+    """Envoy's circuit breakers hold back retries in a storm, what other ModelServers send on, and nothing else."""
     # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go, and hold
     # only a storm back in which half of everything is a retry.
     budget = CircuitBreakersThresholdsRetryBudget(budget_percent=Percent(value=50.0), min_retry_concurrency=100)
-    return CircuitBreakers(
-        thresholds=[
-            CircuitBreakersThresholds(
-                max_connections=_UNLIMITED,
-                max_pending_requests=_UNLIMITED,
-                max_requests=_UNLIMITED,
-                max_retries=None if limits_retries else _UNLIMITED,
-                retry_budget=budget if limits_retries else None,
-            )
-        ]
+    own = CircuitBreakersThresholds(
+        max_connections=_UNLIMITED,
+        max_pending_requests=_UNLIMITED,
+        max_requests=_UNLIMITED,
+        max_retries=None if limits_retries else _UNLIMITED,
+        retry_budget=budget if limits_retries else None,
     )
+    return CircuitBreakers(thresholds=[own, *([] if chained is None else [high_priority(chained, own)])])
 
 
 def keepalive() -> UpstreamConnectionOptions:
@@ -319,20 +321,21 @@ def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, objec
     return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}, **named}}
 
 
-def _writes_key(connection: EngineConnection, directory: str) -> list[HttpFilter]:
-    """The engines' key takes the place of what the client sent; without one, nothing is changed and no filter
-    needed.
+def _upstream_filters(server: ModelServer, directory: str, chained: Chained | None) -> list[HttpFilter]:
+    """The ModelServer's model, if a request may come from another one. The engines' key takes the place of what the
+    client sent. Without both, nothing is changed and no filter needed.
     """
-    if not connection.has_key:
-        return []
-    credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
-    injector = CredentialInjector(
-        overwrite=True, credential=typed_extension("envoy.http.injected_credentials.generic", credential)
-    )
-    return [
-        http_filter("envoy.filters.http.credential_injector", injector),
-        http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
-    ]
+    connection = server.spec.connection
+    found: list[HttpFilter] = []
+    if chained is not None:
+        found.append(names_model(server))
+    if connection.has_key:
+        credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
+        injector = CredentialInjector(
+            overwrite=True, credential=typed_extension("envoy.http.injected_credentials.generic", credential)
+        )
+        found.append(http_filter("envoy.filters.http.credential_injector", injector))
+    return [*found, http_filter("envoy.filters.http.upstream_codec", UpstreamCodec())] if found else []
 
 
 def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:

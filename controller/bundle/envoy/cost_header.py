@@ -24,6 +24,7 @@ from extproc.protocol import (
     NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
+    SERVED_BY,
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
 )
@@ -75,6 +76,12 @@ function envoy_on_response(handle)
   if string.find(kind, "application/json", 1, true) ~= 1 then return end
   local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   local price = decision and decision["@USAGE_CONTEXT@"]
+  local fallbacks = price and string.match(price, '"fallbacks":(%b[])')
+  -- Envoy's own header, which no engine can set where there are fallbacks
+  local server = fallbacks and headers:get("@SERVED_BY@")
+  for one in string.gmatch(server and string.sub(fallbacks, 2, -2) or "", "%b{}") do
+    if string.find(one, '"server":"' .. server .. '"', 1, true) then price = one end
+  end
   price = price and string.match(price, '"price":(%b{})')
   if not price or string.find(price, '"is_derived":true', 1, true) then return end
   -- wrappers of before are of no use after it
@@ -101,6 +108,7 @@ def cost_header(*, most_bytes: int) -> Lua:
         "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
         "@NAMESPACE@": NAMESPACE,
         "@USAGE_CONTEXT@": USAGE_CONTEXT,
+        "@SERVED_BY@": SERVED_BY,
         "@MICROS@": COST_MICROS,
         "@CURRENCY@": COST_CURRENCY,
         "@MOST_HELD@": str(min(_MOST_HELD_BYTES, most_bytes)),

@@ -74,6 +74,7 @@ from extproc.protocol import (
     NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
+    ROUTE_NAMESPACE,
     SERVER_HEADER,
     TOKENS_NAMESPACE,
     TRACE_NAMESPACE,
@@ -273,7 +274,12 @@ def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) ->
             # the metadata of verified tokens: policies match their claims
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[TOKENS_NAMESPACE]) if has_tokens else None,
             receiving_namespaces=MetadataOptionsMetadataNamespaces(
-                untyped=[LB_NAMESPACE, NAMESPACE, *([TRACE_NAMESPACE] if gateway.tracing is not None else [])]
+                untyped=[
+                    LB_NAMESPACE,
+                    NAMESPACE,
+                    ROUTE_NAMESPACE,
+                    *([TRACE_NAMESPACE] if gateway.tracing is not None else []),
+                ]
             ),
         ),
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),

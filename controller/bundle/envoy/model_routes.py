@@ -31,7 +31,9 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 
 from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
+from controller.bundle.envoy.fallback import across_clusters, attempts_of
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
+from extproc.api.fallback import attempts_name
 from extproc.api.model_server import TrafficPolicy
 from extproc.protocol import MODELS_PATH, POLICY_HEADER, SERVER_HEADER
 
@@ -59,13 +61,46 @@ def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
     """
     policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
     named = [memo.get(_decided, name, policies[name]) for name in sorted(policies) if name]
-    return [*named, memo.get(_decided, "", _DEFAULT_POLICY)]
+    return [*_with_fallbacks(snapshot, memo), *named, memo.get(_decided, "", _DEFAULT_POLICY)]
+
+
+def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+    """Routes of decided requests whose rule has fallbacks: one for each time limit and set of reasons."""
+    servers = {server.metadata.key: server for server in snapshot.servers}
+    found: dict[str, tuple[ModelServer, RouteRule]] = {}
+    for route in snapshot.routes:
+        for rule in route.spec.rules:
+            for one in rule.servers if rule.fallback else ():
+                server = servers[route.server_key(one)]
+                name = attempts_name(server.spec.traffic_policy, rule.fallback, rule.fallback_retry)
+                found.setdefault(name, (server, rule))
+    return [memo.get(_decided_with_fallbacks, name, *found[name]) for name in sorted(found)]
+
+
+def _decided_with_fallbacks(name: str, server: ModelServer, rule: RouteRule) -> dict[str, object]:
+    """``server``, ``rule``: any of those with this name."""
+    match = RouteMatch(prefix="/", headers=[_is_decided(), _has_policy(name)])
+    action = _with_policy(RouteAction(), server.spec.traffic_policy)
+    # extproc writes how many attempts there are
+    action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=1)
+    route = Route(name=f"fallback/{name}", match=match, route=action)
+    return across_clusters(route, [[(server.metadata.key, 1)]], is_decided=True)
+
+
+def _is_decided() -> HeaderMatcher:
+    return HeaderMatcher(name=SERVER_HEADER, present_match=True)
+
+
+def _has_policy(name: str) -> HeaderMatcher:
+    return HeaderMatcher(name=POLICY_HEADER, string_match=StringMatcher(exact=name))
+
+
+def _any_retries() -> RetryPolicy:
+    return retries(1) or RetryPolicy()
 
 
 def _decided(name: str, policy: TrafficPolicy) -> dict[str, object]:
-    headers = [HeaderMatcher(name=SERVER_HEADER, present_match=True)]
-    if name:
-        headers.append(HeaderMatcher(name=POLICY_HEADER, string_match=StringMatcher(exact=name)))
+    headers = [_is_decided(), *([_has_policy(name)] if name else [])]
     action = _with_policy(RouteAction(cluster_header=SERVER_HEADER), policy)
     match = RouteMatch(prefix="/", headers=headers)
     return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
@@ -84,27 +119,51 @@ def routes_without_extproc(snapshot: Snapshot, routes: Sequence[ModelRoute], mem
     servers = {server.metadata.key: server for server in snapshot.servers}
     found = [to_plain(_models_list(routes))]
     for route in routes:
-        named = [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
+        named = [servers[route.server_key(one)] for rule in route.spec.rules for one in rule.servers]
         found.extend(memo.get(_of_route, route, *named))
     return found
 
 
 def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object]]:
-    """``servers``: those that its rules name, in order, one for each target."""
-    found = []
+    """``servers``: those that its rules name, in order, one for each target and fallback."""
+    found: list[dict[str, object]] = []
     remaining = iter(servers)
     for number, rule in enumerate(route.spec.rules):
         pairs = [(next(remaining), target.weight) for target in rule.target_models]
         targets = [(server, weight) for server, weight in pairs if weight]
+        fallbacks = [next(remaining) for _ in rule.fallback]
         name = f"without-extproc/{route.metadata.key}/{number}"
         if route.spec.model_name is not None:
             match = _match_without_extproc(rule, [route.spec.model_name])
-            found.append(_changing(Route(name=name, match=match, route=_action(targets)), targets, renames=True))
+            of_model = Route(name=name, match=match, route=_action(targets))
+            if fallbacks:
+                found.append(_falling_back(of_model, rule, targets, fallbacks))
+            else:
+                found.append(to_plain(_changing(of_model, targets, renames=True)))
         if route.spec.lora_adapters:
             match = _match_without_extproc(rule, list(route.spec.lora_adapters))
             of_adapters = Route(name=f"{name}/adapters", match=match, route=_action(targets))
-            found.append(_changing(of_adapters, targets, renames=False))
-    return [to_plain(one) for one in found]
+            found.append(to_plain(_changing(of_adapters, targets, renames=False)))
+    return found
+
+
+def _falling_back(
+    route: Route, rule: RouteRule, targets: list[tuple[ModelServer, int]], fallbacks: list[ModelServer]
+) -> dict[str, object]:
+    """The targets by weight, as often as the first one's policy says, then each fallback. The body is as the first
+    target's engines read it; each cluster's filter writes its own model.
+    """
+    first, names = targets[0][0], [one.metadata.key for one in fallbacks]
+    own = [(server.metadata.key, weight) for server, weight in targets]
+    attempts = first.spec.traffic_policy.retry.attempts
+    groups = [own] * (1 + attempts) + [[(name, 1)] for name in names]
+    action = _with_policy(RouteAction(), first.spec.traffic_policy)
+    action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=len(groups))
+    allowed: list[set[str]] = [set(server.spec.allowed_fields) for server in (*(one for one, _ in targets), *fallbacks)]
+    degraded = [name for name, one in zip(names, rule.fallback, strict=True) if one.degraded]
+    change = change_for(set.intersection(*allowed), model=first.spec.model, degraded=degraded)
+    route.route, route.typed_per_filter_config = action, {CHANGES_FILTER: PackedMessage(change)}
+    return across_clusters(route, groups)
 
 
 def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:

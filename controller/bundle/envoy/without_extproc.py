@@ -31,7 +31,10 @@ from extproc.protocol import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     APIS_BY_PATH,
+    DEGRADED_SERVERS,
     MODELS_PATH,
+    ROUTE_NAMESPACE,
+    SPLICE,
 )
 
 if TYPE_CHECKING:
@@ -347,6 +350,18 @@ local function change(handle)
   for index, one in ipairs(kept) do
     if type(one) == "table" then kept[index] = string.sub(json, one.start, one.stop) end
   end
+  local degraded = handle:filterContext():get("degraded")
+  if degraded then
+    local first = 1
+    for _, one in ipairs(kept) do
+      if string.sub(one, 1, 8) == '"model":' then
+        local metadata = handle:streamInfo():dynamicMetadata()
+        metadata:set("@ROUTE@", "@SPLICE@", (first + 8) .. "," .. (#one - 8))
+        metadata:set("@ROUTE@", "@DEGRADED@", degraded)
+      end
+      first = first + #one + 1
+    end
+  end
   local length = body:setBytes("{" .. table.concat(kept, ",") .. "}")
   if handle:headers():get("content-length") then
     handle:headers():replace("content-length", tostring(length))
@@ -398,14 +413,23 @@ def rerouted_as(host: str) -> LuaPerRoute:
     return LuaPerRoute(filter_context=Struct(fields={"host": Value(string_value=host)}))
 
 
-def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> LuaPerRoute:
-    """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed."""
+def change_for(
+    allowed_fields: Collection[str], *, model: str | None = None, degraded: Collection[str] | None = None
+) -> LuaPerRoute:
+    """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed.
+
+    ``degraded``: its attempts go to several ModelServers, whose filters learn where the model's name stands and, of
+    these, that their answers are marked.
+    """
     context: dict[str, Value] = {}
     if allowed_fields:
         allowed = {name: Value(bool_value=True) for name in sorted(allowed_fields)}
         context["allowed"] = Value(struct_value=Struct(fields=allowed))
     if model is not None:
         context["model"] = Value(string_value=msgspec.json.encode(model).decode())
+    if degraded is not None:
+        names = {name: Value(bool_value=True) for name in sorted(degraded)}
+        context["degraded"] = Value(struct_value=Struct(fields=names))
     return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
 
 
@@ -431,6 +455,9 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         ),
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@LARGE@": str(_LARGE_BYTES),
+        "@ROUTE@": ROUTE_NAMESPACE,
+        "@SPLICE@": SPLICE,
+        "@DEGRADED@": DEGRADED_SERVERS,
         "@MOST_STEPS@": str(MOST_STEPS),
         "@MOST_MEMBERS@": str(MOST_MEMBERS),
         "@MOST_NAME@": str(_MOST_NAME_BYTES),

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.usage.rows import MOST_LINE_BYTES, MOST_NAME, BadLine, UsageRow, row_of
-from extproc.api.usage import UsageCounts, UsageLine
+from extproc.api.usage import UsageCounts, UsageElsewhere, UsageLine
 from extproc.protocol import truncate_name
-from tests.usage_lines import NOON_S, context, counts, line, text
+from tests.usage_lines import NOON_S, PRICE, context, counts, line, text
 
 
 def row(one: UsageLine) -> UsageRow:
@@ -243,3 +243,17 @@ def test_whatever_stands_in_a_line_gives_a_bounded_row_or_a_bad_line(
                 value.encode()
             elif value is not None:
                 assert -(2**63) < value < 2**63
+
+
+def test_a_row_has_the_fallback_that_served() -> None:
+    there = UsageElsewhere("default/small", "small-model", msgspec.structs.replace(PRICE, id="p2"), degraded=True)
+    of = context(fallbacks=(there,))
+    served = row(line(of=of, cluster="server/default/small", attempts=3))
+    assert (served.server, served.served_model, served.price_id) == ("default/small", "small-model", "p2")
+    assert (served.is_degraded, served.attempts, served.model) == (True, 3, "llama")
+    own = row(line(of=of, cluster="server/default/llama"))
+    assert (own.server, own.price_id, own.is_degraded) == ("default/llama", "p1", False)
+    # of another cluster, nothing is known
+    assert row(line(of=of, cluster="server/default/other")).server == "default/llama"
+    at_once = row(line(of=context(server="default/small", degraded=True), cluster="server/default/small"))
+    assert at_once.is_degraded

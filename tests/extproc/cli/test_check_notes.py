@@ -355,3 +355,56 @@ def test_engines_that_have_neither_role_of_a_pair(check: Check) -> None:
     server["endpoints"] += [{"address": f"127.0.0.1:{port}", "labels": {"role": "decod"}} for port in range(3, 8)]
     (note,) = check(ModelServer=server)
     assert "127.0.0.1:3, 127.0.0.1:4, 127.0.0.1:5 and 2 more match neither prefillLabels nor decodeLabels" in note
+
+
+def fallback_to(*names: str, target: str = "llama", **fields: object) -> dict[str, Any]:
+    named = [{"modelServerName": name} for name in names]
+    return {
+        "modelName": target,
+        "rules": [{"targetModels": [{"modelServerName": target}], "fallback": named}],
+        **fields,
+    }
+
+
+def test_a_fallback_that_helps_is_not_noted(check: Check) -> None:
+    assert check(ModelServer_spare=SERVER, ModelRoute=fallback_to("spare")) == []
+
+
+@pytest.mark.parametrize(
+    ("spare", "note"),
+    [
+        ({"endpoints": []}, "has no endpoints, so no request goes there"),
+        ({"streamUsage": "AsRequested"}, "has another streamUsage, so no stream without usage can go on to it"),
+        ({"cacheIsolation": "User"}, "has another cacheIsolation, so requests would need another body there"),
+        (
+            {"pdGroup": {"prefillLabels": {"role": "p"}, "decodeLabels": {"role": "d"}}},
+            "gets no request whose prompt another engine computes",
+        ),
+    ],
+)
+def test_a_fallback_that_cannot_help(check: Check, spare: dict[str, Any], note: str) -> None:
+    found = check(ModelServer_spare={**SERVER, **spare}, ModelRoute=fallback_to("spare"))
+    assert any(f"ModelRoute default/llama: rules[0].fallback: ModelServer default/spare {note}" in one for one in found)
+
+
+def test_fallbacks_of_adapters_alone(check: Check) -> None:
+    route = {**fallback_to("spare"), "loraAdapters": ["sql"]}
+    del route["modelName"]
+    (note,) = check(ModelServer_spare=SERVER, ModelRoute=route)
+    assert "requests for LoRA adapters go to no fallback" in note
+
+
+def test_circles_of_fallbacks_are_noted_once(check: Check) -> None:
+    servers = {f"ModelServer_{name}": SERVER for name in ("b", "c", "d")}
+    routes = {
+        "ModelRoute": fallback_to("b"),
+        "ModelRoute_b": fallback_to("c", target="b"),
+        "ModelRoute_c": fallback_to("llama", target="c"),
+        # leads into the circle, and is no part of it
+        "ModelRoute_d": fallback_to("b", target="d"),
+    }
+    found = check(**servers, **routes)
+    (note,) = [one for one in found if "fall back" in one]
+    assert note.startswith(
+        "ModelServer default/b: its requests fall back to default/c, default/llama, and theirs to it"
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fallbacks of a ModelRoute's rule: other ModelServers that serve a request which its own cannot serve.
+
+Envoy makes the attempts: first at endpoints of the ModelServer that the rule chose, then at each fallback in its order.
+It has one list of reasons and one time limit for all attempts of a request, so all fallbacks of a rule have the same
+``on``.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+
+from extproc.api.quantities import Duration, check_duration
+from extproc.api.spec import Name, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from extproc.api.errors import Finding, Path
+    from extproc.api.model_server import TrafficPolicy
+
+FailureClass = Literal["connect", "timeout", "overloaded", "server-error"]
+ALL_CLASSES: Final[tuple[FailureClass, ...]] = ("connect", "timeout", "overloaded", "server-error")
+# By class: Envoy's conditions for another attempt, and the statuses that are one.
+CONDITIONS: Final[Mapping[FailureClass, tuple[str, ...]]] = MappingProxyType(
+    {
+        "connect": ("connect-failure", "refused-stream", "reset-before-request"),
+        "timeout": ("reset",),
+        "overloaded": (),
+        "server-error": (),
+    }
+)
+STATUSES: Final[Mapping[FailureClass, tuple[int, ...]]] = MappingProxyType(
+    {"connect": (), "timeout": (), "overloaded": (429, 503, 529), "server-error": (500, 502, 504)}
+)
+
+
+class Fallback(Spec, frozen=True):
+    """Another ModelServer. ``model_server_name``: its name. ``on``: failures of an attempt after which the next one is
+    made: ``connect``, ``timeout``, ``overloaded`` (429, 503, 529), ``server-error`` (500, 502, 504). ``degraded``: its
+    answers have the header ``x-attache-degraded: model``.
+    """
+
+    model_server_name: Name
+    on: Annotated[tuple[FailureClass, ...], msgspec.Meta(min_length=1, max_length=4)] = ALL_CLASSES
+    degraded: bool = False
+    # A request that has waited so long in extproc goes there, if an endpoint has room at once; without it, none.
+    after_queue: Duration | None = None
+
+
+class FallbackRetry(Spec, frozen=True):
+    """How much fallbacks may take. ``budget_percent``: of the requests that a fallback has in flight, the share that
+    may have come from other ModelServers. ``min_concurrency``: so many may in any case. ``idle_timeout``: an attempt
+    that sends nothing for so long is given up. Before its answer begins, the next one is made; later the answer is cut.
+    Without it, only the time limit of the whole answer ends an attempt, and no other one follows.
+    """
+
+    budget_percent: Annotated[int, msgspec.Meta(ge=0, le=100)] = 20
+    min_concurrency: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 10
+    idle_timeout: Duration | None = None
+
+
+def attempts_name(policy: TrafficPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry) -> str:
+    """Envoy's route for requests with these fallbacks at a ModelServer with this policy; it has all that they share."""
+    classes = "+".join(one for one in ALL_CLASSES if one in fallbacks[0].on)
+    idle = "" if retry.idle_timeout is None else f"/{float(retry.idle_timeout)}s"
+    return f"{float(policy.timeout)}s/{classes}{idle}"
+
+
+def check_fallbacks(
+    fallbacks: Sequence[Fallback], retry: FallbackRetry | None, path: Path, targets: Sequence[str]
+) -> Iterator[Finding]:
+    """Each can help, and all have the same reasons. ``targets``: the ModelServers of the rule that get requests."""
+    if retry is not None:
+        if not fallbacks:
+            yield (*path, "retry"), "has no effect without fallback; write fallback, or leave it out"
+        if retry.idle_timeout is not None:
+            yield from check_duration(retry.idle_timeout, (*path, "retry", "idleTimeout"))
+    seen: set[str] = set()
+    for index, one in enumerate(fallbacks):
+        where: Path = (*path, "fallback", index)
+        name = one.model_server_name
+        if name in seen:
+            yield (*where, "modelServerName"), f"'{name}' is listed twice; write each fallback once"
+        elif list(targets) == [name]:
+            yield (*where, "modelServerName"), f"'{name}' is the rule's only target, so it never helps; write another"
+        seen.add(name)
+        if set(one.on) != set(fallbacks[0].on):
+            yield (*where, "on"), "differs from the first fallback's; Envoy has one list for a request: write the same"

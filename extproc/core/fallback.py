@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fallback: other ModelServers for a request that its own cannot serve, or not soon enough.
+
+Envoy makes the attempts of a request, and is told all of them at its decision: engines of its own ModelServer first,
+then those of each fallback that is possible for it. All attempts have one body, in which only the model's name can be
+another. A request whose ModelServer has no usable endpoint, or that has waited long enough, goes to a fallback at once.
+
+A budget bounds the requests that a fallback has from others. Those that were sent there count, and so do those that
+were sent to an engine that has failed since and has answered nothing after they came: Envoy has passed them on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.api.fallback import attempts_name
+from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, constraints_of, prompt_of
+from extproc.core.explanation import FallbackState
+from extproc.core.record import Attempts, Reserve, SentRequest
+from extproc.errors import Refusal
+from extproc.prefix.index import tail_of
+from extproc.request.rewrite import span_of_field
+from extproc.scheduling.pool import Assignment
+
+if TYPE_CHECKING:
+    import random
+
+    from extproc.core.record import Arrival, Attachment, Record, Run
+    from extproc.core.request_builder import RequestBuilder
+    from extproc.request.prefill import Changes
+    from extproc.routing.resolve import Destination, Fallbacks
+    from extproc.scheduling.pool import Consideration, Pool
+
+
+# Why a request goes to a fallback at once.
+_TAKEN: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "no_endpoint": "is taken: the ModelServer before it has no usable endpoint",
+        "queue": "is taken: the request has waited long enough for the ModelServer before it",
+    }
+)
+
+
+def has_usable_endpoints(pool: Pool, now: float) -> bool:
+    """Whether an endpoint is there that is not avoided."""
+    table = pool.table
+    if not table.has_failures:
+        return pool.readiness.can_serve
+    return pool.readiness.can_serve and bool((table.is_active & (table.retry_at_s <= now)).any())
+
+
+class FallbackBudgets:
+    """By ModelServer: requests in flight that came, or may come, from another one."""
+
+    def __init__(self) -> None:
+        # sent there
+        self._sent: Counter[str] = Counter()
+        # sent elsewhere, with this one as a fallback: by ticket
+        self._listed: dict[str, dict[str, Run]] = {}
+
+    def begin(self, ticket: str, run: Run) -> None:
+        """The request is sent to an engine."""
+        if run.sent.is_fallback:
+            self._sent[run.pool.name] += 1
+        for server in run.reserves:
+            self._listed.setdefault(server, {})[ticket] = run
+
+    def end(self, ticket: str, run: Run) -> None:
+        """Its stream is closed."""
+        if run.sent.is_fallback:
+            self._sent[run.pool.name] -= 1
+        for server in run.reserves:
+            self._listed.get(server, {}).pop(ticket, None)
+
+    def has_room(self, pool: Pool, fallbacks: Fallbacks) -> bool:
+        """Whether the ModelServer may have one more request of the rule that has these ``fallbacks``."""
+        passed_on = sum(map(_was_passed_on, self._listed.get(pool.name, {}).values()))
+        in_flight = float(pool.table.in_flight[pool.table.is_active].sum())
+        return self._sent[pool.name] + passed_on < fallbacks.budget(in_flight)
+
+
+def _was_passed_on(run: Run) -> bool:
+    table, endpoint = run.pool.table, run.assignment.endpoint
+    if not table.has_failures or not table.is_current(endpoint) or not table.failures[endpoint.row]:
+        return False
+    return run.sent_at_s > table.healths[endpoint.row].served_at_s
+
+
+class FallbackPlan(msgspec.Struct, frozen=True):
+    """``attempts``: None if its endpoints may change before it is sent. ``reserves``: by ModelServer. ``states``: of
+    each fallback of the rule, in words.
+    """
+
+    attempts: Attempts | None
+    reserves: Mapping[str, Reserve]
+    states: tuple[FallbackState, ...]
+
+
+class FallbackPlanner:
+    """Which fallbacks are possible for a request. ``builder``: of the configuration in use."""
+
+    def __init__(self, budgets: FallbackBudgets, *, rng: random.Random) -> None:
+        self.builder: RequestBuilder
+        self.budgets = budgets
+        self._rng = rng
+
+    def instead(
+        self, arrival: Arrival, attachment: Attachment, now: float, *, waited_s: float | None = None
+    ) -> Arrival | None:
+        """The request at the first fallback that can have it; None: there is none.
+
+        ``waited_s``: it has waited so long for its ModelServer; None: it moves only if that has no usable endpoint.
+        """
+        fallbacks, pool = arrival.destination.fallbacks, arrival.pool
+        if fallbacks is None or not attachment.is_bundle:
+            return None
+        is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
+        if waited_s is None and (is_waiting or has_usable_endpoints(pool, now)):
+            return None
+        for one in fallbacks.chain:
+            if waited_s is not None and (one.after_queue_s is None or waited_s < one.after_queue_s):
+                continue
+            try:
+                other = self.builder.at(arrival, one)
+            except Refusal:
+                continue
+            if not self._why_not(pool, other, fallbacks, now):
+                return other
+        return None
+
+    def plan(
+        self,
+        record: Record,
+        considered: Consideration,
+        now: float,
+        *,
+        base: Changes | None = None,
+        body: bytes | None = None,
+    ) -> FallbackPlan | None:
+        """All attempts of a request that is about to be sent; None if its rule has no fallbacks. ``base``, ``body``:
+        for its own ModelServer, made if not given.
+        """
+        arrival = record.arrived
+        fallbacks = arrival.destination.fallbacks
+        if fallbacks is None or not record.attachment.is_bundle:
+            return None
+        if base is None:
+            base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
+            body = changed_body(arrival, base)
+        own, retries = arrival.pool, arrival.pool.spec.traffic_policy.retry.attempts
+        addresses = [own.table.addresses[row] for row in considered.pick.rows[: 1 + retries]]
+        servers, reserves, states = [own.name] * len(addresses), dict[str, Reserve](), list[FallbackState]()
+        why = _why_alone(arrival, considered)
+        if record.fell_back_for:
+            states.append(FallbackState(own.name, addresses[0], _TAKEN[record.fell_back_for]))
+        span = None
+        for one in fallbacks.chain:
+            found = why or self._reserve(record, one, fallbacks, base, now)
+            if isinstance(found, Reserve) and found.model != arrival.destination.model:
+                span = span or span_of_field(arrival.body if body is None else body, "model")
+                if span is None:
+                    found = "the model's name has no place in its body"
+            if isinstance(found, str):
+                states.append(FallbackState(one.server, "", found))
+                continue
+            to = found.assignment.addresses
+            addresses += to
+            servers += [one.server] * len(to)
+            reserves[one.server] = found
+            states.append(FallbackState(one.server, to[0], "is tried next"))
+        degraded = [one.server for one in fallbacks.chain if one.is_degraded and one.server in reserves]
+        if arrival.destination.is_degraded:
+            degraded.append(own.name)
+        attempts = Attempts(
+            servers=tuple(servers),
+            addresses=tuple(addresses),
+            degraded=tuple(degraded),
+            splice="" if span is None else f"{span[0]},{span[1] - span[0]}",
+            policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
+        )
+        return FallbackPlan(None if considered.pick.prefill_row is not None else attempts, reserves, tuple(states))
+
+    def _reserve(
+        self, record: Record, to: Destination, fallbacks: Fallbacks, base: Changes, now: float
+    ) -> Reserve | str:
+        """What is known of the request at a fallback, or why that is not possible."""
+        arrival, attachment = record.arrived, record.attachment
+        try:
+            other = self.builder.at(arrival, to)
+            why = self._why_not(arrival.pool, other, fallbacks, now) or _why_differing(base, other, attachment)
+            if why:
+                return why
+            found = other.pool.consider(
+                prompt_of(other, None), constraints_of(other, attachment), now=now, rng=self._rng
+            )
+        except Refusal as refusal:
+            return refusal.message
+        if found.pick.prefill_row is not None:
+            return "its prompt would be computed by another engine there"
+        return _reserve_at(other, found, record)
+
+    def _why_not(self, own: Pool, other: Arrival, fallbacks: Fallbacks, now: float) -> str:
+        """Why the ModelServer gets no request of the rule now; empty: it may get one."""
+        if other.pool is own:
+            return "it is the same ModelServer"
+        if not has_usable_endpoints(other.pool, now):
+            return "it has no usable endpoint"
+        return "" if self.budgets.has_room(other.pool, fallbacks) else "its budget is used up"
+
+
+def _why_alone(arrival: Arrival, considered: Consideration) -> str:
+    """Why the request can go to no fallback at all; empty: it can."""
+    if arrival.adapter is not None:
+        return "the request is for an adapter"
+    if considered.pick.prefill_row is not None:
+        return "its prompt is computed by another engine"
+    return "its API is not known" if arrival.request.api is None else ""
+
+
+def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> str:
+    """Which fields an engine must read otherwise than as ``base`` has them, beside the model's name; empty: none."""
+    other = changes_for(arrival, with_usage=asks_for_usage(arrival, attachment))
+    fields, others = base.fields, other.fields
+    names = (fields.keys() | others.keys()) - {"model"}
+    found = {name for name in names if fields.get(name) != others.get(name) or (name in fields) != (name in others)}
+    found |= set(base.without) ^ set(other.without)
+    return f"its body would have another {', '.join(sorted(found))} there" if found else ""
+
+
+def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> Reserve:
+    pool, request, expectation, pick = arrival.pool, arrival.request, considered.expectation, considered.pick
+    row = pick.rows[0]
+    rows = pick.rows[: 1 + pool.spec.traffic_policy.retry.attempts]
+    assignment = Assignment(
+        pool.table.ref(row),
+        tuple([pool.table.addresses[one] for one in rows]),
+        input_tokens=expectation.input_tokens,
+        cached_tokens=float(expectation.demand.cached_tokens[row]),
+        indexed_tokens=0.0,
+        last_used_at_s=None,
+        tokens_ahead=0.0,
+        cost_s=pick.cost_s,
+    )
+    sent = SentRequest(
+        chain=expectation.chain,
+        tail=tail_of(request.prompt, expectation.covered_bytes),
+        prompt_bytes=len(request.prompt) if request.is_text else 0,
+        is_streamed=request.is_streamed,
+        tenant=arrival.tenant,
+        answers=request.answers,
+        expects_usage=request.asks_for_usage or asks_for_usage(arrival, record.attachment),
+        waited_s=record.held_s,
+        is_fallback=True,
+    )
+    price = pool.price_at(record.wall_s)
+    return Reserve(
+        pool, assignment, sent, arrival.destination.model, price, is_degraded=arrival.destination.is_degraded
+    )

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fallbacks in the life of requests, in virtual time: planned, taken at once, bounded, settled for who has served."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.core.core import Core
+from extproc.core.dispatch import prompt_of
+from extproc.core.effects import Decision, Held, RequestSettled
+from extproc.core.explanation import to_text
+from extproc.core.record import Attachment, Outcome
+from extproc.core.states import State
+from extproc.endpoints.outliers import record_failure
+from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
+
+if TYPE_CHECKING:
+    from extproc.core.effects import Effect
+
+A1, A2, B1, B2, C1 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.1:8000", "10.0.1.2:8000", "10.0.2.1:8000"
+QUIET = "scrapeInterval: 0s\n"
+SERVERS = {
+    "a": endpoints(A1, A2) + QUIET + "pricing: [{perMillion: {input: 1, output: 1}}]\n",
+    "b": endpoints(B1, B2) + QUIET + "model: smaller\npricing: [{perMillion: {input: 5, output: 5}}]\n",
+    "c": endpoints(C1) + QUIET,
+}
+FALLBACK = [{"modelServerName": "b", "degraded": True}, {"modelServerName": "c"}]
+OK = Outcome("", 200, "", 0.2, 0.1, 600, 10, 0)
+
+
+def core_with(
+    *,
+    fallback: object = FALLBACK,
+    servers: dict[str, str] | None = None,
+    others: str = "",
+    route: str = "",
+    **rule: object,
+) -> Core:
+    rules = json.dumps([{"targetModels": [{"modelServerName": "a"}], "fallback": fallback, **rule}])
+    snapshot = configuration(
+        servers={**SERVERS, **(servers or {})}, routes={"chat": f"rules: {rules}\n{route}"}, others=others
+    )
+    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+
+
+def ask(core: Core, now: float = 0.0, *, attachment: Attachment | None = None, **fields: object) -> Decision | Held:
+    own, _ = core.arrive(request(core, "hi " * 100, **fields), now, attachment or Attachment(), wants_reasons=True)
+    assert isinstance(own, Decision | Held)
+    return own
+
+
+def sent(core: Core, now: float = 0.0, **fields: object) -> Decision:
+    own = ask(core, now, **fields)
+    assert isinstance(own, Decision)
+    return own
+
+
+def fail(core: Core, server: str, now: float = 0.0) -> None:
+    """All of its endpoints are avoided."""
+    table = core.pools[f"default/{server}"].table
+    for row in table.active_rows:
+        record_failure(table, row, now)
+
+
+def end(core: Core, decision: Decision, now: float, **outcome: object) -> RequestSettled:
+    core.on_stream_closed(decision.ticket, now)
+    found = core.on_outcome(msgspec.structs.replace(OK, ticket=decision.ticket, **outcome), now)
+    return next(one for one in found if isinstance(one, RequestSettled))
+
+
+def failures(core: Core) -> dict[str, int]:
+    tables = [pool.table for pool in core.pools.values()]
+    return {table.addresses[row]: int(table.failures[row]) for table in tables for row in table.active_rows}
+
+
+def in_flight(core: Core) -> float:
+    return sum(float(pool.table.in_flight.sum()) for pool in core.pools.values())
+
+
+def test_its_attempts_are_at_its_own_engines_first() -> None:
+    attempts = sent(core_with()).attempts
+    assert attempts is not None
+    assert attempts.servers == ("default/a", "default/a", "default/b", "default/b", "default/c")
+    assert set(attempts.addresses[:2]) == {A1, A2}
+    assert set(attempts.addresses[2:4]) == {B1, B2}
+    assert attempts.degraded == ("default/b",)
+
+
+def test_the_place_of_the_models_name_is_that_in_the_body_that_is_sent() -> None:
+    for fields in ({}, {"stream": True}, {"priority": 3}, {"seed": 7, "stream": True}):
+        core = core_with()
+        arrival = request(core, "hi", **fields)
+        own, _ = core.arrive(arrival, 0.0)
+        assert isinstance(own, Decision)
+        assert own.attempts is not None
+        first, length = map(int, own.attempts.splice.split(","))
+        body = arrival.body if own.body is None else own.body
+        assert body[first : first + length] == b'"m"'
+
+
+def test_without_another_name_nothing_is_replaced() -> None:
+    attempts = sent(core_with(servers={"b": endpoints(B1)})).attempts
+    assert attempts is not None
+    assert attempts.splice == ""
+
+
+def test_no_more_of_its_own_engines_than_its_policy_says() -> None:
+    core = core_with(servers={"a": SERVERS["a"] + "trafficPolicy: {retry: {attempts: 0}}"})
+    attempts = sent(core).attempts
+    assert attempts is not None
+    assert attempts.servers[:2] == ("default/a", "default/b")
+
+
+@pytest.mark.parametrize(
+    ("servers", "fields", "why"),
+    [
+        ({"b": endpoints(B1) + "cacheIsolation: Tenant\n"}, {}, "its body would have another cache_salt there"),
+        ({"b": endpoints(B1) + "streamUsage: AsRequested\n"}, {"stream": True}, "another stream_options there"),
+        ({"b": "endpoints: []\n"}, {}, "it has no usable endpoint"),
+    ],
+)
+def test_a_fallback_that_is_not_possible_is_skipped_and_named(
+    servers: dict[str, str], fields: dict[str, object], why: str
+) -> None:
+    core = core_with(servers={"c": SERVERS["c"], **servers})
+    decision = sent(core, headers={"x-attache-tenant": "acme"}, **fields)
+    assert decision.attempts is not None
+    assert "default/b" not in decision.attempts.servers
+    assert "default/c" in decision.attempts.servers
+    assert decision.explanation is not None
+    assert why in to_text(decision.explanation)
+
+
+def test_a_request_for_an_adapter_goes_to_no_fallback() -> None:
+    decision = sent(core_with(route="loraAdapters: [sql]"), model="sql")
+    assert decision.attempts is not None
+    assert set(decision.attempts.servers) == {"default/a"}
+    assert decision.explanation is not None
+    assert "the request is for an adapter" in to_text(decision.explanation)
+
+
+def test_other_gateways_know_nothing_of_fallbacks() -> None:
+    assert sent(core_with(), attachment=Attachment(is_bundle=False)).attempts is None
+
+
+def test_a_request_whose_server_has_no_usable_endpoint_goes_to_the_first_fallback_that_has_one() -> None:
+    core = core_with()
+    fail(core, "a")
+    decision = sent(core)
+    assert (decision.server, decision.fell_back_for) == ("default/b", "no_endpoint")
+    assert decision.body is not None
+    assert json.loads(decision.body)["model"] == "smaller"
+    assert decision.attempts is not None
+    # those behind it, and none before it
+    assert decision.attempts.servers == ("default/b", "default/b", "default/c")
+    assert decision.attempts.degraded == ("default/b",)
+    assert decision.explanation is not None
+    assert "the fallback default/b at 10.0.1." in to_text(decision.explanation)
+    fail(core, "b")
+    assert sent(core).server == "default/c"
+    fail(core, "c")
+    # nobody is left: its own engines try it
+    assert sent(core).server == "default/a"
+    # after their pause, one tries its own again
+    assert sent(core, 1.5).server == "default/a"
+
+
+def test_explain_changes_nothing_and_says_the_same() -> None:
+    core = core_with()
+    before = core.explain(request(core), 0.0)
+    assert [(one.server, one.why) for one in before.fallbacks] == [
+        ("default/b", "is tried next"),
+        ("default/c", "is tried next"),
+    ]
+    fail(core, "a")
+    after = core.explain(request(core), 0.0)
+    assert after.server == "default/b"
+    assert after.fallbacks[0].why.startswith("is taken: the ModelServer before it has no usable endpoint")
+    assert in_flight(core) == 0
+
+
+def test_a_request_that_waits_long_enough_goes_to_a_fallback_with_room() -> None:
+    queue = f"flowControl: {{{ONE_AT_A_TIME}, timeout: 30s}}\n"
+    servers = {"a": endpoints(A1) + QUIET + queue, "b": endpoints(B1) + QUIET + queue}
+    core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "500ms"}])
+    first, held = sent(core), [ask(core, 0.1), ask(core, 0.2)]
+    assert all(isinstance(one, Held) for one in held)
+    assert not ends(core.tick(0.5))
+    (moved,) = ends(core.tick(0.61))
+    assert isinstance(moved, Decision)
+    assert (moved.ticket, moved.server, moved.fell_back_for) == (held[0].ticket, "default/b", "queue")
+    assert moved.waits[State.QUEUED] == pytest.approx(0.51)
+    # the fallback has no room: the next one keeps its place, and gets the first that is free
+    assert not ends(core.tick(1.0))
+    core.on_stream_closed(first.ticket, 1.1)
+    (second,) = ends(core.tick(1.1))
+    assert isinstance(second, Decision)
+    assert (second.ticket, second.server) == (held[1].ticket, "default/a")
+    for one in (moved, second):
+        core.on_stream_closed(one.ticket, 2.0)
+    assert in_flight(core) == 0
+
+
+def test_a_request_that_waits_for_an_engine_goes_to_a_fallback() -> None:
+    servers = {"a": "endpoints: []\nactivation: {}\n"}
+    core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "2s"}])
+    held = ask(core)
+    assert isinstance(held, Held)
+    assert not ends(core.tick(1.9))
+    (moved,) = ends(core.tick(2.1))
+    assert isinstance(moved, Decision)
+    assert moved.server == "default/b"
+    assert core.count_requests(State.AWAITING_ENGINE) == 0
+
+
+def test_the_budget_bounds_what_is_sent_there() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 4, "budgetPercent": 50})
+    fail(core, "a", 1.0)
+    decisions = [sent(core, 1.1) for _ in range(20)]
+    assert sum(one.server == "default/b" for one in decisions) == 4
+    # they keep the refusal of their own, and are not listed there either
+    others = [one for one in decisions if one.server == "default/a"]
+    assert all(one.attempts is not None and "default/b" not in one.attempts.servers for one in others)
+    for one in decisions:
+        if one.server == "default/b":
+            end(core, one, 1.2, served=one.assignment.addresses[0], served_by=one.server, attempts=1)
+    assert sent(core, 1.3).server == "default/b"
+
+
+def test_requests_that_a_failed_engine_has_got_count_in_the_budget() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 4, "budgetPercent": 0})
+    before = [sent(core, 1.0) for _ in range(3)]
+    assert all(one.server == "default/a" for one in before)
+    fail(core, "a", 1.1)
+    assert [sent(core, 1.2).server for _ in range(3)] == ["default/b", "default/a", "default/a"]
+    # an engine that answered after they came has them still
+    for health in core.pools["default/a"].table.healths:
+        health.served_at_s = 1.05
+    assert sent(core, 1.2).server == "default/b"
+
+
+def test_what_happened_is_settled_for_the_engines_that_made_it() -> None:
+    core = core_with()
+    decision = sent(core)
+    assert decision.attempts is not None
+    served = decision.attempts.addresses[3]
+    found = end(core, decision, 1.0, served=served, served_by="default/b", attempts=4)
+    assert (found.server, found.fell_back_from, found.model) == ("default/b", "default/a", "smaller")
+    # by the price of the one that has served
+    assert found.used.cost_micros == 5 * 610
+    b = core.pools["default/b"].table
+    assert failures(core) == {A1: 1, A2: 1, decision.attempts.addresses[2]: 1, served: 0, C1: 0}
+    row = b.row_of(served)
+    assert row is not None
+    assert b.healths[row].answers == 1
+    assert b.prompt_tokens[row] == 600
+    # its prefix is there now
+    prompt = request(core, "hi " * 100)
+    assert prompt.destination.fallbacks is not None
+    there = core.builder.at(prompt, prompt.destination.fallbacks.chain[0])
+    expected = there.pool.expect(prompt_of(there, None), 1.0)
+    assert expected.demand.cached_tokens[row] > 0
+    assert in_flight(core) == 0
+
+
+def test_an_outcome_of_a_client_that_left_says_nothing_of_the_fallback() -> None:
+    core = core_with()
+    decision = sent(core)
+    end(core, decision, 1.0, status=0, served=B1, served_by="default/b", attempts=3, has_left=True, prompt_tokens=None)
+    assert failures(core) == {A1: 1, A2: 1, B1: 0, B2: 0, C1: 0}
+
+
+def test_the_usage_log_knows_all_that_may_serve_it() -> None:
+    gateway = json.dumps(
+        {
+            "apiVersion": "attache.dev/v1alpha1",
+            "kind": "GatewayConfig",
+            "metadata": {"name": "gateway"},
+            "spec": {"usageLog": {"path": "usage.log"}},
+        }
+    )
+    usage = sent(core_with(others=gateway)).usage
+    assert usage is not None
+    there = usage.as_served_by("default/b")
+    assert (usage.server, usage.served_model, usage.degraded) == ("default/a", "m", False)
+    assert (there.server, there.served_model, there.degraded) == ("default/b", "smaller", True)
+    assert there.price is not None
+    assert there.price.rates.input == 5_000_000
+    assert usage.as_served_by("default/other") is usage
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "end", "fail", "leave"]), st.integers(0, 7), st.integers(1, 5)), max_size=60
+    ),
+    st.integers(0, 2**16),
+)
+def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple[str, int, int]], seed: int) -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 3, "budgetPercent": 0})
+    rng, now = random.Random(seed), 0.0
+    open_: list[Decision] = []
+    effects: list[Effect] = []
+    for what, which, attempts in steps:
+        now += rng.random()
+        if what == "ask":
+            open_.append(sent(core, now))
+        elif what == "fail":
+            fail(core, "ab"[which % 2], now)
+        elif open_:
+            one = open_.pop(which % len(open_))
+            if what == "leave":
+                effects += core.on_disconnect(one.ticket, now)
+                continue
+            assert one.attempts is not None
+            number = min(attempts, len(one.attempts.servers))
+            served = {"served": one.attempts.addresses[number - 1], "served_by": one.attempts.servers[number - 1]}
+            end(core, one, now, attempts=number, status=rng.choice([200, 503, 400]), **served)
+        at_fallback = sum(one.server == "default/b" for one in open_)
+        assert at_fallback <= 3
+    for one in open_:
+        core.on_stream_closed(one.ticket, now)
+    assert in_flight(core) == 0
+    assert not core.requests() or all(one.state is State.ENDED for one in core.requests())
+    assert all(not count for count in core._dispatcher.fallbacks.budgets._sent.values())
+    assert not any(core._dispatcher.fallbacks.budgets._listed.values())

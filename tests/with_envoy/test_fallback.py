@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fallback to other ModelServers through a real Envoy, with engines that fail in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+import pytest_asyncio
+import yaml
+from aiohttp import web
+
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
+from controller.bundle.sync import write_once
+from extproc.api.load import load_directory
+from extproc.api.spec import API_VERSION
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+USAGE: Final = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
+PATH: Final = "/v1/chat/completions"
+WHOLE: Final = {"object": "chat.completion", "choices": [], "usage": USAGE}
+
+
+class Engine:
+    """``does``: what it does with the next request, a status or a word; ``got``: the bodies and headers it got."""
+
+    def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
+        self.name = name
+        self.does: int | str = 200
+        self.takes_s = 0.0
+        self.got: list[bytes] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.running = self.most = 0
+        self._log = log
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, http: web.Request) -> web.StreamResponse:
+        if http.method != "POST":
+            return web.Response(status=404)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self._work(http)
+        finally:
+            self.running -= 1
+
+    async def _work(self, http: web.Request) -> web.StreamResponse:
+        body = await http.read()
+        self.got.append(body)
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
+        self._log.append((self.name, json.loads(body)["model"]))
+        await asyncio.sleep(self.takes_s)
+        transport = http.transport
+        assert transport is not None
+        if self.does == "reset":
+            transport.abort()
+            return web.Response()
+        if self.does == "hang":
+            await asyncio.sleep(30)
+        if self.does == "cut":
+            answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await answer.prepare(http)
+            await answer.write(
+                b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"x","choices":[]}\n\n'
+            )
+            await asyncio.sleep(0.05)
+            transport.abort()
+            return answer
+        status = self.does if isinstance(self.does, int) else 200
+        return web.json_response({**WHOLE, "model": self.name} if status == 200 else {"error": {}}, status=status)
+
+
+class Gateway:
+    """``log``: the engines in the order of attempts, each with the model's name in the body that it got."""
+
+    def __init__(self, engines: Mapping[str, Engine], log: list[tuple[str, str]], ports: Mapping[str, int]) -> None:
+        self.engines = engines
+        self.log = log
+        self.url = f"http://127.0.0.1:{ports['envoy']}"
+        self.metrics = f"http://127.0.0.1:{ports['metrics']}"
+        self.http = httpx.AsyncClient(timeout=30)
+        self.processes: Processes
+
+    async def ask(self, model: str = "m", **fields: object) -> httpx.Response:
+        self.log.clear()
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post(self.url + PATH, json=body)
+
+    async def values(self, family: str) -> dict[tuple[str, ...], float]:
+        page = (await self.http.get(f"{self.metrics}/metrics")).text
+        found = {}
+        for line in page.splitlines():
+            if line.startswith(family + "{"):
+                labels, _, value = line[len(family) + 1 :].rpartition("} ")
+                found[tuple(one.split('"')[1] for one in labels.split('",') if '"' in one)] = float(value)
+        return found
+
+    async def heal(self) -> None:
+        """All engines serve again, and none is avoided."""
+        for one in self.engines.values():
+            one.does, one.takes_s, one.most = 200, 0.0, 0
+
+        async def is_trusted() -> bool:
+            for model in ("m", "b", "c"):
+                await self.ask(model)
+            return not any((await self.values("attache_endpoint_avoided")).values())
+
+        await eventually(is_trusted, timeout_s=60)
+
+
+def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def server(name: str, model: str, engines: Sequence[Engine], **more: object) -> dict[str, object]:
+    listed = [{"address": one.address} for one in engines]
+    # what Envoy ejects is for other tests
+    policy = {"outlierDetection": {"consecutiveFailures": 1000}}
+    spec = {"model": model, "endpoints": listed, "scrapeInterval": "0s", "trafficPolicy": policy, **more}
+    return document("ModelServer", name, spec)
+
+
+def route(name: str, rule: Mapping[str, object]) -> dict[str, object]:
+    return document("ModelRoute", name, {"modelName": name, "rules": [rule]})
+
+
+@asynccontextmanager
+async def running(
+    directory: Path,
+    documents: Sequence[Mapping[str, object]],
+    engines: Mapping[str, Engine],
+    log: list[tuple[str, str]],
+    gateway: Mapping[str, object] | None = None,
+) -> AsyncIterator[Gateway]:
+    names = ("envoy", "admin", "extproc", "metrics")
+    ports = dict(zip(names, free_ports(4), strict=True))
+    spec = {
+        "listen": f"127.0.0.1:{ports['envoy']}",
+        "admin": f"127.0.0.1:{ports['admin']}",
+        "extproc": f"127.0.0.1:{ports['extproc']}",
+        **(gateway or {}),
+    }
+    config, bundle = directory / "config", directory / "envoy"
+    config.mkdir(parents=True)
+    (config / "attache.yaml").write_text(yaml.safe_dump_all([*documents, document("GatewayConfig", "gateway", spec)]))
+    write_once(load_directory(config), bundle, str(bundle.resolve()), config)
+    extproc = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", str(spec["extproc"])]
+    async with Processes(directory) as processes, aiohttp.ClientSession() as http:
+
+        async def answers(url: str) -> bool:
+            try:
+                async with http.get(url) as response:
+                    return response.status == 200
+            except aiohttp.ClientError:
+                return False
+
+        found = Gateway(engines, log, ports)
+        found.processes = processes
+        await processes.start("extproc", [*extproc, "--metrics", f"127.0.0.1:{ports['metrics']}", "--grace", "0s"])
+        await processes.wait_ready("extproc", lambda: answers(f"{found.metrics}/readyz"))
+        await processes.start("envoy", envoy_command(bundle))
+        await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{ports['admin']}/ready"))
+        await processes.wait_ready("envoy", lambda: answers(f"{found.url}/v1/models"))
+        async with found.http:
+            yield found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "a2", "b1", "b2", "c1")}
+    for one in engines.values():
+        await one.start()
+    fallback = [{"modelServerName": "b"}, {"modelServerName": "c", "degraded": True}]
+    documents = [
+        server("a", "big/model", [engines["a1"], engines["a2"]]),
+        server("b", "a-model-with-a-longer-name", [engines["b1"], engines["b2"]]),
+        server("c", "s", [engines["c1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback, "retry": {"idleTimeout": "1s"}}),
+        *(route(name, {"targetModels": [{"modelServerName": name}]}) for name in ("b", "c")),
+    ]
+    async with running(tmp_path_factory.mktemp("fallback") / "stack", documents, engines, log) as found:
+        yield found
+    for one in engines.values():
+        await one.stop()
+
+
+async def test_its_own_engines_serve_it(gateway: Gateway) -> None:
+    answer = await gateway.ask()
+    assert answer.status_code == 200
+    assert answer.headers["x-attache-served-by"] == "default/a"
+    assert "x-attache-degraded" not in answer.headers
+    assert gateway.log in ([("a1", "big/model")], [("a2", "big/model")])
+
+
+@pytest.mark.parametrize("failure", [503, 429, 500, 529, "reset", "hang"])
+async def test_each_failure_goes_down_the_list(gateway: Gateway, failure: int | str) -> None:
+    await gateway.heal()
+    for name in ("a1", "a2", "b1", "b2"):
+        gateway.engines[name].does = failure
+    answer = await gateway.ask()
+    assert answer.status_code == 200, answer.text
+    order = [name for name, _ in gateway.log]
+    assert (set(order[:2]), set(order[2:4]), order[4:]) == ({"a1", "a2"}, {"b1", "b2"}, ["c1"])
+    models = [model for _, model in gateway.log]
+    assert models == ["big/model"] * 2 + ["a-model-with-a-longer-name"] * 2 + ["s"]
+    assert answer.headers["x-attache-served-by"] == "default/c"
+    assert answer.headers["x-attache-degraded"] == "model"
+
+
+async def test_refusals_of_clients_are_never_retried(gateway: Gateway) -> None:
+    await gateway.heal()
+    for status in (400, 404, 413, 422):
+        for one in gateway.engines.values():
+            one.does = status
+        answer = await gateway.ask()
+        assert answer.status_code == status
+        assert len(gateway.log) == 1
+        assert gateway.log[0][0].startswith("a")
+        assert answer.headers["x-attache-served-by"] == "default/a"
+
+
+async def test_there_are_no_more_attempts_than_listed(gateway: Gateway) -> None:
+    await gateway.heal()
+    for one in gateway.engines.values():
+        one.does = 503
+    answer = await gateway.ask()
+    assert answer.status_code == 503
+    assert Counter(name for name, _ in gateway.log) == dict.fromkeys(gateway.engines, 1)
+
+
+async def test_a_long_body_is_right_at_each_attempt(gateway: Gateway) -> None:
+    await gateway.heal()
+    for name in ("a1", "a2", "b1"):
+        gateway.engines[name].does = 503
+    for one in gateway.engines.values():
+        one.got.clear()
+    body = {"messages": [{"role": "user", "content": "x" * int(15.9 * 2**20)}], "model": "m", "seed": 7}
+    gateway.log.clear()
+    answer = await gateway.http.post(gateway.url + PATH, content=json.dumps(body))
+    assert answer.status_code == 200, answer.text
+    assert gateway.log[-1][0] == "b2"
+    got = [one for engine in gateway.engines.values() for one in engine.got]
+    assert len(got) == len(gateway.log)
+    for one in got:
+        assert {**json.loads(one), "model": "m"} == body
+    assert not any(name.startswith("x-attache") for engine in gateway.engines.values() for name in engine.headers[-1])
+
+
+async def test_nothing_is_in_flight_in_the_end(gateway: Gateway) -> None:
+    await gateway.heal()
+    for name in ("a1", "a2"):
+        gateway.engines[name].does = "reset"
+    for answer in await asyncio.gather(*(gateway.ask() for _ in range(20))):
+        assert answer.status_code == 200
+
+    async def is_idle() -> bool:
+        found = await gateway.values("attache_in_flight")
+        return bool(found) and not any(found.values())
+
+    await eventually(is_idle)
+
+
+async def test_the_order_is_the_same_without_extproc(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "a2", "b1")}
+    for one in engines.values():
+        await one.start()
+    fallback = [{"modelServerName": "b", "degraded": True}]
+    documents = [
+        server("a", "big/model", [engines["a1"], engines["a2"]]),
+        server("b", 'a "quoted" model', [engines["b1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    async with running(tmp_path / "stack", documents, engines, log, {"failureMode": "Open"}) as gateway:
+        await gateway.processes.end("extproc")
+
+        async def is_served() -> bool:
+            return (await gateway.ask()).status_code == 200
+
+        await eventually(is_served)
+        assert (await gateway.ask()).headers["x-attache-served-by"] == "default/a"
+        engines["a1"].does = engines["a2"].does = 503
+        answer = await gateway.ask(seed=7)
+        assert answer.status_code == 200
+        # two further attempts at its own, by Envoy's choice
+        assert [name[0] for name, _ in log] == ["a", "a", "a", "b"]
+        assert [model for _, model in log] == ["big/model"] * 3 + ['a "quoted" model']
+        assert json.loads(engines["b1"].got[-1])["seed"] == 7
+        assert answer.headers["x-attache-served-by"] == "default/b"
+        assert answer.headers["x-attache-degraded"] == "model"
+        engines["a1"].does = engines["a2"].does = 400
+        assert (await gateway.ask()).status_code == 400
+        assert len(log) == 1
+    for one in engines.values():
+        await one.stop()
+
+
+async def test_a_stream_that_breaks_is_neither_continued_nor_ended(gateway: Gateway) -> None:
+    await gateway.heal()
+    for name in ("a1", "a2"):
+        gateway.engines[name].does = "cut"
+    gateway.log.clear()
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        with pytest.raises((openai.APIError, httpx2.RemoteProtocolError)):
+            async for _ in stream:
+                pass
+    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as claude:
+        events = await claude.messages.create(model="m", messages=messages, max_tokens=9, stream=True)
+        with pytest.raises((anthropic.APIError, httpx2.RemoteProtocolError)):
+            async for _ in events:
+                pass
+    assert [name[0] for name, _ in gateway.log] == ["a", "a"]
+
+
+async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_budget(tmp_path: Path) -> None:
+    """At 50 requests a second: a fallback that can carry them serves them all, and a slow one is not run over."""
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1")}
+    for one in engines.values():
+        await one.start()
+    budget = 10
+    rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
+    documents = [
+        server("a", "big/model", [engines["a1"]]),
+        server("b", "small", [engines["b1"]]),
+        route("m", {**rule, "retry": {"minConcurrency": budget}}),
+    ]
+    async with running(tmp_path / "stack", documents, engines, log) as gateway:
+        assert (await gateway.ask()).status_code == 200
+
+        async def load(seconds: float) -> Counter[int]:
+            asked = []
+            for _ in range(int(50 * seconds)):
+                asked.append(asyncio.create_task(gateway.ask()))
+                await asyncio.sleep(0.02)
+            return Counter(answer.status_code for answer in await asyncio.gather(*asked))
+
+        engines["a1"].does, engines["b1"].takes_s = 503, 0.05
+        assert set(await load(4)) == {200}
+        engines["b1"].takes_s, engines["b1"].most = 1.0, 0
+        found = await load(4)
+        # the others get the refusal of their own
+        assert set(found) == {200, 503}
+        assert found[200] >= budget
+        assert engines["b1"].most <= 1.2 * budget
+
+        async def is_idle() -> bool:
+            return not any((await gateway.values("attache_in_flight")).values())
+
+        await eventually(is_idle)
+        counted = await gateway.values("attache_fallbacks_total")
+        assert {reason for labels in counted for reason in labels} >= {"failed", "no_endpoint"}
+    for one in engines.values():
+        await one.stop()
