@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
 
 
+_DEFAULT_RETRY: Final = FallbackRetry()
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 # What cannot be part of the path that conditions are compared with.
 _NOT_IN_PATHS: Final = re.compile(r"[\x00-\x20\x7f?#]")
@@ -92,9 +93,6 @@ class RouteRule(Spec, frozen=True):
     def fallback_retry(self) -> FallbackRetry:
         """``retry``, or its defaults."""
         return self.retry or _DEFAULT_RETRY
-
-
-_DEFAULT_RETRY: Final = FallbackRetry()
 
 
 class ModelRouteSpec(Spec, frozen=True):

@@ -119,9 +119,15 @@ class Core:
         self.meter = DemandMeter(ticket_prefix)
         self._dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
         budgets = FallbackBudgets()
-        self._dispatcher.fallbacks = FallbackPlanner(budgets, rng=rng)
+        fallbacks = self._dispatcher.fallbacks = FallbackPlanner(budgets, rng=rng)
         self._pipeline = AdmissionPipeline(
-            self._records, self.admission, self._accounts, self._dispatcher, rng=rng, has_peers=machine is not None
+            self._records,
+            self.admission,
+            self._accounts,
+            self._dispatcher,
+            fallbacks,
+            rng=rng,
+            has_peers=machine is not None,
         )
         self._running = RunningRequests(self._records, self._accounts, budgets, has_peers=machine is not None)
         self._orphans = OrphanedRequests(self.admission, self._accounts)

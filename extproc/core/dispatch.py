@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from extproc.api.usage import UsageContext
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
-    from extproc.core.fallback import FallbackPlan, FallbackPlanner
-    from extproc.core.record import Arrival, Attachment
+    from extproc.core.record import Arrival, Attachment, FallbackPlan
     from extproc.endpoints.table import Bools
     from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
@@ -65,6 +64,20 @@ class PendingDecision(msgspec.Struct, frozen=True):
     adds_usage: bool
     explanation: Explanation | None = None
     whole: str = ""
+
+
+class Fallbacks(Protocol):
+    """Plans where Envoy may go on to, and counts what may come there."""
+
+    def plan(
+        self, record: Record, considered: Consideration, now: float, *, base: Changes, body: bytes | None
+    ) -> FallbackPlan | None:
+        """All attempts of a request that is about to be sent; None if its rule has no fallbacks."""
+        ...
+
+    def begin(self, ticket: str, run: Run) -> None:
+        """The request is sent to an engine."""
+        ...
 
 
 class Dispatcher:
@@ -93,7 +106,7 @@ class Dispatcher:
         self.logs_usage = False
         # those of the configuration
         self.objectives = ObjectiveTable()
-        self.fallbacks: FallbackPlanner
+        self.fallbacks: Fallbacks
 
     def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
@@ -232,7 +245,7 @@ class Dispatcher:
             attempts=None if plan is None else plan.attempts,
             reserves=NO_RESERVES if plan is None else plan.reserves,
         )
-        self.fallbacks.budgets.begin(record.ticket, run)
+        self.fallbacks.begin(record.ticket, run)
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         count_dispatch(record, run)

@@ -12,6 +12,7 @@ import msgspec
 from extproc.admission.refusals import amount_text
 from extproc.api.budgets import title
 from extproc.api.quantities import money_text
+from extproc.core.record import FallbackState
 from extproc.endpoints.health import NO_ANSWER, silent_after_s
 from extproc.protocol import ANONYMOUS, REQUEST_ID, TENANT
 from extproc.routing.tiers import by_cost
@@ -96,16 +97,6 @@ class TierState(msgspec.Struct, frozen=True):
     ttft_ms: float | None
     tpot_ms: float | None
     holds: bool
-    why: str
-
-
-class FallbackState(msgspec.Struct, frozen=True):
-    """One fallback of the request's rule. ``address``: the endpoint that is tried there; empty: none. ``why``: it is
-    taken, tried next, or not possible.
-    """
-
-    server: str
-    address: str
     why: str
 
 

@@ -12,16 +12,12 @@ were sent to an engine that has failed since and has answered nothing after they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from extproc.api.fallback import attempts_name
 from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, constraints_of, prompt_of
-from extproc.core.explanation import FallbackState
-from extproc.core.record import Attempts, Reserve, SentRequest
+from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
 from extproc.errors import Refusal
 from extproc.prefix.index import tail_of
 from extproc.request.rewrite import span_of_field
@@ -29,6 +25,7 @@ from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Mapping
 
     from extproc.core.record import Arrival, Attachment, Record, Run
     from extproc.core.request_builder import RequestBuilder
@@ -77,7 +74,7 @@ class FallbackBudgets:
         for server in run.reserves:
             self._listed.get(server, {}).pop(ticket, None)
 
-    def has_room(self, pool: Pool, fallbacks: Fallbacks) -> bool:
+    def has_headroom(self, pool: Pool, fallbacks: Fallbacks) -> bool:
         """Whether the ModelServer may have one more request of the rule that has these ``fallbacks``."""
         passed_on = sum(map(_was_passed_on, self._listed.get(pool.name, {}).values()))
         in_flight = float(pool.table.in_flight[pool.table.is_active].sum())
@@ -91,16 +88,6 @@ def _was_passed_on(run: Run) -> bool:
     return run.sent_at_s > table.healths[endpoint.row].served_at_s
 
 
-class FallbackPlan(msgspec.Struct, frozen=True):
-    """``attempts``: None if its endpoints may change before it is sent. ``reserves``: by ModelServer. ``states``: of
-    each fallback of the rule, in words.
-    """
-
-    attempts: Attempts | None
-    reserves: Mapping[str, Reserve]
-    states: tuple[FallbackState, ...]
-
-
 class FallbackPlanner:
     """Which fallbacks are possible for a request. ``builder``: of the configuration in use."""
 
@@ -108,6 +95,10 @@ class FallbackPlanner:
         self.builder: RequestBuilder
         self.budgets = budgets
         self._rng = rng
+
+    def begin(self, ticket: str, run: Run) -> None:
+        """The request is sent to an engine."""
+        self.budgets.begin(ticket, run)
 
     def instead(
         self, arrival: Arrival, attachment: Attachment, now: float, *, waited_s: float | None = None
@@ -210,7 +201,7 @@ class FallbackPlanner:
             return "it is the same ModelServer"
         if not has_usable_endpoints(other.pool, now):
             return "it has no usable endpoint"
-        return "" if self.budgets.has_room(other.pool, fallbacks) else "its budget is used up"
+        return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
 
 
 def _why_alone(arrival: Arrival, considered: Consideration) -> str:

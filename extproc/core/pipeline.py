@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from extproc.admission.guards import Guard
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
+    from extproc.core.fallback import FallbackPlanner
     from extproc.core.queue import AdmissionController
     from extproc.core.record import Arrival, Attachment, Placement
     from extproc.core.request_builder import RequestBuilder
@@ -109,6 +110,7 @@ class AdmissionPipeline:
         admission: AdmissionController,
         accounts: Accounts,
         dispatcher: Dispatcher,
+        fallbacks: FallbackPlanner,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -123,7 +125,7 @@ class AdmissionPipeline:
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
         self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
-        self._fallbacks = dispatcher.fallbacks
+        self._fallbacks = fallbacks
         # when to ask whether a request that waits goes to a fallback, by ticket; those that wait no more are left there
         self._fallbacks_due: list[tuple[float, str]] = []
         self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._tier)
@@ -214,7 +216,7 @@ class AdmissionPipeline:
         """Whether the request has left where it waited."""
         waited_s = now - record.arrived_at_s
         other = self._fallbacks.instead(record.arrived, record.attachment, now, waited_s=waited_s)
-        found = None if other is None else self._queue.room_at(record, other, now)
+        found = None if other is None else self._queue.passes_at(record, other, now)
         if other is None or found is None:
             return False
         self._withdraw(record, now)

@@ -401,7 +401,7 @@ class QueueWait:
         if found is None or record.queued is None or found[0].pool is record.arrived.pool:
             return False
         other, placement = found
-        room = self.room_at(record, other, now)
+        room = self.passes_at(record, other, now)
         if room is None:
             return False
         self.withdraw(record, now)
@@ -411,7 +411,7 @@ class QueueWait:
         self._proceed(record, with_room, now, out)
         return True
 
-    def room_at(self, record: Record, other: Arrival, now: float) -> tuple[QueuedRequest | None, Bools | None] | None:
+    def passes_at(self, record: Record, other: Arrival, now: float) -> tuple[QueuedRequest | None, Bools | None] | None:
         """Its entry and the rows that have room for it at another ModelServer, if it need not wait there; else None."""
         gate, before = self._admission.gate_for(other), record.queued
         if gate is None:

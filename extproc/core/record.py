@@ -298,6 +298,26 @@ class Attempts(msgspec.Struct, frozen=True):
     policy: str = ""
 
 
+class FallbackState(msgspec.Struct, frozen=True):
+    """One fallback of the request's rule. ``address``: the endpoint that is tried there; empty: none. ``why``: it is
+    taken, tried next, or not possible.
+    """
+
+    server: str
+    address: str
+    why: str
+
+
+class FallbackPlan(msgspec.Struct, frozen=True):
+    """``attempts``: None if its endpoints may change before it is sent. ``reserves``: by ModelServer. ``states``: of
+    each fallback of the rule, in words.
+    """
+
+    attempts: Attempts | None
+    reserves: Mapping[str, Reserve]
+    states: tuple[FallbackState, ...]
+
+
 class Run(msgspec.Struct):
     """A dispatched request: what its outcome is compared with.
 

@@ -283,7 +283,7 @@ def test_the_usage_log_knows_all_that_may_serve_it() -> None:
             "apiVersion": "attache.dev/v1alpha1",
             "kind": "GatewayConfig",
             "metadata": {"name": "gateway"},
-            "spec": {"usageLog": {"path": "usage.log"}},
+            "spec": {"usageLog": {"path": "/var/log/attache/usage.log"}},
         }
     )
     usage = sent(core_with(others=gateway)).usage
@@ -329,5 +329,5 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
         core.on_stream_closed(one.ticket, now)
     assert in_flight(core) == 0
     assert not core.requests() or all(one.state is State.ENDED for one in core.requests())
-    assert all(not count for count in core._dispatcher.fallbacks.budgets._sent.values())
-    assert not any(core._dispatcher.fallbacks.budgets._listed.values())
+    assert all(not count for count in core._running._budgets._sent.values())
+    assert not any(core._running._budgets._listed.values())
