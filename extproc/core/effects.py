@@ -37,7 +37,8 @@ class Decision(msgspec.Struct, frozen=True):
     first endpoint refuses it, Envoy tries the next one. ``leg``: the prefill that extproc has requested, None without.
     ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``request_id``: that
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
-    another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body.
+    another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
+    read. ``path``: in place of the client's, empty for that.
     """
 
     ticket: str
@@ -60,6 +61,7 @@ class Decision(msgspec.Struct, frozen=True):
     request_id: str = ""
     whole: str = ""
     size_bytes: int = 0
+    path: str = ""
 
     @property
     def held_s(self) -> float:

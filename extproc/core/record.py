@@ -223,7 +223,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``created_tokens``: of the prompt, those that a cache was asked to keep. ``reasoning_tokens``: of the output.
     ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
-    and its usage is not known.
+    and its usage is not known. ``engine_s``: from the request's last byte to the answer's first, at the engine: no
+    client can make it longer by sending slowly.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -245,6 +246,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_cut: bool = False
     first_content_s: float | None = None
     is_encoded: bool = False
+    engine_s: float | None = None
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -355,3 +355,15 @@ def test_engines_that_have_neither_role_of_a_pair(check: Check) -> None:
     server["endpoints"] += [{"address": f"127.0.0.1:{port}", "labels": {"role": "decod"}} for port in range(3, 8)]
     (note,) = check(ModelServer=server)
     assert "127.0.0.1:3, 127.0.0.1:4, 127.0.0.1:5 and 2 more match neither prefillLabels nor decodeLabels" in note
+
+
+def test_what_needs_a_body_that_is_not_read(check: Check) -> None:
+    server = {**SERVER, "protocol": "V2"}
+    limits = [{"per": "Route", "requests": 5, "inputTokens": 9}]
+    guards: dict[str, Any] = {"guards": [{"name": "pii", "url": "http://127.0.0.1:1/"}], "failureMode": "Close"}
+    route = {"modelName": "org/iris", "rules": RULES, "rateLimits": limits, "guard": {"name": "pii"}}
+    name, tokens, guard = check(ModelServer=server, ModelRoute=route, GatewayConfig=guards)
+    assert "'org/iris' is no segment of a path" in name
+    assert "limit requests" in tokens
+    assert "the guard 'pii' gets no body" in guard
+    assert check(ModelServer=server) == []
