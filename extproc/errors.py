@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for clients: the HTTP status, and the error object of OpenAI's and Anthropic's APIs."""
+"""Errors for clients: the HTTP status, and the error object of the client's API."""
 
 from __future__ import annotations
 
@@ -82,6 +82,25 @@ class UnknownPath(Refusal):
     error_type = "invalid_request_error"
     code = "unknown_url"
     outcome = "unknown_path"
+
+
+class RepositoryRefused(Refusal):
+    """A client asks to load or unload models, or for a list of all of an engine's."""
+
+    status = 403
+    error_type = "permission_error"
+    code = "repository_refused"
+    outcome = "repository_refused"
+    is_of_caller = True
+
+
+class ModelNotReady(Refusal):
+    """A client asks whether a model is ready, and none of its engines is."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "model_not_ready"
+    outcome = "model_not_ready"
 
 
 class MethodNotAllowed(Refusal):
@@ -296,11 +315,17 @@ def to_openai_body(refusal: Refusal) -> bytes:
     return msgspec.json.encode(_ErrorBody(detail))
 
 
+def to_text_body(refusal: Refusal) -> bytes:
+    """The body that clients of V1, V2 and TensorFlow Serving expect: ``{"error": "..."}``."""
+    return msgspec.json.encode({"error": refusal.message})
+
+
 class ErrorForm(enum.Enum):
     """The API whose form error objects have."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
+    TEXT = "text"
 
 
 class _AnthropicDetails(msgspec.Struct, frozen=True):

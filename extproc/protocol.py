@@ -15,6 +15,17 @@ import msgspec
 ANTHROPIC_VERSION: Final = "anthropic-version"
 # Answered by the gateway itself.
 MODELS_PATH: Final = "/v1/models"
+# Of the V2 protocol: a server's metadata; under it are its health and its models, and the verbs by which models are
+# loaded and unloaded.
+SERVER_ROOT: Final = "/v2"
+LIVE_PATH: Final = f"{SERVER_ROOT}/health/live"
+READY_PATH: Final = f"{SERVER_ROOT}/health/ready"
+REPOSITORY_PATH: Final = f"{SERVER_ROOT}/repository"
+READY_VERB: Final = "/ready"
+# In a model's name in a path, beside letters, digits and ``_.-~``: the name is a single segment.
+PLAIN_IN_PATHS: Final = ":@!$&'()*+,;="
+_V1_ROOT: Final = f"{MODELS_PATH}/"
+_V2_ROOT: Final = f"{SERVER_ROOT}/models/"
 _MESSAGES: Final = ({"role": "user", "content": "hello"},)
 _TEMPLATED: Final = "`documents`, `chat_template` and its arguments"
 _CHAT_PROMPT: Final = f"messages with all their texts, tokens sent in their place, tools, {_TEMPLATED}"
@@ -195,14 +206,28 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = MappingProxyType(
 )
 
 
+class ModelPaths(msgspec.Struct, frozen=True):
+    """Paths that name the model: ``ROOT NAME``, then maybe a version, then a verb.
+
+    ``verbs``: what may stand at the end, each with its method. ``selectors``: what may name a version before it:
+    ``/versions/3``.
+    """
+
+    root: str
+    verbs: Mapping[str, Literal["GET", "POST"]]
+    selectors: tuple[str, ...] = ("versions",)
+
+
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An inference API: what extproc, Envoy's filters, the engine simulator and the reference page are made from.
 
     To add one, write its row in ``Api``, its parser, and how the simulator answers (``bench/engine``).
 
-    ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``: ``module:function`` of
-    ``extproc.request``, from a body, or its form, to an InferenceRequest. ``body``: a JSON object, or a form
-    (``multipart/form-data``). ``example``: the fields of a valid request beside ``model``; bytes are a file.
+    ``protocol``: that its engines speak, as ModelServers name it. ``paths``: the API's own, then its aliases; a request
+    keeps its path. ``parser``: ``module:function`` of ``extproc.request``, from a body, or its form, to an
+    InferenceRequest. ``body``: a JSON object, a form (``multipart/form-data``), or unread. ``example``: the fields of a
+    valid request beside ``model``; bytes are a file. ``model_paths``: in place of paths, parser and example, where the
+    path names the model: the body is then unread.
     ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each text is a
     set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of the sets
     that fit, the largest decides, then the first. Empty: its bodies cannot be told from those of an API that costs
@@ -223,21 +248,23 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     and which tokens count.
     """
 
-    paths: tuple[str, ...]
-    parser: str
-    example: Mapping[str, object]
+    paths: tuple[str, ...] = ()
+    parser: str = ""
+    example: Mapping[str, object] = MappingProxyType({})
+    protocol: Literal["OpenAI", "V1", "V2", "TensorFlow"] = "OpenAI"
+    model_paths: ModelPaths | None = None
     owner: str
     engines: str
     input: str
     output: str
     fields_of: tuple[str, ...] = ()
-    body: Literal["json", "form"] = "json"
+    body: Literal["json", "form", "unread"] = "json"
     needs_model: bool = True
     waits_in_queue: bool = True
     prompt: Literal["messages", "anthropic messages", "text", "tokens"] | None = None
     takes_salt: bool = False
     limits: tuple[str, ...] = ()
-    errors: Literal["openai", "anthropic"] = "openai"
+    errors: Literal["openai", "anthropic", "text"] = "openai"
     usage: Literal["prompt_tokens", "input_tokens"] = "prompt_tokens"
     reports_usage: bool = True
     usage_if_asked: bool = False
@@ -410,6 +437,45 @@ class Api(enum.Enum):
         input="nothing",
         output="nothing",
     )
+    V1 = ApiSpec(
+        protocol="V1",
+        body="unread",
+        model_paths=ModelPaths(_V1_ROOT, {"": "GET", ":predict": "POST", ":explain": "POST"}),
+        errors="text",
+        reports_usage=False,
+        owner="KServe",
+        engines="KServe's model servers",
+        input="nothing",
+        output="nothing",
+    )
+    V2 = ApiSpec(
+        protocol="V2",
+        body="unread",
+        model_paths=ModelPaths(
+            _V2_ROOT, {"": "GET", "/ready": "GET", "/infer": "POST", "/generate": "POST", "/generate_stream": "POST"}
+        ),
+        errors="text",
+        reports_usage=False,
+        owner="Open Inference Protocol",
+        engines="Triton, MLServer, KServe's model servers",
+        input="nothing",
+        output="nothing",
+    )
+    TENSORFLOW = ApiSpec(
+        protocol="TensorFlow",
+        body="unread",
+        model_paths=ModelPaths(
+            _V1_ROOT,
+            {"": "GET", "/metadata": "GET", ":predict": "POST", ":classify": "POST", ":regress": "POST"},
+            ("versions", "labels"),
+        ),
+        errors="text",
+        reports_usage=False,
+        owner="TensorFlow",
+        engines="TensorFlow Serving",
+        input="nothing",
+        output="nothing",
+    )
 
     def __init__(self, spec: ApiSpec) -> None:
         # an attribute of its own: a member's value is found by Python code
@@ -424,6 +490,16 @@ ANTHROPIC_PATHS: Final = tuple(
     if api.spec.errors == "anthropic" and not any(other in path for other in APIS_BY_PATH if other != path)
 )
 CHAT_PATH: Final = Api.CHAT.spec.paths[0]
+# The APIs whose bodies name the model; those whose paths do, with these paths.
+BODY_APIS: Final = tuple(api for api in Api if api.spec.model_paths is None)
+PATH_APIS: Final = tuple((api, api.spec.model_paths) for api in Api if api.spec.model_paths is not None)
+MODEL_ROOTS: Final = tuple(dict.fromkeys(paths.root for _, paths in PATH_APIS))
+# Errors under a path that contains one of these are ``{"error": "..."}``. The root of V1 is also that of OpenAI's list
+# of models.
+TEXT_ERROR_PATHS: Final = (
+    *(f"{SERVER_ROOT}/{what}/" for what in ("models", "health", "repository")),
+    *dict.fromkeys(verb for _, paths in PATH_APIS for verb in paths.verbs if verb.startswith(":")),
+)
 
 
 def api_of_path(path: str) -> Api | None:

@@ -52,6 +52,7 @@ from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline
 from bench.engine.structured import write_answer
+from bench.engine.tensors import TensorRoutes
 from bench.engine.text import count_tokens
 from extproc.protocol import APIS_BY_PATH, Api
 
@@ -267,6 +268,7 @@ class EngineServer:
                 web.post("/faults", self._fault),
                 web.post("/abort_request", self._abort),
                 *self._adapter_routes.routes,
+                *TensorRoutes(self._serves, self._faults.next_status).routes,
             ]
         )
         # a client that disconnects cancels its handler, and with it the request in the engine running requests end with

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
 from controller.api.common import EnvVar, Layered, ObjectMetadata
 from controller.api.statuses import Status
+from extproc.api.model_server import ServingProtocol
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
 
 Engine = Literal["vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI", "Custom"]
+_SPEAK_V2: Final = frozenset({"MLServer", "Triton"})
 Connector = Literal["NIXL", "LMCache", "Mooncake"]
 _Degree = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Words = Annotated[tuple[str, ...], msgspec.Meta(max_length=200)]
@@ -108,19 +110,20 @@ class ServingRuntimeSpec(Spec, frozen=True):
     """How a kind of engine is started.
 
     ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model uses it. ``metrics``: the engine
-    family that defines its metric names; without it, engines' metrics are not read. ``port``: the port that it listens
-    on. ``config``: defaults of Models' ``config``. ``arguments``: command line and environment derived from settings,
-    in this order. ``connectors``: supported ways to move KV caches between prefill and decode; empty: none.
-    ``multi_node``: one engine can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource
-    that pods request by degree of parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of
-    pods. ``pod``: their PodSpec; the engine's container is called ``engine``. ``spot_pod``: merged into it for spot
-    backends.
+    family that defines its metric names; without it, engines' metrics are not read. ``protocol``: of the ModelServers;
+    without it, V2 for Triton and MLServer, and OpenAI for others. ``port``: the port that it listens on. ``config``:
+    defaults of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
+    ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
+    can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that pods request by degree of
+    parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the
+    engine's container is called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
 
     engine: Engine
     supports: Annotated[tuple[SupportedFormat, ...], msgspec.Meta(max_length=64)] = ()
     disabled: bool = False
     metrics: Literal["vLLM", "SGLang", "TensorRT-LLM"] | None = None
+    protocol: ServingProtocol | None = None
     port: Port = 8000
     config: EngineConfig = EngineConfig()
     arguments: Annotated[tuple[Arguments, ...], msgspec.Meta(max_length=128)] = ()
@@ -132,6 +135,11 @@ class ServingRuntimeSpec(Spec, frozen=True):
     metadata: ObjectMetadata = ObjectMetadata()
     pod: dict[str, Any] = msgspec.field(default_factory=dict)
     spot_pod: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def api_protocol(self) -> ServingProtocol:
+        """``protocol`` or its default."""
+        return self.protocol or ("V2" if self.engine in _SPEAK_V2 else "OpenAI")
 
 
 class ServingRuntimeStatus(Status, frozen=True):

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
 
 
+ServingProtocol = Literal["OpenAI", "V1", "V2", "TensorFlow"]
+# Fields that need to know the prompts of requests.
+_OF_PROMPTS: Final = {
+    "pdGroup": "pd_group",
+    "kvEvents": "kv_events",
+    "adapterLoading": "adapter_loading",
+    "pickerConfig": "picker_config",
+    "modelRewrites": "model_rewrites",
+    "cacheIsolation": "cache_isolation",
+}
 _NO_NAME: Final = "nothing says which name the engines' certificates have; write serverName"
 
 
@@ -334,6 +344,11 @@ class ModelServerSpec(Spec, frozen=True):
             "only vLLM loads adapters by itself here; write adapterLoading.port, of the runtime agents beside the"
             " engines",
         ),
+        Rule(
+            "!has(self.protocol) || self.protocol == 'OpenAI' ||"
+            f" !({' || '.join(f'has(self.{name})' for name in _OF_PROMPTS)})",
+            f"{', '.join(_OF_PROMPTS)} are about prompts, which only protocol OpenAI has; remove them",
+        ),
     )
 
     model: NonEmpty
@@ -344,13 +359,17 @@ class ModelServerSpec(Spec, frozen=True):
     workload_selector: WorkloadSelector | None = None
     workload_port: WorkloadPort | None = None
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
+    # The API of the engines. OpenAI: of generative models, Anthropic's and other APIs of vLLM included. V1, V2 (Open
+    # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model.
+    protocol: ServingProtocol = "OpenAI"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # TLS and a key towards the engines; without it, plain HTTP.
     connection: EngineConnection = EngineConnection()
     # Streamed answers carry token usage only if the request sets stream_options.include_usage. Always: set it where the
     # client did not, and remove the chunk with it from the answer. AsRequested: leave bodies unchanged.
     stream_usage: Literal["Always", "AsRequested"] = "Always"
-    # How an engine is chosen. RoundRobin is there to compare with.
+    # How an engine is chosen. Of protocols without prompts, PrefixAware takes the one with the least work in flight by
+    # its learned speed. RoundRobin is there to compare with.
     picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"
     # A file of this directory that holds an EndpointPickerConfig; it replaces ``picker``.
     picker_config: NonEmpty | None = None
@@ -428,6 +447,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
     if spec.cache_scope_header is not None:
         yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
+    yield from _check_protocol(spec)
     yield from _check_pairs(spec, spec.pd_group)
     yield from _check_adapters(spec, spec.adapter_loading)
     yield from _check_activation(spec.activation)
@@ -436,6 +456,18 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
         yield from check_flow_control(spec.flow_control)
     yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
+
+
+def _check_protocol(spec: ModelServerSpec) -> Iterator[Finding]:
+    """Nothing depends on prompts where bodies are not read."""
+    if spec.protocol == "OpenAI":
+        return
+    # a slash is sent percent-encoded
+    if spec.model in {".", ".."}:
+        yield ("spec", "model"), f"'{spec.model}' is no segment of a path, in which protocol {spec.protocol} names it"
+    for name, attribute in _OF_PROMPTS.items():
+        if getattr(spec, attribute):
+            yield ("spec", name), f"is about prompts, which protocol {spec.protocol} does not have; remove it"
 
 
 def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Finding]:

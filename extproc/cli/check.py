@@ -117,6 +117,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *doubtful_objectives(snapshot),
             *unsalted_messages(snapshot),
             *doubtful_pairs(snapshot),
+            *without_effect_by_path(snapshot),
             *too_many_watched_files(snapshot),
             *stretched_intervals(snapshot),
             *missing_descriptors(snapshot, hard_limit()),
@@ -385,6 +386,31 @@ def limits_without_identity(snapshot: Snapshot) -> Iterator[str]:
             if per in missing:
                 what = f"ModelRoute {route.metadata.key}: the limit per: {per}"
                 yield f"{what} is one limit for all clients together, as {missing[per]}, or write per: Route"
+
+
+def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
+    """Parts of ModelRoutes that need what is not read where the path names the model."""
+    protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
+    for route in snapshot.routes:
+        keys = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+        found = {protocols[key] for key in keys & protocols.keys()}
+        by_path = sorted(found - {"OpenAI"})
+        if not by_path:
+            continue
+        who, spec = f"ModelRoute {route.metadata.key}", route.spec
+        for name in (spec.model_name, *spec.lora_adapters):
+            if name is not None and ("/" in name or name in {".", ".."}):
+                yield f"{who}: '{name}' is no segment of a path, in which protocol {by_path[0]} names it; rename it"
+        if "OpenAI" in found:
+            continue
+        for limit in spec.rate_limits:
+            if (limit.input_tokens, limit.output_tokens, limit.total_tokens) != (None, None, None):
+                yield (
+                    f"{who}: requests of protocol {by_path[0]} have no tokens, as their bodies are not read; limit"
+                    " requests"
+                )
+        if spec.guard is not None:
+            yield f"{who}: the guard '{spec.guard.name}' gets no body, as that is not read with protocol {by_path[0]}"
 
 
 def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[Budget], frozenset[str]]]:

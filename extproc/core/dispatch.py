@@ -309,6 +309,7 @@ class Dispatcher:
             size_bytes=len(arrival.body),
             attempts=run.attempts,
             fell_back_for=record.fell_back_for,
+            path=changed_path(arrival),
         )
 
 
@@ -409,7 +410,8 @@ def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
     pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
     row = pool.table.row_of(run.assignment.endpoint.address)
     return Expected(
-        input_tokens=round(reserved.input_tokens),
+        # a body that is not read has none, as far as we know
+        input_tokens=round(reserved.input_tokens) if request.path is None else 0,
         output_tokens=round(reserved.output_tokens),
         answers=run.sent.answers,
         most_output=None if math.isinf(run.most_output) else int(run.most_output),
@@ -497,7 +499,7 @@ def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
     An engine must read what was read here: names that are repeated or escaped come out once and plain.
     """
     request, fields, dropped = arrival.request, changes.fields, changes.without
-    if request.api is None:
+    if request.api is None or request.path is not None:
         return None
     if request.api.spec.body == "form":
         if not fields and not dropped:
@@ -507,3 +509,18 @@ def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
     if not fields and not dropped and is_plain(arrival.body, request.contents):
         return arrival.body if arrival.is_changed else None
     return with_changes(arrival.body, fields, request.contents, without=dropped)
+
+
+def changed_path(arrival: Arrival) -> str:
+    """The path as its engine is to read it, with the client's query; empty if the client's own will do.
+
+    Where the gateway has chosen the ModelServer, it writes the path.
+    """
+    path = arrival.request.path
+    if path is None or arrival.candidates is None:
+        return ""
+    wanted = path.of(arrival.destination.model)
+    if wanted == arrival.head.path:
+        return ""
+    _, mark, query = arrival.head.headers.get(":path", "").partition("?")
+    return f"{wanted}{mark}{query}"

@@ -37,9 +37,9 @@ class Decision(msgspec.Struct, frozen=True):
     first endpoint refuses it, Envoy tries the next one. ``leg``: the prefill that extproc has requested, None without.
     ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``request_id``: that
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
-    another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body.
-    ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
-    fallback at once.
+    another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
+    read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
+    fallback at once. ``path``: in place of the client's, empty for that.
     """
 
     ticket: str
@@ -64,6 +64,7 @@ class Decision(msgspec.Struct, frozen=True):
     size_bytes: int = 0
     attempts: Attempts | None = None
     fell_back_for: str = ""
+    path: str = ""
 
     @property
     def held_s(self) -> float:

@@ -199,6 +199,8 @@ class FallbackPlanner:
         """Why the ModelServer gets no request of the rule now; empty: it may get one."""
         if other.pool is own:
             return "it is the same ModelServer"
+        if other.pool.spec.protocol != own.spec.protocol:
+            return "it speaks another protocol"
         if not has_usable_endpoints(other.pool, now):
             return "it has no usable endpoint"
         return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"

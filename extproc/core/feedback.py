@@ -14,7 +14,7 @@ import msgspec
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.core.effects import HealthChanged, ModelChecked
 from extproc.core.states import State
-from extproc.endpoints.costs import learn_prefill_rate, typical_rate
+from extproc.endpoints.costs import learn_prefill_rate, learn_service_time, typical_rate
 from extproc.endpoints.engine_reports import apply_report, record_latency
 from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.ledger import finish_prefill
@@ -305,6 +305,7 @@ def update_estimates(run: Run, outcome: Outcome, now: float, *, is_ours: bool, h
     _learn_turn(run, outcome)
     if outcome.served != run.assignment.endpoint.address:
         return
+    _learn_service_time(run, outcome, now)
     if run.prefilled_by:
         _learn_transfer(run, outcome)
     else:
@@ -383,6 +384,17 @@ def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> N
         caches.ratio_samples += 1
         caches.bytes_per_token *= (ratio / caches.bytes_per_token) ** weight
         caches.fit_blocks()
+
+
+def _learn_service_time(run: Run, outcome: Outcome, now: float) -> None:
+    """Of requests whose bodies are not read: each counts as one token, so the tokens in flight are the requests."""
+    assignment, table = run.assignment, run.pool.table
+    is_unread = run.api is not None and run.api.spec.body == "unread"
+    if not is_unread or not outcome.engine_s or not table.is_current(assignment.endpoint):
+        return
+    learn_service_time(
+        table, assignment.endpoint.row, engine_s=outcome.engine_s, in_flight=assignment.in_flight_tokens, now=now
+    )
 
 
 def _learn_rate(run: Run, outcome: Outcome) -> None:

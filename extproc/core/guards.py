@@ -105,8 +105,8 @@ _answers: Final = msgspec.json.Decoder(_Answer)
 
 
 def event_of(arrival: Arrival, ticket: str, source: str) -> Event:
-    """What a guard gets. The body is as its engine will read it, so that no repeated or escaped name hides anything; a
-    form has none.
+    """What a guard gets. The body is as its engine will read it, so that no repeated or escaped name hides anything; of
+    a form, and where the path names the model, there is none.
     """
     request = arrival.request
     attributes: dict[str, str | int] = {
@@ -130,7 +130,7 @@ def event_of(arrival: Arrival, ticket: str, source: str) -> Event:
 
 def _is_json(arrival: Arrival) -> bool:
     api = arrival.request.api
-    return api is not None and api.spec.body != "form"
+    return api is not None and api.spec.body == "json"
 
 
 def judge(guard: Guard, arrival: Arrival, reply: GuardReply | GuardFailed, builder: RequestBuilder) -> Passed:

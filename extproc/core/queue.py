@@ -28,7 +28,7 @@ from extproc.admission.budgets import (
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.identity import Caller, name_in
-from extproc.admission.limits import ChosenNames, RouteLimits, Usage, key_charges
+from extproc.admission.limits import NO_USAGE, ChosenNames, RouteLimits, Usage, key_charges
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
@@ -246,9 +246,12 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     """The tokens that the request may use.
 
     Input: all of its prompts, by their tokens or else by their bytes, its media, and what an engine has stored of it.
-    Output: for each answer the requested maximum, or else the length that nearly all answers had.
+    Output: for each answer the requested maximum, or else the length that nearly all answers had. None of either where
+    the body is not read.
     """
     request, pool = arrival.request, arrival.pool
+    if request.path is not None:
+        return NO_USAGE
     prompts, most = request.prompts, request.max_output_tokens
     estimate = pool.input_estimates.of(arrival.caller.tenant)
     text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)

@@ -225,6 +225,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
     and its usage is not known. ``served_by``: the ModelServer of the last attempt, of ``attempts``; empty if unknown.
+    ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
+    sending slowly.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -248,6 +250,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_encoded: bool = False
     served_by: str = ""
     attempts: int = 0
+    engine_s: float | None = None
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):

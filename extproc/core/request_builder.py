@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -19,18 +21,20 @@ from extproc.errors import (
     ModelNotAllowed,
     NoEndpoint,
     Refusal,
+    RepositoryRefused,
     SteeringRefused,
     UnknownModel,
     UnknownPath,
 )
-from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, Api, api_of_path
+from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, REPOSITORY_PATH, Api, api_of_path
 from extproc.request.body_parser import api_by_body, no_body, parse_body, steering_of_unread
-from extproc.request.model import STEERING_FIELDS, InferenceRequest, no_model
+from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
+from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
 from extproc.routing.resolve import Destination, RoutingTable
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from extproc.admission.identity import CacheIsolation, Identities
     from extproc.api.model_server import ModelRewrite, ModelServerSpec
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 100
 _VERSION: Final = "/v1"
+_IN_BODIES: Final = ("OpenAI",)
+_REPOSITORY: Final = re.compile(f"{REPOSITORY_PATH.replace('/', '/+')}(/|$)")
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
 
@@ -163,10 +169,14 @@ class RequestBuilder:
     def _subject_of(self, head: Head) -> Subject:
         return self._identities.subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
 
-    def admit(self, head: Head) -> Api:
-        """Refuse what can be refused before the body is here."""
+    def admit(self, head: Head) -> Api | ModelPath:
+        """Refuse what can be refused before the body is here. Where the path names the model, the body is not read."""
         api = APIS_BY_PATH.get(head.path)
         if api is None:
+            named = read_model_path(head.path)
+            if named is not None:
+                check_method(named, head.method, head.path, has_body=head.has_body)
+                return named
             raise UnknownPath(f"Nothing is served under {head.method} {head.path[:100]}; {_path_advice(head.path)}.")
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
@@ -182,9 +192,33 @@ class RequestBuilder:
             return partial(self.to_server, server)
         return self.by_model if pool is None else partial(self.to_server, pool, is_pool=True)
 
+    def reads_body(self, head: Head, server: str) -> bool:
+        """Whether a request cannot be decided without its body. ``server``: that an HTTPRoute has chosen; empty: none
+        has. Raises a Refusal.
+        """
+        pool = self.pools.get(server)
+        if pool is not None:
+            return pool.spec.protocol == "OpenAI"
+        return not server and isinstance(self.admit(head), Api)
+
     def by_model(self, head: Head, body: bytes) -> Arrival:
         """A request whose ModelServer a ModelRoute chooses; raises a Refusal."""
-        return self._routed(parse_body(self.admit(head), body, head.headers), head, body)
+        admitted = self.admit(head)
+        if isinstance(admitted, ModelPath):
+            return self._by_path(admitted, head)
+        return self._routed(parse_body(admitted, body, head.headers), head, body)
+
+    def _by_path(self, path: ModelPath, head: Head) -> Arrival:
+        """A request whose path names the model."""
+        try:
+            protocols = [api.spec.protocol for api in path.apis]
+            candidates = self._candidates(path.model, protocols, head, self._access_of(head))
+            destination = self._draw(candidates.targets)
+            request = path_request(path, destination.protocol)
+            return self._arrival(request, destination, head, b"", candidates)
+        except Refusal as refusal:
+            refusal.model = path.model
+            raise
 
     def to_server(self, server: str, head: Head, body: bytes, *, is_pool: bool = False) -> Arrival:
         """A request whose ModelServer its gateway has chosen, whatever its path and body; raises a Refusal.
@@ -193,6 +227,9 @@ class RequestBuilder:
         too: no request gets round them by another path. ``is_pool``: the gateway has no other ModelServer, so requests
         for models that ModelRoutes serve go by these.
         """
+        pool = self.pools.get(server)
+        if pool is not None and pool.spec.protocol != "OpenAI":
+            return self._to_other_protocol(server, pool.spec.protocol, head)
         # some gateways do not send the path
         api = api_of_path(head.path) if head.path else api_by_body(body, head.headers)
         if api is None or not head.has_body:
@@ -207,6 +244,15 @@ class RequestBuilder:
         if is_pool and self._routing.serves_model(request.model):
             return self._routed(request, head, body)
         return self._direct(request, server, head, body)
+
+    def _to_other_protocol(self, server: str, protocol: str, head: Head) -> Arrival:
+        """To engines whose API may be read from the path, and never from the body; raises a Refusal."""
+        refuse_repository(head.path)
+        path = read_model_path(head.path)
+        if path is None or protocol not in [api.spec.protocol for api in path.apis]:
+            # engines know more paths than we do
+            return self._unread(server, head, b"")
+        return self._direct(path_request(path, protocol), server, head, b"")
 
     def usage_of(self, head: Head, refusal: Refusal) -> UsageContext | None:
         """For the usage log: a request that was refused before it arrived; None if it asked for no inference."""
@@ -256,7 +302,7 @@ class RequestBuilder:
         known, head = arrival.candidates, arrival.head
         if known is None or known.routing is self._routing:
             return known
-        return self._candidates(arrival.request.model, head, self._access_of(head))
+        return self._candidates(arrival.request.model, [_protocol_of(arrival.request)], head, self._access_of(head))
 
     def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
         """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
@@ -266,7 +312,7 @@ class RequestBuilder:
     def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
         """The same request with the body that a guard has made of it; raises a Refusal."""
         before, spec = arrival.request, arrival.pool.spec
-        if before.api is None:
+        if before.api is None or before.path is not None:
             raise BadRequest("This request has no body that can be changed.")
         request = parse_body(before.api, body, arrival.head.headers)
         for name, is_same in (
@@ -296,26 +342,50 @@ class RequestBuilder:
         if not request.model:
             raise no_model()
         try:
-            candidates = self._candidates(request.model, head, self._access_of(head))
+            candidates = self._candidates(request.model, _IN_BODIES, head, self._access_of(head))
             return self._arrival(request, self._draw(candidates.targets), head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
             raise
 
-    def _candidates(self, model: str, head: Head, caller_access: CallerAccess | None) -> Candidates:
-        """By the ModelRoutes, what is open to the caller; raises a Refusal."""
+    def _candidates(
+        self, model: str, protocols: Collection[str], head: Head, caller_access: CallerAccess | None
+    ) -> Candidates:
+        """By the ModelRoutes, what is open to the caller and speaks one of ``protocols``; raises a Refusal."""
         try:
             targets = self._routing.targets(model, head.headers, head.path, listener=head.listener)
         except UnknownModel:
             if caller_access is None or caller_access.may_see(model):
                 raise
             raise not_allowed(model) from None
-        if caller_access is None:
-            return Candidates(self._routing, targets)
-        may_use = targets.among(partial(caller_access.may, model))
-        if may_use is None:
-            raise not_allowed(model)
-        return Candidates(self._routing, may_use)
+        if caller_access is not None:
+            may_use = targets.among(partial(caller_access.may, model))
+            if may_use is None:
+                raise not_allowed(model)
+            targets = may_use
+        speaking = targets.speaking(protocols)
+        if speaking is None:
+            raise wrong_protocol(model, targets.destinations[0].protocol, head.path)
+        return Candidates(self._routing, speaking)
+
+    def protocols_of(self, model: str, head: Head) -> frozenset[str]:
+        """Those of the ModelServers that the caller's requests for ``model`` may come to; empty: there are none."""
+        return frozenset(one.protocol for one in self._open_destinations(model, head))
+
+    def is_ready(self, model: str, protocol: str, head: Head, now: float) -> bool:
+        """Whether an engine could serve the caller's requests for ``model`` now."""
+        pools = [self.pools.get(one.server) for one in self._open_destinations(model, head) if one.protocol == protocol]
+        return any(pool is not None and pool.is_ready(now) for pool in pools)
+
+    def has_ready(self, protocol: str, now: float) -> bool:
+        """Whether an engine of some model of ``protocol`` could serve a request now."""
+        return any(pool.spec.protocol == protocol and pool.is_ready(now) for pool in self.pools.values())
+
+    def _open_destinations(self, model: str, head: Head) -> Iterator[Destination]:
+        caller_access = self._access_of(head)
+        for one in self._routing.destinations(model, head.listener):
+            if caller_access is None or caller_access.may(model, one):
+                yield one
 
     def _draw(self, targets: Targets) -> Destination:
         """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
@@ -342,7 +412,7 @@ class RequestBuilder:
         if not route and pool is not None:
             base_model = pool.spec.model
         asked = _model_asked_of_engine(request, head)
-        if pool is not None and pool.spec.model_rewrites and request.api is not None:
+        if pool is not None and pool.spec.model_rewrites and request.api is not None and request.path is None:
             asked = rewritten_model(pool.spec.model_rewrites, request.model, self._rng) or asked
         destination = Destination(server, asked, route, base_model=base_model)
         model = None if request.api is None else request.model
@@ -380,6 +450,19 @@ class RequestBuilder:
             )
         _refuse_steering(request, pool.spec)
         return pool, self._isolation.salt(request, pool.spec, caller, head.headers)
+
+
+def _protocol_of(request: InferenceRequest) -> str:
+    return "OpenAI" if request.api is None else request.api.spec.protocol
+
+
+def refuse_repository(path: str) -> None:
+    """Raise RepositoryRefused for the verbs by which engines load and unload models, which the controller does."""
+    # an engine decodes the path once
+    if _REPOSITORY.search(unquote(path)):
+        raise RepositoryRefused(
+            "Clients cannot list, load or unload the models of an engine; ask for the model that you want to use."
+        )
 
 
 def rewritten_model(rewrites: Sequence[ModelRewrite], model: str, rng: random.Random) -> str:

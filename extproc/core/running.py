@@ -144,6 +144,9 @@ class RunningRequests:
             cached = run.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
             control = _NO_CONTROL if run.gate is None else run.gate.control
             service = weighted_tokens(control, used, float(cached))
+            if run.api is not None and run.api.spec.body == "unread":
+                # no tokens are known of it: it keeps what its dispatch has charged
+                service = run.charged
             self._accounts.close(record, used, service, now, out)
         priority = 0 if run.gate is None or record.queued is None else record.queued.priority
         out.append(

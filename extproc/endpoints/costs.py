@@ -26,6 +26,8 @@ _CORRELATED: Final = 16.0
 _SHRINK_EVERY: Final = 4
 # With less work than this, the time to first token is mostly overhead.
 _MIN_TOKENS: Final = 512.0
+_SERVICE_WEIGHT: Final = 0.1
+_SERVICE_HALF_LIFE_S: Final = 10.0
 _RATE_BOUNDS: Final = (200.0, 1_000_000.0)
 INITIAL_ATTENTION: Final = 20_000.0
 _ATTENTION_BOUNDS: Final = (4_000.0, 400_000.0)
@@ -123,6 +125,33 @@ def _shrink_rates(table: EndpointTable) -> None:
     trust = variance / (variance + error) if variance else 0.0
     table.prefill_rate[measured] = np.exp(typical + trust * (own - typical))
     table.prefill_rate[table.is_active & ~measured] = np.exp(typical)
+
+
+def learn_service_time(table: EndpointTable, row: int, *, engine_s: float, in_flight: float, now: float) -> None:
+    """Update an endpoint's time for one request. ``engine_s``: how long it took, beside ``in_flight`` requests, itself
+    included.
+
+    An engine that serves one after the other takes so much longer the more it has. One that serves many at once seems
+    faster for having many, which is what it is.
+    """
+    sample, known = engine_s / max(1.0, in_flight), float(table.service_s[row])
+    table.service_s[row] = known + _SERVICE_WEIGHT * (sample - known) if known else sample
+    table.service_at_s[row] = now
+
+
+def service_times(table: EndpointTable, now: float) -> Floats:
+    """The times by row; 1 for all while none is known.
+
+    What is known of one endpoint becomes that of a typical one while nothing new is learned. Otherwise an engine that
+    was slow once, with its first request, would get none by which it could prove otherwise.
+    """
+    known = table.is_active & (table.service_s > 0)
+    if not known.any():
+        return np.ones(len(table.addresses))
+    typical = float(np.median(table.service_s[known]))
+    trust = np.where(known, np.exp2((table.service_at_s - now) / _SERVICE_HALF_LIFE_S), 0.0)
+    found: Floats = typical + np.minimum(trust, 1.0) * (table.service_s - typical)
+    return found
 
 
 def typical_rate(table: EndpointTable) -> float:

@@ -58,6 +58,8 @@ _COLUMNS: Final = (
     "failures",
     "prompt_tokens",
     "cached_tokens",
+    "service_s",
+    "service_at_s",
 )
 
 
@@ -136,6 +138,9 @@ class EndpointTable:
     ``rate_samples``                  answers     0         from which it was learned
     ``prompt_tokens``                 tokens      0         of all prompts, as reported in answers
     ``cached_tokens``                 tokens      0         of these, from the cache
+    ``service_s``                     s           0         mean time of a request without a prompt, divided by the
+                                                            requests in flight; 0 if unknown
+    ``service_at_s``                  s           0         when it was learned last
     *Reported by the engine*
     ``reported_at_s``                 s           never     when it last reported
     ``waiting``, ``running``          requests    0         in its queue, in its batch
@@ -193,6 +198,8 @@ class EndpointTable:
         self.healths: list[EndpointHealth] = []
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
+        self.service_s: Floats = np.zeros(0)
+        self.service_at_s: Floats = np.zeros(0)
         self.attributes = EngineAttributes()
         self._rows: dict[str, int] = {}
         self._cached_columns: dict[Hashable, NDArray[Any]] = {}
@@ -303,7 +310,7 @@ class EndpointTable:
         self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.retry_at_s[row] = 0.0
         self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_prompt_at_s[row] = 0.0
-        self.ttft_s[row] = self.tpot_s[row] = 0.0
+        self.ttft_s[row] = self.tpot_s[row] = self.service_s[row] = self.service_at_s[row] = 0.0
         self.reported_at_s[row], self.in_flight_at_report[row] = _NEVER, 0
         self.in_flight_tokens[row] = self.in_flight_tokens_at_report[row] = self.kv_capacity_tokens[row] = 0.0
         self.attributes.forget(row)

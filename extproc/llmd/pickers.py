@@ -18,6 +18,7 @@ from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Picker
 from extproc.scheduling.pickers import (
+    LeastWork,
     PairParameters,
     PrefillDecodePairs,
     PrefixAware,
@@ -46,6 +47,7 @@ class PickerBasis(msgspec.Struct, frozen=True):
     config: EndpointPickerConfig | None
     pd_group: PdGroup | None
     engine: str = "vLLM"
+    protocol: str = "OpenAI"
 
 
 class MadePicker(msgspec.Struct, frozen=True):
@@ -95,6 +97,8 @@ class PickerFactory:
             return build_picker(files[spec.picker_config], self._known).picker
         if spec.picker == "RoundRobin":
             return RoundRobin()
+        if spec.protocol != "OpenAI":
+            return LeastWork()
         costs = PrefixAware(PrefixAwareParameters())
         if spec.pd_group is None:
             return costs
@@ -173,4 +177,4 @@ def _labels_met(snapshot: Snapshot, file: str) -> list[Mapping[str, str]]:
 
 def _basis(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> PickerBasis:
     config = None if spec.picker_config is None else files[spec.picker_config].config
-    return PickerBasis(spec.picker, config, spec.pd_group, spec.engine)
+    return PickerBasis(spec.picker, config, spec.pd_group, spec.engine, spec.protocol)

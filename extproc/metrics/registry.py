@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as Counter_
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from prometheus_client import Counter, Gauge
 
@@ -322,9 +322,9 @@ class Metrics:
         if self._llm_d is not None:
             self._llm_d.observe_pick_seconds(seconds)
 
-    def answered_models(self) -> None:
-        """Count an answer with the list of models."""
-        self._requests.add("models_listed")
+    def answered_here(self, what: Literal["models_listed", "health"]) -> None:
+        """Count an answer that no engine was asked for."""
+        self._requests.add(what)
 
     def count_refusal(self, refusal: Refusal) -> None:
         """A request was refused before it came to the core."""

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from extproc.errors import BadRequest
-from extproc.protocol import ANTHROPIC_VERSION, Api
+from extproc.protocol import ANTHROPIC_VERSION, BODY_APIS, Api
 from extproc.request.form import read_form
 from extproc.request.model import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_in
 
@@ -51,9 +51,9 @@ _EVEN: Final = int.from_bytes(b"\x55" * (_CHUNK_BYTES // 8 + 64), "little")
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 # from bytes, or from a Form
 _PARSERS: Final[dict[Api, Callable[[Any], InferenceRequest]]] = {
-    api: resolve_name(f"{__package__}.{api.spec.parser}") for api in Api
+    api: resolve_name(f"{__package__}.{api.spec.parser}") for api in BODY_APIS
 }
-_FIELDS_OF: Final = {api: [frozenset(one.split()) for one in api.spec.fields_of] for api in Api}
+_FIELDS_OF: Final = {api: [frozenset(one.split()) for one in api.spec.fields_of] for api in BODY_APIS}
 # those of all APIs, undecoded
 _NAMES: Final = sorted(
     {name.removesuffix("[]") for sets in _FIELDS_OF.values() for one in sets for name in one} - {ANTHROPIC_VERSION}

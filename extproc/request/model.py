@@ -13,13 +13,14 @@ from math import ceil
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final, get_args
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
 from extproc.api.model_server import InternalField, SteeringField
 from extproc.errors import BadRequest
-from extproc.protocol import Api
+from extproc.protocol import PLAIN_IN_PATHS, Api
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:
@@ -227,8 +228,24 @@ def _check_tokens(data: bytes, field: str) -> None:
 _parts_decoder: Final = msgspec.json.Decoder(list[_Part])
 
 
+class ModelPath(msgspec.Struct, frozen=True):
+    """A path that names the model: ``/v2/models/NAME/versions/3/infer``. ``apis``: those that have it. ``model``: as
+    ModelRoutes write it. ``version``: with what stands before it, empty if the path has none.
+    """
+
+    apis: tuple[Api, ...]
+    root: str
+    model: str
+    version: str
+    verb: str
+
+    def of(self, model: str) -> str:
+        """The same of another model."""
+        return f"{self.root}{quote(model, safe=PLAIN_IN_PATHS)}{self.version}{self.verb}"
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
-    """A parsed request body.
+    """A parsed request body, or a request whose path names the model.
 
     ``api``: None if it is of no known one, and was only searched for steering fields. ``prompt``: the text whose
     prefixes an engine caches, in the order in which a chat template writes it, so that the prompt of a longer
@@ -237,7 +254,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     large body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each
     answer. ``answers``: how many are written, over all prompts; 0 for embeddings. ``internal_fields``: the
     INTERNAL_FIELDS that the body has. ``has_stored_prompt``: its prompt begins with one that the engine has stored, of
-    unknown length. ``runs_in_background``: the engine goes on with it whether or not its client stays.
+    unknown length. ``runs_in_background``: the engine goes on with it whether or not its client stays. ``path``: that
+    names the model; the body is then not read.
     """
 
     api: Api | None
@@ -254,6 +272,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     internal_fields: tuple[str, ...] = ()
     has_stored_prompt: bool = False
     runs_in_background: bool = False
+    path: ModelPath | None = None
 
     @property
     def is_text(self) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Over headers (lower-case names) and path; None always holds.
 Condition = Callable[[Mapping[str, str], str], bool] | None
+# Of each ModelServer, the engines' name of its model, and their protocol.
+_ServedModels = Mapping[str, tuple[str, str]]
 _SHOWN_CHARACTERS = 100
 
 
@@ -65,6 +67,7 @@ class Destination(msgspec.Struct, frozen=True):
     ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
+    ``protocol``: that its engines speak.
     """
 
     server: str
@@ -78,6 +81,7 @@ class Destination(msgspec.Struct, frozen=True):
     after_queue_s: float | None = None
     is_fallback: bool = False
     is_degraded: bool = False
+    protocol: str = "OpenAI"
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -102,10 +106,13 @@ class ListedModel(msgspec.Struct, frozen=True):
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """The destinations of a rule, or some of them, with the running sums of their weights."""
+    """The destinations of a rule, or some of them, with the running sums of their weights. ``protocol``: that all of
+    them speak, empty if they differ.
+    """
 
     destinations: tuple[Destination, ...]
     cumulative_weights: tuple[int, ...]
+    protocol: str
 
     def draw(self, rng: random.Random) -> Destination:
         """One of them, by weight."""
@@ -126,7 +133,16 @@ class Targets(msgspec.Struct, frozen=True):
         ]
         if not found:
             return None
-        return Targets(tuple(one for one, _ in found), tuple(accumulate(weight for _, weight in found)))
+        return _targets(tuple(one for one, _ in found), [weight for _, weight in found])
+
+    def speaking(self, protocols: Collection[str]) -> Targets | None:
+        """Those that speak one of ``protocols``; None if there are none."""
+        return self if self.protocol in protocols else self.among(lambda one: one.protocol in protocols)
+
+
+def _targets(destinations: tuple[Destination, ...], weights: Iterable[int]) -> Targets:
+    spoken = {one.protocol for one in destinations}
+    return Targets(destinations, tuple(accumulate(weights)), spoken.pop() if len(spoken) == 1 else "")
 
 
 class _Rule(msgspec.Struct, frozen=True):
@@ -156,9 +172,9 @@ class RoutingTable:
 
     def __init__(self, snapshot: Snapshot, before: RoutingTable | None = None) -> None:
         """``before``: the table in use; what has not changed since is not compiled again."""
-        served = {server.metadata.key: server.spec.model for server in snapshot.servers}
+        served = {server.metadata.key: (server.spec.model, server.spec.protocol) for server in snapshot.servers}
         known = {} if before is None or before.served_models != served else before.compiled
-        self.served_models: Mapping[str, str] = served
+        self.served_models: _ServedModels = served
         # by identity: the loader gives a route that has not changed again as the same object
         self.compiled: Mapping[int, tuple[ModelRoute, list[tuple[ListedModel, _Route]]]] = {
             id(route): known.get(id(route)) or (route, _compile_all(route, served)) for route in snapshot.routes
@@ -231,7 +247,7 @@ class RoutingTable:
         return self._served.get(listener, _NOTHING)
 
 
-def _compile_all(route: ModelRoute, served: Mapping[str, str]) -> list[tuple[ListedModel, _Route]]:
+def _compile_all(route: ModelRoute, served: _ServedModels) -> list[tuple[ListedModel, _Route]]:
     """All names of ``route``."""
     base = route.spec.model_name
     found = [] if base is None else [(ListedModel(base, None), _compile(route, served, adapter=None))]
@@ -251,24 +267,33 @@ def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
     return served
 
 
-def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:
+def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -> _Route:
     rules = tuple(_compile_rule(route, rule, served, adapter) for rule in route.spec.rules)
     return _Route(route.metadata.key, route.spec.model_name or "", rules)
 
 
-def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
+def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, adapter: str | None) -> _Rule:
     targets = [target for target in rule.target_models if target.weight]
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
     tiers = compile_tiers(rule)
 
     def destination(server: str, fallbacks: Fallbacks | None) -> Destination:
-        model, base_model = adapter or served[server], route.spec.model_name or ""
-        return Destination(server, model, route.metadata.key, rule.priority, ttft_s, base_model, tiers, fallbacks)
+        model, protocol = served[server]
+        return Destination(
+            server,
+            adapter or model,
+            route.metadata.key,
+            rule.priority,
+            ttft_s,
+            route.spec.model_name or "",
+            tiers,
+            fallbacks,
+            protocol=protocol,
+        )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
     destinations = tuple(destination(route.server_key(one), fallbacks) for one in targets)
-    weights = tuple(accumulate(target.weight for target in targets))
-    return _Rule(compile_match(rule.model_match), Targets(destinations, weights))
+    return _Rule(compile_match(rule.model_match), _targets(destinations, [target.weight for target in targets]))
 
 
 def _compile_fallbacks(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our pickers: the default one, pairs of a prefill and a decode engine, and round robin.
+"""Our pickers: the default one, pairs of a prefill and a decode engine, least work, and round robin.
 
 The default picker takes the endpoint with the least cost in seconds to all requests.
 
@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from extproc.endpoints.costs import service_times
 from extproc.endpoints.engine_reports import estimated_foreign
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.errors import BadRequest, NoEndpoint
@@ -113,14 +114,17 @@ class PrefixAware:
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The cheapest endpoint, then the next ones as fallbacks."""
-        cost = self.costs(view.table, view.demand, view.now_s)
+        return self.pick_cheapest("PrefixAware", self.costs(view.table, view.demand, view.now_s), view, rng)
+
+    def pick_cheapest(self, name: str, cost: Floats, view: View, rng: random.Random) -> Pick:
+        """By the cost of each row. ``name``: of the picker, for explanations."""
         endpoints = len(view.table)
         if view.eligible is not None or not endpoints:
             candidates = view.candidates()
             cost[~candidates] = np.inf
             endpoints = int(np.count_nonzero(candidates))
         rows = self.order(cost, view.demand.cached_tokens, min(view.choices, endpoints), rng)
-        reasons = (explain_costs("PrefixAware", cost, view),) if view.wants_reasons else ()
+        reasons = (explain_costs(name, cost, view),) if view.wants_reasons else ()
         return Pick(rows, float(cost[rows[0]]), reasons=reasons)
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
@@ -336,6 +340,28 @@ def _cheapest_by_group(cost: Floats, group: NDArray[np.intp]) -> NDArray[np.intp
     first = np.searchsorted(group[order], group)
     found: NDArray[np.intp] = order[first]
     return found
+
+
+class LeastWork:
+    """Picks the endpoint that is expected to answer first: ``(1 + in flight) * learned time of a request``.
+
+    For requests without prompts, of which nothing else is known. It is the least expected work left of Finagle's
+    balancers, with the time of one request in place of that of an answer: of an engine that serves requests one after
+    the other, an answer's time has the queue in it already.
+    """
+
+    def __init__(self) -> None:
+        # ties, and the order of the others
+        self._costs = PrefixAware(PrefixAwareParameters(tie_s=0.0))
+
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
+        """The endpoint of least cost, then the next ones as fallbacks."""
+        table, now = view.table, view.now_s
+        cost: Floats = (1.0 + table.in_flight) * service_times(table, now)
+        cost += table.absence_cost_s
+        if table.has_failures:
+            cost[table.retry_at_s > now] += _BACKOFF_COST_S
+        return self._costs.pick_cheapest("LeastWork", cost, view, rng)
 
 
 class RoundRobin:

@@ -199,6 +199,10 @@ class Pool:
         stages = self.stages()
         return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
 
+    def is_ready(self, now: float) -> bool:
+        """Whether an endpoint could serve a request, and is not in back-off."""
+        return self.readiness.can_serve and bool((self.table.is_active & (self.table.retry_at_s <= now)).any())
+
     def dialect_of(self, address: str) -> Dialect:
         """Names of the metrics of the engine at ``address``."""
         row = self.table.row_of(address)

@@ -124,6 +124,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         is_encoded=is_encoded(response.response_headers.get(CONTENT_ENCODING, "")),
         served_by=_server(common.upstream_cluster),
         attempts=common.upstream_request_attempt_count,
+        engine_s=_engine_s(common),
     )
 
 
@@ -165,6 +166,12 @@ def _microseconds(usage: dict[str, float], key: str) -> float | None:
 def _ttfb_s(common: AccessLogCommon) -> float | None:
     text = common.custom_tags.get(TTFT_TAG, "")
     return int(text) * 1e-6 if len(text) <= _MOST_DIGITS and text.isascii() and text.isdigit() else None
+
+
+def _engine_s(common: AccessLogCommon) -> float | None:
+    if not (common.HasField("time_to_last_upstream_tx_byte") and common.HasField("time_to_first_upstream_rx_byte")):
+        return None
+    return max(0.0, _seconds(common.time_to_first_upstream_rx_byte) - _seconds(common.time_to_last_upstream_tx_byte))
 
 
 def _seconds(duration: Duration) -> float:

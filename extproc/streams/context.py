@@ -10,11 +10,9 @@ import msgspec
 
 from extproc.core.core import Core
 from extproc.core.trace import Trace, TraceParent, parent_of
-from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
-from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
-from extproc.streams.headers import UNKNOWN, error_form, read_claims, read_head
-from extproc.streams.responses import model_answer, models_answer
+from extproc.protocol import CONFORMANCE_HEADER
+from extproc.streams.headers import UNKNOWN, read_claims, read_head
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect, RequestEffect
@@ -131,24 +129,3 @@ class StreamContext(msgspec.Struct, frozen=True):
         if chosen is None:
             return subset
         return [part.strip() for part in chosen.split(",") if part.strip()]
-
-    def list_models(self, head: Head) -> bytes | None:
-        """The list of models that the caller may use, or one of them, if that is what the request is for; raises a
-        Refusal.
-        """
-        if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
-            return None
-        # Envoy leaves the body of an answer to HEAD out
-        if head.method not in {"GET", "HEAD"}:
-            raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
-        name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
-        model = self.core.builder.model_for(head, name) if name else None
-        if name and model is None:
-            raise UnknownModel(
-                f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
-            )
-        self.metrics.answered_models()
-        form = error_form(head)
-        if model is not None:
-            return model_answer(model, self.started_s, form)
-        return models_answer(self.core.builder.models_for(head), self.started_s, form)

@@ -17,6 +17,7 @@ from extproc.core.dispatch import plugin_faults
 from extproc.core.record import Attachment, Outcome
 from extproc.core.shadow import compare_picks, first_choice
 from extproc.protocol import CONTENT_ENCODING
+from extproc.streams.edge import own_answer
 from extproc.streams.exchange import answers_to, no_body
 from extproc.streams.headers import is_encoded, read_chosen, read_header, read_served, read_status, read_subset
 from extproc.streams.order import BodyMode
@@ -168,8 +169,8 @@ class Duplex:
         return [CONTINUE_REQUEST_TRAILERS] if self.request.sent is not None else []
 
     def _decide_without_body(self, head: Head) -> list[bytes]:
-        models = self._context.list_models(head) if self._context.options.pool is None else None
-        return self._enter(head, b"") if models is None else [models]
+        answer = own_answer(self._context, head) if self._context.options.pool is None else None
+        return self._enter(head, b"") if answer is None else [answer]
 
     def _decide(self) -> list[bytes]:
         if self.head is None:

@@ -18,6 +18,7 @@ from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import BUNDLE, Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
 from extproc.protocol import CONTENT_ENCODING
+from extproc.streams.edge import own_answer
 from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 # Statuses before it are interim answers.
 _FINAL: Final = 200
-# With these, a request's body does not come, or comes when it is too late to choose an engine.
-_UNREADABLE: Final = frozenset({BodyMode.NONE, BodyMode.STREAMED})
 _ADVICE: Final = "set request_header_mode SEND, request_body_mode BUFFERED, all others SKIP or NONE"
 _SHADOW_ADVICE: Final = "set observability_mode, header modes SEND, both body modes STREAMED"
 _DUPLEX_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
@@ -192,14 +191,19 @@ class Exchange:
             self._answer_mode = answer
             return MessageOrder(request, answer, _SHADOW_ADVICE), conversation
         has_body = first.HasField("request_headers") and not first.request_headers.end_of_stream
-        if has_body and request in _UNREADABLE:
-            raise IllegalMessage("request_headers", f"request_body_mode {request.name}", "the gateway", _ADVICE)
         self._answer_mode = answer
         in_pieces = request is BodyMode.FULL_DUPLEX_STREAMED
-        if in_pieces or (self._context.options.pool is not None and first.protocol_config.response_body_mode):
+        is_duplex = in_pieces or (
+            self._context.options.pool is not None and bool(first.protocol_config.response_body_mode)
+        )
+        if has_body and (request is BodyMode.STREAMED or (is_duplex and request is BodyMode.NONE)):
+            raise unreadable(request)
+        if is_duplex:
             conversation = self._new_duplex(self._context, self._is_trusted, request=request, answer=answer)
         else:
-            conversation = BufferedExchange(self._context, self._is_trusted, self._origin, answer=answer)
+            conversation = BufferedExchange(
+                self._context, self._is_trusted, self._origin, request=request, answer=answer
+            )
         if answer is BodyMode.NONE and self._context.core.payload_logs:
             # extproc may ask for the answer
             answer = BodyMode.STREAMED
@@ -301,8 +305,13 @@ def no_body() -> BadRequest:
     return BadRequest("The request has trailers and no body; send a JSON object with at least 'model'.")
 
 
+def unreadable(mode: BodyMode) -> IllegalMessage:
+    """With this mode, the body does not come, or comes when it is too late to choose an engine."""
+    return IllegalMessage("request_headers", f"request_body_mode {mode.name}", "the gateway", _ADVICE)
+
+
 class BufferedExchange:
-    """Headers, then the whole body."""
+    """Headers, then the whole body; or headers alone (NONE), of requests whose path names the model."""
 
     def __init__(
         self,
@@ -310,10 +319,12 @@ class BufferedExchange:
         is_trusted: Callable[[], bool],
         origin: Callable[[], Origin] = Origin,
         *,
+        request: BodyMode = BodyMode.BUFFERED,
         answer: BodyMode = BodyMode.NONE,
     ) -> None:
-        """``answer``: how the bodies of answers come, if they come here."""
+        """``request``: how its body comes. ``answer``: how the bodies of answers come, if they come here."""
         self._context = context
+        self._has_bodies = request is not BodyMode.NONE
         self._answer = answer
         self._is_trusted = is_trusted
         self._origin = origin
@@ -353,8 +364,8 @@ class BufferedExchange:
         return passing_answers(message, kind, self._answer)
 
     def decision_answers(self, decision: Decision) -> list[bytes]:
-        """The answer to the body, or to the headers of a request without one."""
-        on_headers = self.head is not None and not self.head.has_body
+        """The answer to the body, or to the headers where no body comes."""
+        on_headers = self.head is not None and not (self.head.has_body and self._has_bodies)
         if self._server:
             answer = chosen_decision_answer(decision, on_headers=on_headers)
         else:
@@ -385,14 +396,20 @@ class BufferedExchange:
         subset = self._context.allowed_addresses(head, read_subset(message)) if has_subset else None
         self._attachment = self._attached(subset)
         if not self._server and not is_foreign:
-            models = self._context.list_models(head)
-            if models is not None:
-                return [models]
+            answer = own_answer(self._context, head)
+            if answer is not None:
+                return [answer]
             self._context.core.builder.admit(head)
-        if not head.has_body:
+        if head.has_body and not self._has_bodies and self._reads_body(head):
+            raise unreadable(BodyMode.NONE)
+        if not (head.has_body and self._has_bodies):
             return self._begin(head, b"")
         self._awaits_body = True
         return [CONTINUE_FOREIGN_HEADERS if is_foreign and not self._server else CONTINUE_HEADERS]
+
+    def _reads_body(self, head: Head) -> bool:
+        server = self._server or self._context.options.pool or ""
+        return self._context.core.builder.reads_body(head, server)
 
     def _receive_body(self, message: HttpBody) -> list[bytes]:
         # a body that trailers follow is whole, too, and is not marked as the end of the stream

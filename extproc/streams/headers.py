@@ -25,6 +25,7 @@ from extproc.protocol import (
     SERVER_KEY,
     SUBSET,
     SUBSET_NAMESPACE,
+    TEXT_ERROR_PATHS,
     TOKENS_NAMESPACE,
 )
 
@@ -93,7 +94,9 @@ def error_form(head: Head | None) -> ErrorForm:
     if head is None:
         return ErrorForm.OPENAI
     is_anthropic = any(path in head.path for path in ANTHROPIC_PATHS) or ANTHROPIC_VERSION in head.headers
-    return ErrorForm.ANTHROPIC if is_anthropic else ErrorForm.OPENAI
+    if is_anthropic:
+        return ErrorForm.ANTHROPIC
+    return ErrorForm.TEXT if any(path in head.path for path in TEXT_ERROR_PATHS) else ErrorForm.OPENAI
 
 
 def read_status(message: HttpHeaders) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.refusals import granted_headers
-from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
+from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body, to_text_body
 from extproc.protocol import (
     ACCEPT_ENCODING,
     DEGRADED_SERVERS,
@@ -226,6 +226,7 @@ def _streamed(*, is_end: bool) -> BodyResponse:
     return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
 
 
+_PATH: Final = _header(":path")
 _SERVER: Final = _header(SERVER_HEADER)
 _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
@@ -266,7 +267,7 @@ _ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 
 def decision_answer(decision: Decision, *, on_headers: bool = False, removes_forged: bool = False) -> bytes:
     """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed
-    body.
+    body or path.
 
     ``on_headers``: the request has no body. ``removes_forged``: the gateway does not remove what clients forge, as our
     bundle does.
@@ -302,6 +303,8 @@ def _decision_answer(
         headers += b"".join(_MAX_RETRIES.fill(str(len(attempts.servers) - 1).encode()))
     if decision.checks_refusal:
         headers += _CHECKS_REFUSAL
+    if decision.path:
+        headers += b"".join(_PATH.fill(decision.path.encode()))
     headers += _leg_headers(decision)
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
@@ -487,7 +490,8 @@ def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI, usage: 
     if form is ErrorForm.ANTHROPIC:
         status, body = anthropic_status(refusal), to_anthropic_body(refusal)
     else:
-        status, body = refusal.status, to_openai_body(refusal)
+        to_body = to_text_body if form is ErrorForm.TEXT else to_openai_body
+        status, body = refusal.status, to_body(refusal)
     answer = immediate_answer(status, body, headers, details=DETAILS_PREFIX + refusal.outcome)
     if usage is None:
         return answer
@@ -541,13 +545,13 @@ def models_answer(models: Iterable[ListedModel], created: int, form: ErrorForm =
     if form is ErrorForm.ANTHROPIC:
         found = [_anthropic(model, created) for model in models]
         listed = _AnthropicModels(found, found[0].id if found else None, found[-1].id if found else None)
-        return _answer(listed, "models")
-    return _answer(_Models([_openai(model, created) for model in models]), "models")
+        return json_answer(listed, "models")
+    return json_answer(_Models([_openai(model, created) for model in models]), "models")
 
 
 def model_answer(model: ListedModel, created: int, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
     """One model of the list."""
-    return _answer((_anthropic if form is ErrorForm.ANTHROPIC else _openai)(model, created), "model")
+    return json_answer((_anthropic if form is ErrorForm.ANTHROPIC else _openai)(model, created), "model")
 
 
 def _openai(model: ListedModel, created: int) -> _Model:
@@ -559,5 +563,6 @@ def _anthropic(model: ListedModel, created: int) -> _AnthropicModel:
     return _AnthropicModel(model.name, model.name, created_at)
 
 
-def _answer(body: object, what: str) -> bytes:
+def json_answer(body: object, what: str) -> bytes:
+    """Answer the client with ``body`` in JSON. ``what``: for Envoy's log."""
     return immediate_answer(200, msgspec.json.encode(body), {}, details=DETAILS_PREFIX + what)

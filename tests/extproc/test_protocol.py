@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
+import msgspec
 import pytest
 
 from bench.fuzz.mutants import content_of
+from extproc.api.model_server import ModelServerSpec
 from extproc.core.record import Head
 from extproc.errors import BadRequest, ErrorForm
-from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, Api, api_of_path
+from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, BODY_APIS, PATH_APIS, Api, api_of_path
 from extproc.request.body_parser import api_by_body, parse_body
 from extproc.request.model import STEERING_FIELDS, InferenceRequest
 from extproc.streams.headers import error_form
 
-EVERY_API = pytest.mark.parametrize("api", Api, ids=lambda api: api.name)
+EVERY_API = pytest.mark.parametrize("api", BODY_APIS, ids=lambda api: api.name)
 
 
 def request_of(api: Api, **fields: object) -> InferenceRequest:
@@ -91,6 +95,21 @@ def test_paths_are_known_whatever_stands_before_them(path: str, api: Api) -> Non
     assert api_of_path("/team" + path) is api
     form = ErrorForm.ANTHROPIC if api.spec.errors == "anthropic" else ErrorForm.OPENAI
     assert error_form(Head("POST", "/team" + path, {}, has_body=True)) is form
+
+
+def test_every_protocol_of_a_model_server_has_an_api() -> None:
+    (of_servers,) = [one for one in msgspec.structs.fields(ModelServerSpec) if one.name == "protocol"]
+    assert {api.spec.protocol for api in Api} == set(get_args(get_type_hints(ModelServerSpec)[of_servers.name]))
+
+
+@pytest.mark.parametrize("api", [api for api, _ in PATH_APIS], ids=lambda api: api.name)
+def test_an_api_whose_paths_name_the_model_reads_nothing_else(api: Api) -> None:
+    spec = api.spec
+    assert (spec.body, spec.paths, spec.parser, spec.errors) == ("unread", (), "", "text")
+    assert not spec.reports_usage
+    assert spec.waits_in_queue
+    for path in ("/v2/models/m/infer", "/v1/models/m:predict"):
+        assert error_form(Head("POST", path, {}, has_body=True)) is ErrorForm.TEXT
 
 
 def test_no_path_belongs_to_two_apis() -> None:

@@ -13,7 +13,7 @@ from controller.api.crds import field_docs
 from controller.api.crds.field_docs import wrap_paragraphs
 from extproc.llmd.notes import without_effect
 from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
-from extproc.protocol import MODELS_PATH, Api, ApiSpec
+from extproc.protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
 from tools.reference import kinds, llm_d
 from tools.reference.kinds import MARK, field_table, structs_in
 
@@ -26,7 +26,8 @@ _APIS_HEAD: Final = f"""\
 # Inference APIs
 
 The calls that the gateway passes to engines, each under its path and its aliases; nothing else of the engines can be
-reached through it. Clients send them with POST; `{MODELS_PATH}` is answered by the gateway itself.
+reached through it. Clients send them with POST; `{MODELS_PATH}` is answered by the gateway itself. The last three are
+of [classical model servers](../protocols.md): the path names the model, and what may stand behind it follows.
 [Operations](../operations.md#what-clients-see) says what clients see.
 
 | API of | paths | engines | queue | usage |
@@ -39,7 +40,8 @@ they keep what they reserved.
 
 ## What counts
 
-Limits reserve the input and the output of a request before an engine gets it.
+Limits reserve the input and the output of a request before an engine gets it. Where the path names the model, a request
+has neither.
 
 | path | input | output |
 |---|---|---|
@@ -92,14 +94,22 @@ own tests.
 def apis_page() -> str:
     """The Markdown page."""
     rows = [_row(api.spec) for api in Api]
-    counted = [f"| `{api.spec.paths[0]}` | {api.spec.input} | {api.spec.output} |" for api in Api]
+    counted = [f"| `{api.spec.paths[0]}` | {api.spec.input} | {api.spec.output} |" for api in BODY_APIS]
     return f"{MARK}\n\n{_APIS_HEAD}" + "\n".join(rows) + "\n" + _COUNTED + "\n".join(counted) + "\n"
 
 
 def _row(spec: ApiSpec) -> str:
-    paths = ", ".join(f"`{path}`" for path in spec.paths)
+    paths = ", ".join(f"`{path}`" for path in _paths(spec))
     waits = "waits" if spec.waits_in_queue else "passes by"
     return f"| {spec.owner} | {paths} | {spec.engines} | {waits} | {_usage(spec)} |"
+
+
+def _paths(spec: ApiSpec) -> Iterator[str]:
+    yield from spec.paths
+    if spec.model_paths is not None:
+        versions = " or ".join(f"/{selector}/{selector[0].upper()}" for selector in spec.model_paths.selectors)
+        yield f"{spec.model_paths.root}NAME[{versions}]"
+        yield from filter(None, spec.model_paths.verbs)
 
 
 def _usage(spec: ApiSpec) -> str:

@@ -146,6 +146,7 @@ class BundleWriter:
                 longest_wait_s(snapshot),
                 *needs_of(snapshot.http_routes),
                 _times_streams(snapshot),
+                any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }

@@ -148,12 +148,13 @@ _PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 class Needs(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
-    content of streams.
+    content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model.
     """
 
     cors: bool = False
     prefixes: bool = False
     times: bool = False
+    model_paths: bool = False
 
 
 NO_NEEDS: Final = Needs()
@@ -245,31 +246,37 @@ def _stream_retries() -> RetryPolicy:
     )
 
 
-def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) -> ExternalProcessor:
+def processing_mode(*, reads_body: bool, logs_payloads: bool) -> ProcessingMode:
     """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests. Where
     there is a payload log, extproc gets the answer's headers, and asks for the body of one that is logged.
 
-    ``passes_failures``: a request whose stream fails goes on.
+    ``reads_body``: requests cannot be decided by their headers.
     """
-    has_tokens = gateway.authentication is not None and bool(gateway.authentication.jwt)
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
+    return ProcessingMode(
+        request_header_mode=header.SEND,
+        request_body_mode=body.BUFFERED if reads_body else body.NONE,
+        request_trailer_mode=header.SKIP,
+        response_header_mode=header.SEND if logs_payloads else header.SKIP,
+        response_body_mode=body.NONE,
+        response_trailer_mode=header.SKIP,
+    )
+
+
+def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) -> ExternalProcessor:
+    """``passes_failures``: a request whose stream fails goes on."""
+    has_tokens = gateway.authentication is not None and bool(gateway.authentication.jwt)
     logs_payloads = gateway.payload_log is not None
     return ExternalProcessor(
         grpc_service=extproc_service(_stream_retries()),
         failure_mode_allow=passes_failures,
-        processing_mode=ProcessingMode(
-            request_header_mode=header.SEND,
-            request_body_mode=body.BUFFERED,
-            request_trailer_mode=header.SKIP,
-            response_header_mode=header.SEND if logs_payloads else header.SKIP,
-            response_body_mode=body.NONE,
-            response_trailer_mode=header.SKIP,
-        ),
+        processing_mode=processing_mode(reads_body=True, logs_payloads=logs_payloads),
         allow_mode_override=logs_payloads,
         message_timeout=seconds(gateway.message_timeout),
         # extproc extends the timeout of each request that it holds
         max_message_timeout=seconds(LONGEST_MESSAGE_TIMEOUT_S),
-        mutation_rules=HeaderMutationRules(allow_envoy=True, disallow_system=True, disallow_is_error=True),
+        # of system headers, extproc writes :path, which names the model in some protocols; Envoy refuses the others
+        mutation_rules=HeaderMutationRules(allow_envoy=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             # the metadata of verified tokens: policies match their claims
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[TOKENS_NAMESPACE]) if has_tokens else None,

@@ -37,13 +37,17 @@ from envoy_data_plane.envoy.config.route.v3 import (
     WeightedClusterClusterWeight,
 )
 from envoy_data_plane.envoy.extensions.filters.http.cors.v3 import CorsPolicy
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExtProcOverrides,
+    ExtProcPerRoute,
+    ProcessingMode,
+)
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatchAndSubstitute, RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
 
 from controller.bundle.envoy.clusters import backend_cluster_name, server_cluster_name
 from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
-from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, USAGE_FILTERS
+from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, USAGE_FILTERS, processing_mode
 from controller.bundle.envoy.hosts import conditions, effective_matches, path_prefix
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import retries
@@ -108,7 +112,7 @@ _MILLION: Final = 1_000_000
 class RuleLocation(msgspec.Struct, frozen=True):
     """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
     ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy continues without extproc.
-    ``extproc_filters``: those that ask it.
+    ``extproc_filters``: those that ask it. ``logs_payloads``: extproc gets headers of answers.
     """
 
     domain: str
@@ -117,6 +121,7 @@ class RuleLocation(msgspec.Struct, frozen=True):
     is_tls: bool
     is_open: bool
     extproc_filters: tuple[str, ...]
+    logs_payloads: bool = False
 
 
 class Backends:
@@ -164,22 +169,32 @@ def for_extproc(
     server: str = "",
     path: str = "",
     path_prefix: str = "",
+    *,
+    mode: ProcessingMode | None = None,
 ) -> Configs:
     """Metadata of a stream for extproc: its listener, the matching HTTPRoute, its ModelServer, and what the route
-    writes in place of the path or its prefix.
+    writes in place of the path or its prefix. ``mode``: what extproc gets, where that is not the filter's own.
     """
     metadata = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
     metadata += [(PATH_KEY, path), (PATH_PREFIX_KEY, path_prefix)]
     # other bytes than ASCII cannot be sent
     values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in metadata if value]
-    per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values))
+    per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values, processing_mode=mode))
     return dict.fromkeys(filters, to_resource(per_route))
 
 
 def without_inference(is_open: bool, extproc_filters: tuple[str, ...]) -> Configs:
     """For routes on which extproc has no part, and bodies pass as they are."""
-    names = (*extproc_filters, *(BODY_FILTERS if is_open else ()), *USAGE_FILTERS)
-    return dict.fromkeys(names, to_resource(FilterConfig(disabled=True)))
+    return {**_disabled(extproc_filters), **without_bodies(is_open)}
+
+
+def without_bodies(is_open: bool) -> Configs:
+    """For routes on which no filter but extproc's reads bodies."""
+    return _disabled((*(BODY_FILTERS if is_open else ()), *USAGE_FILTERS))
+
+
+def _disabled(filters: Iterable[str]) -> Configs:
+    return dict.fromkeys(filters, to_resource(FilterConfig(disabled=True)))
 
 
 def _refs(rule: HTTPRouteRule) -> list[BackendRef]:
@@ -238,8 +253,12 @@ def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, 
     """Metadata for filters about requests to a ModelServer; None for other backends. ``path``: see ``_new_path``."""
     if not isinstance(named, ModelServer):
         return None
+    of_server = place.extproc_filters, place.listener, route, named.metadata.key, *path
+    if named.spec.protocol != "OpenAI":
+        mode = processing_mode(reads_body=False, logs_payloads=place.logs_payloads)
+        return {**without_bodies(place.is_open), **for_extproc(*of_server, mode=mode)}
     changes = {CHANGES_FILTER: to_resource(change_for(named.spec.allowed_fields))} if place.is_open else {}
-    return {**for_extproc(place.extproc_filters, place.listener, route, named.metadata.key, *path), **changes}
+    return {**for_extproc(*of_server), **changes}
 
 
 def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]]) -> RouteAction:

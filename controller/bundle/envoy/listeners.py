@@ -224,7 +224,7 @@ def _connection_manager(
         stat_prefix="attache",
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
         http_filters=http_filters(gateway, directory, needs),
-        local_reply_config=local_replies(gateway),
+        local_reply_config=local_replies(gateway, model_paths=needs.model_paths),
         access_log=_access_logs(gateway),
         use_remote_address=True,
         normalize_path=True,

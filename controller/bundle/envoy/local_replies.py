@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that Envoy gives by itself, as error objects that OpenAI's and Anthropic's clients parse."""
+"""Answers that Envoy gives by itself, as errors that clients of each API parse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage
-from extproc.protocol import ANTHROPIC_PATHS, ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX
+from extproc.protocol import ANTHROPIC_PATHS, ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX, TEXT_ERROR_PATHS
 
 if TYPE_CHECKING:
     from extproc.api.authentication import Authentication
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # The client's API, by the same rule as ``error_form`` of extproc.
 _HAS_ANTHROPIC_PATH: Final = " || ".join(f"request.path.contains('{path}')" for path in ANTHROPIC_PATHS)
 _ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || {_HAS_ANTHROPIC_PATH})"
+_HAS_TEXT_PATH: Final = " || ".join(f"request.path.contains('{path}')" for path in TEXT_ERROR_PATHS)
 _IS_DIRECT: Final = "response.code_details == 'direct_response'"
 _NO_ENGINE: Final = "No engine could take the request; try again soon."
 _OTHER: Final = "The gateway refuses the request. %LOCAL_REPLY_BODY%"
@@ -75,8 +76,10 @@ def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
     return _NO_JWT if authentication.jwt else _NO_KEY, _NO_NAME
 
 
-def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
-    """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged."""
+def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False) -> LocalReplyConfig:
+    """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged.
+    ``model_paths``: some paths name the model; errors under them are texts.
+    """
     errors = _errors(gateway)
     return LocalReplyConfig(
         mappers=[
@@ -91,6 +94,7 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
                 ),
             ),
+            *map(_text, errors if model_paths else ()),
             # a route's own answer has a whole error object as its body
             _anthropic(_Error(f"{_IS_DIRECT} && response.code >= 500", _NO_ENGINE, "", "", 500)),
             *map(_anthropic, errors),
@@ -189,6 +193,18 @@ def _anthropic(error: _Error) -> ResponseMapper:
     return ResponseMapper(
         filter=when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
         body_format_override=SubstitutionFormatString(json_format=body),
+        status_code=error.status if error.changes_status else None,
+        headers_to_add=_headers(error),
+    )
+
+
+def _text(error: _Error) -> ResponseMapper:
+    """The same for clients of V1, V2 and TensorFlow Serving."""
+    return ResponseMapper(
+        filter=when(f"({error.condition}) && ({_HAS_TEXT_PATH})"),
+        body_format_override=SubstitutionFormatString(
+            json_format=Struct(fields={"error": Value(string_value=error.message)})
+        ),
         status_code=error.status if error.changes_status else None,
         headers_to_add=_headers(error),
     )

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 from envoy_data_plane.envoy.config.core.v3 import DataSource, HeaderValue, HeaderValueOption
 from envoy_data_plane.envoy.config.route.v3 import (
@@ -15,6 +18,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RetryPolicyRetryHostPredicate,
     Route,
     RouteAction,
+    RouteActionClusterNotFoundResponseCode,
     RouteMatch,
     WeightedCluster,
     WeightedClusterClusterWeight,
@@ -24,6 +28,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     MetadataMatcher,
     MetadataMatcherPathSegment,
     OrMatcher,
+    RegexMatchAndSubstitute,
     RegexMatcher,
     StringMatcher,
     ValueMatcher,
@@ -35,10 +40,10 @@ from controller.bundle.envoy.fallback import across_clusters, attempts_of
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.fallback import attempts_name
 from extproc.api.model_server import TrafficPolicy
-from extproc.protocol import MODELS_PATH, POLICY_HEADER, SERVER_HEADER
+from extproc.protocol import MODELS_PATH, PATH_APIS, PLAIN_IN_PATHS, POLICY_HEADER, SERVER_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from envoy_data_plane.google.protobuf import Any
 
@@ -46,7 +51,13 @@ if TYPE_CHECKING:
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
+    from extproc.protocol import ModelPaths
 
+# A route or another resource of xDS as plain data; per-route configuration of filters, by their names.
+Plain = dict[str, object]
+Configs = Mapping[str, object]
+# There is no such cluster.
+_NOWHERE: Final = "attache-nowhere"
 _DEFAULT_POLICY: Final = TrafficPolicy()
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
@@ -122,6 +133,96 @@ def routes_without_extproc(snapshot: Snapshot, routes: Sequence[ModelRoute], mem
         named = [servers[route.server_key(one)] for rule in route.spec.rules for one in rule.servers]
         found.extend(memo.get(_of_route, route, *named))
     return found
+
+
+def _servers_of(route: ModelRoute, servers: Mapping[str, ModelServer]) -> list[ModelServer]:
+    """Those that its rules name, in order, one for each target."""
+    return [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
+
+
+def path_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], configs: Configs, memo: Memo) -> Iterator[Plain]:
+    """Routes of requests whose path names the model, so that their bodies need not be read. ``configs``: of filters,
+    to that effect. ``routes``: those that are served here.
+
+    Filters obey the first route that matches, so these stand before the one that has bodies read. The decision of
+    extproc leads to another route. Without extproc, where that may be, the model's own route decides.
+    """
+    servers = {server.metadata.key: server for server in snapshot.servers}
+    spoken = {one.spec.protocol for one in servers.values()}
+    roots = dict.fromkeys(paths.root for api, paths in PATH_APIS if api.spec.protocol in spoken)
+    if not roots:
+        return
+    if snapshot.gateway.failure_mode == "Open":
+        for route in routes:
+            for one in memo.get(_by_path_of_route, route, *_servers_of(route, servers)):
+                yield {**one, "typed_per_filter_config": configs}
+    for root in roots:
+        yield {**memo.get(_by_path, root), "typed_per_filter_config": configs}
+
+
+def _by_path(root: str) -> Plain:
+    return to_plain(Route(name=f"by-path{root}", match=RouteMatch(prefix=root), route=nowhere()))
+
+
+def nowhere() -> RouteAction:
+    """Answers 404 as a route that leads somewhere: for one that answers by itself, Envoy has no policy of other
+    origins.
+    """
+    return RouteAction(
+        cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
+    )
+
+
+def _by_path_of_route(route: ModelRoute, *servers: ModelServer) -> list[Plain]:
+    """``servers``: see ``_servers_of``."""
+    found = []
+    remaining = iter(servers)
+    for number, rule in enumerate(route.spec.rules):
+        pairs = [(next(remaining), target.weight) for target in rule.target_models]
+        for api, paths in PATH_APIS:
+            targets = [
+                (server, weight) for server, weight in pairs if weight and server.spec.protocol == api.spec.protocol
+            ]
+            for name in (route.spec.model_name, *route.spec.lora_adapters) if targets else ():
+                if name is not None:
+                    renames = name == route.spec.model_name
+                    made = _by_path_without_extproc(paths, name, rule, targets, renames=renames)
+                    made.name = f"without-extproc/{route.metadata.key}/{number}/{api.spec.protocol}/{name}"
+                    found.append(to_plain(made))
+    return found
+
+
+def _by_path_without_extproc(
+    paths: ModelPaths, name: str, rule: RouteRule, targets: list[tuple[ModelServer, int]], *, renames: bool
+) -> Route:
+    """The paths of one model. Weights choose among engines that have the same name of the model: the path has one."""
+    first = targets[0][0].spec.model
+    targets = [(server, weight) for server, weight in targets if server.spec.model == first]
+    verbs = "|".join(re.escape(verb) for verb in paths.verbs)
+    rest = f"((/({'|'.join(paths.selectors)})/[A-Za-z0-9_-][A-Za-z0-9._-]*)?({verbs}))"
+    action = _action(targets)
+    wanted = paths.root + quote(first if renames else name, safe=PLAIN_IN_PATHS)
+    root = re.escape(paths.root + quote(name, safe=PLAIN_IN_PATHS))
+    action.regex_rewrite = RegexMatchAndSubstitute(
+        pattern=RegexMatcher(regex=f"^{root}{rest}"), substitution=wanted + r"\1"
+    )
+    match = RouteMatch(safe_regex=RegexMatcher(regex=f"{root}{rest}"))
+    if rule.model_match is not None:
+        match.headers = list(_headers_of(rule.model_match))
+    return Route(match=match, route=action)
+
+
+def _headers_of(match: ModelMatch) -> Iterator[HeaderMatcher]:
+    """A match's conditions, that of the path as one of the header with it: a route has one condition of the path."""
+    for name, value in match.headers.items():
+        yield HeaderMatcher(name=name.lower(), string_match=_string_matcher(value))
+    uri = match.uri
+    if uri is not None:
+        regex = uri.regex if uri.prefix is None and uri.exact is None else re.escape(uri.exact or uri.prefix or "")
+        behind = "[^?]*" if uri.prefix is not None else ""
+        yield HeaderMatcher(
+            name=":path", string_match=StringMatcher(safe_regex=RegexMatcher(regex=f"({regex}){behind}(\\?.*)?"))
+        )
 
 
 def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object]]:

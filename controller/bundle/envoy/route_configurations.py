@@ -15,7 +15,6 @@ from envoy_data_plane.envoy.config.route.v3 import (
     FilterConfig,
     Route,
     RouteAction,
-    RouteActionClusterNotFoundResponseCode,
     RouteConfiguration,
     RouteMatch,
     VirtualHost,
@@ -23,19 +22,33 @@ from envoy_data_plane.envoy.config.route.v3 import (
 
 from controller.bundle.envoy.clusters import USAGE_CLUSTER
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain, to_resource
-from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, HEALTH_FILTER, extproc_filters
+from controller.bundle.envoy.filters import (
+    BODY_FILTERS,
+    CORS_FILTER,
+    HEALTH_FILTER,
+    extproc_filters,
+    processing_mode,
+)
 from controller.bundle.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.bundle.envoy.http_routes import (
     Backends,
+    Configs,
     RuleLocation,
     cors_policy,
     for_extproc,
     http_routes,
+    without_bodies,
     without_inference,
 )
 from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
-from controller.bundle.envoy.model_routes import decided_routes, default_retries, routes_without_extproc
+from controller.bundle.envoy.model_routes import (
+    decided_routes,
+    default_retries,
+    nowhere,
+    path_routes,
+    routes_without_extproc,
+)
 from controller.bundle.envoy.without_extproc import rerouted_as
 from extproc.api.addresses import parse_address
 from extproc.api.matches import ANY_HOST, covers_domain
@@ -75,8 +88,6 @@ if TYPE_CHECKING:
 
 # The gateway's own words, which no server is to read.
 _OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT, USER)
-# There is no such cluster.
-_NOWHERE: Final = "attache-nowhere"
 # Some 100 bytes a name.
 _LARGEST_LIST: Final = 64 * 1024 * 1024
 _INVALID: Final = "invalid_request_error"
@@ -97,7 +108,9 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     removed = (*_OWN_HEADERS, *NOT_FOR_ENGINES)
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
     own = [*_health_routes(snapshot.gateway, memo), *_usage_routes(snapshot.gateway, memo)]
-    decided = [*own, *decided_routes(snapshot, memo)]
+    configs = _unread(snapshot.gateway, None)
+    by_path = path_routes(snapshot, snapshot.routes, configs, memo)
+    decided = [*own, *decided_routes(snapshot, memo), *by_path]
     if snapshot.gateway.failure_mode != "Open":
         # without a route for it, Envoy would let a request that asks for an upgrade wait for ever
         host["routes"] = [*decided, memo.get(_refusal, 404, _NO_MODEL, "model_not_found")]
@@ -166,11 +179,16 @@ class _Group:
             is_tls=self._group.tls is not None,
             is_open=snapshot.gateway.failure_mode == "Open",
             extproc_filters=extproc_filters(snapshot.gateway),
+            logs_payloads=snapshot.gateway.payload_log is not None,
         )
         found = self._virtual_host(host.domain)
         routes = [*http_routes(host, place, self._backends, self._memo), *self._health, *self._usage]
         if self._attached[host.listener.name]:
             routes.extend(self._decided)
+            by_path = path_routes(
+                snapshot, self._attached[host.listener.name], _unread(snapshot.gateway, name), self._memo
+            )
+            routes.extend({**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in by_path)
             if name is not None:
                 config = self._memo.get(for_extproc, extproc_filters(snapshot.gateway), name)
                 found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **config}
@@ -207,6 +225,15 @@ class _Group:
 
     def _virtual_host(self, domain: str) -> dict[str, object]:
         return {**self._frame, "name": domain, "domains": [domain]}
+
+
+def _unread(gateway: GatewayConfigSpec, listener: str | None) -> Configs:
+    """For routes of requests whose path names the model: nobody reads their bodies, or answers."""
+    mode = processing_mode(reads_body=False, logs_payloads=gateway.payload_log is not None)
+    return {
+        **without_bodies(gateway.failure_mode == "Open"),
+        **for_extproc(extproc_filters(gateway), listener, mode=mode),
+    }
 
 
 def _fallback_domain(listener: str) -> str:
@@ -270,14 +297,13 @@ def _usage_route(path: str, api: str) -> dict[str, object]:
 
 
 def _no_model(fallback: str) -> dict[str, object]:
-    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other
-    origins. ``fallback``: the host under which requests without extproc are matched again, if there is one.
+    """The same refusal by a route that leads nowhere. ``fallback``: the host under which requests without extproc are
+    matched again, if there is one.
     """
-    nowhere = RouteAction(
-        cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
-    )
     configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, PackedMessage(rerouted_as(fallback))) if fallback else {}
-    route = Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere, typed_per_filter_config=configs)
+    route = Route(
+        name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere(), typed_per_filter_config=configs
+    )
     return to_plain(route)
 
 

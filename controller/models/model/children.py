@@ -147,6 +147,8 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
         "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
         "workloadPort": {"port": preset.port},
     }
+    if preset.api_protocol != "OpenAI":
+        spec["protocol"] = preset.api_protocol
     if preset.metrics is not None:
         spec["engine"] = preset.metrics
     else:

@@ -48,9 +48,6 @@ _STUCK: Final = frozenset(
 Status = dict[str, Any]
 Owned = Mapping[tuple[str, str], "Object"]
 _BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
-_URL_PATH: Final = "/v1"
-# Engines whose APIs gateways do not route by the model's name.
-_SPEAK_V2: Final = frozenset({"MLServer", "Triton"})
 
 
 def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
@@ -292,7 +289,7 @@ def status_of(
     }
     if failure is not None:
         found["failure"] = {"reason": failure[0], "message": failure[1]}
-    if url := url_of(observed.gateways):
+    if url := url_of(observed.gateways, _base_path(model)):
         found["url"] = url
     return found
 
@@ -412,17 +409,6 @@ def _infers(states: Sequence[BackendState]) -> Condition:
     return condition("ModelInfersReady", False, reason, message)
 
 
-def _unserved(model: ResolvedModel) -> str:
-    """Why requests by model name are not answered though engines run; empty if they are."""
-    found = sorted({one.preset.spec.engine for one in model.backends} & _SPEAK_V2)
-    if not found:
-        return ""
-    return (
-        f"{' and '.join(found)}: V2 is not among the APIs that gateways route by the model's name; "
-        "write an HTTPRoute to the ModelServer"
-    )
-
-
 def _ready(
     model: ResolvedModel, phase: str, failure: tuple[str, str] | None, route: Condition, *, is_reached: bool
 ) -> Condition:
@@ -436,8 +422,6 @@ def _ready(
         return condition("Ready", False, route["reason"], f"no gateway serves it: {route['message']}")
     if not is_reached:
         return condition("Ready", False, "NotAvailable", "no gateway has an engine of it yet")
-    if unserved := _unserved(model):
-        return condition("Ready", False, "ProtocolNotServed", unserved)
     return condition("Ready", True, "Serving", "")
 
 
@@ -467,7 +451,12 @@ def _generation(thing: Object) -> Status:
     return {} if generation is None else {"observedGeneration": generation}
 
 
-def url_of(gateways: Sequence[Object]) -> str | None:
+def _base_path(model: ResolvedModel) -> str:
+    """Where the API begins. A Model whose backends speak several protocols has the first one's."""
+    return "/v2" if model.backends and model.backends[0].preset.spec.api_protocol == "V2" else "/v1"
+
+
+def url_of(gateways: Sequence[Object], path: str) -> str | None:
     """Of the first gateway: its load balancer's address, or else its name in the cluster."""
     for service in gateways:
         ports = service["spec"].get("ports") or [{"port": 80}]
@@ -479,5 +468,5 @@ def url_of(gateways: Sequence[Object]) -> str | None:
         )
         host = host or f"{metadata['name']}.{metadata['namespace']}.svc"
         scheme = "https" if port == 443 else "http"
-        return f"{scheme}://{host}{'' if port in (80, 443) else f':{port}'}{_URL_PATH}"
+        return f"{scheme}://{host}{'' if port in (80, 443) else f':{port}'}{path}"
     return None

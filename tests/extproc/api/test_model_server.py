@@ -122,3 +122,32 @@ def test_what_could_not_work_is_refused(spec: str, said: str) -> None:
 def test_a_request_may_wait_for_its_adapter_and_then_in_the_queue(spec: str, wait_s: float) -> None:
     snapshot = loaded(spec)
     assert sum(snapshot.longest_waits_of(snapshot.servers[0].spec).values()) == wait_s
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        ("protocol: V2, pdGroup: {prefillLabels: {a: p}, decodeLabels: {a: d}}", "spec.pdGroup"),
+        ("protocol: V1, kvEvents: {}", "spec.kvEvents"),
+        ("protocol: TensorFlow, cacheIsolation: Shared", "spec.cacheIsolation"),
+        ("protocol: V2, modelRewrites: [{targets: [{model: n}]}]", "spec.modelRewrites"),
+        ("protocol: V3", "spec.protocol"),
+    ],
+)
+def test_what_is_about_prompts_needs_a_protocol_that_has_some(spec: str, place: str) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        loaded(spec)
+    assert place in str(caught.value)
+    assert loaded("protocol: V2, flowControl: {}, picker: RoundRobin").servers
+
+
+@pytest.mark.parametrize("name", ["..", "."])
+def test_a_name_that_is_no_segment_of_a_path_is_refused(name: str) -> None:
+    text = f"""apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: forest}}
+spec: {{model: "{name}", protocol: V2, endpoints: []}}
+"""
+    with pytest.raises(ConfigInvalid, match=r"spec\.model"):
+        load_snapshot({"a.yaml": text.encode()})
+    assert load_snapshot({"a.yaml": text.replace("V2", "OpenAI").encode()}).servers

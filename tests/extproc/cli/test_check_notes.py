@@ -408,3 +408,15 @@ def test_circles_of_fallbacks_are_noted_once(check: Check) -> None:
     assert note.startswith(
         "ModelServer default/b: its requests fall back to default/c, default/llama, and theirs to it"
     )
+
+
+def test_what_needs_a_body_that_is_not_read(check: Check) -> None:
+    server = {**SERVER, "protocol": "V2"}
+    limits = [{"per": "Route", "requests": 5, "inputTokens": 9}]
+    guards: dict[str, Any] = {"guards": [{"name": "pii", "url": "http://127.0.0.1:1/"}], "failureMode": "Close"}
+    route = {"modelName": "org/iris", "rules": RULES, "rateLimits": limits, "guard": {"name": "pii"}}
+    name, tokens, guard = check(ModelServer=server, ModelRoute=route, GatewayConfig=guards)
+    assert "'org/iris' is no segment of a path" in name
+    assert "limit requests" in tokens
+    assert "the guard 'pii' gets no body" in guard
+    assert check(ModelServer=server) == []

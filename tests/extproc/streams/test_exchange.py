@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import random
 
 import pytest
 
 from extproc.api.load import load_snapshot
+from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
-from extproc.streams.order import IllegalMessage
+from extproc.streams.order import BodyMode, IllegalMessage
 from tests.extproc.conftest import CONFIG, in_some_state, shell
-
-if TYPE_CHECKING:
-    from extproc.core.core import Core
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -372,3 +370,99 @@ def test_conformance_tests_choose_by_header_of_whole_requests_too(
     metadata = ProcessingResponse.FromString(answer).dynamic_metadata.fields["envoy.lb"].struct_value.fields
     named = metadata["x-gateway-destination-endpoint"].string_value.split(",")
     assert named == choices if choices else len(named) == 3
+
+
+FOREST = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: forest}
+spec:
+  model: forest
+  protocol: V2
+  endpoints: [{address: "10.0.1.1:8000"}]
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: iris}
+spec:
+  modelName: iris
+  rules: [{targetModels: [{modelServerName: forest}]}]
+"""
+
+
+def conversation_about_forests() -> Conversation:
+    snapshot = load_snapshot({"all.yaml": CONFIG, "forest.yaml": FOREST})
+    return Conversation(Core(snapshot, rng=random.Random(0), ticket_prefix="t"))
+
+
+def headers_of(path: str, *, mode: str, end: bool = False) -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.protocol_config.request_body_mode = BodyMode[mode]
+    message.request_headers.end_of_stream = end
+    for key, value in ((":method", "POST"), (":path", path)):
+        header = message.request_headers.headers.headers.add()
+        header.key, header.raw_value = key, value.encode()
+    return message
+
+
+def test_a_path_that_names_the_model_brings_the_decision_without_the_body() -> None:
+    one = conversation_about_forests()
+    (answer,) = one.exchange.receive(headers_of("/v2/models/iris/infer?a=1", mode="NONE"))
+    common = ProcessingResponse.FromString(answer).request_headers.response
+    assert common.clear_route_cache
+    headers = {option.header.key: option.header.raw_value.decode() for option in common.header_mutation.set_headers}
+    assert headers == {
+        "x-attache-server": "server/default/forest",
+        "x-gateway-destination-endpoint": "10.0.1.1:8000",
+        ":path": "/v2/models/forest/infer?a=1",
+    }
+
+
+def test_a_gateway_that_sends_the_body_all_the_same_gets_the_decision_with_it() -> None:
+    one = conversation_about_forests()
+    (answer,) = one.exchange.receive(headers_of("/v2/models/iris/infer", mode="BUFFERED"))
+    assert not ProcessingResponse.FromString(answer).request_headers.response.header_mutation.set_headers
+    common = one.send_body(b"\x00\xff" * 9).request_body.response
+    headers = {option.header.key for option in common.header_mutation.set_headers}
+    assert ":path" in headers
+    assert not common.HasField("body_mutation")
+
+
+def test_a_gateway_must_send_the_body_where_it_names_the_model() -> None:
+    one = conversation_about_forests()
+    with pytest.raises(IllegalMessage, match="request_body_mode BUFFERED"):
+        one.exchange.receive(headers_of("/v1/chat/completions", mode="NONE"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "body"),
+    [
+        ("GET", "/v2", 200, {"name": "attache", "version": "", "extensions": ["binary_tensor_data"]}),
+        ("GET", "/v2/health/live", 200, {"live": True}),
+        ("HEAD", "/v2/health/ready", 200, {"ready": True}),
+        ("GET", "/v2/models/iris/ready", 200, {"name": "iris", "ready": True}),
+        ("POST", "/v2/health/live", 405, None),
+        ("GET", "/v2/models/none/ready", 404, None),
+        # of another protocol
+        ("GET", "/v2/models/chat/ready", 404, None),
+        ("POST", "/v2/repository/index", 403, None),
+        ("GET", "/v2/models/%00/ready", 400, None),
+    ],
+)
+def test_health_is_answered_here(method: str, path: str, status: int, body: object) -> None:
+    answer = conversation_about_forests().send_headers(path, method=method, end=True).immediate_response
+    assert answer.status.code == status
+    found = json.loads(answer.body)
+    assert found == body if body is not None else isinstance(found["error"], str) or path == "/v2"
+
+
+def test_a_model_whose_engines_all_fail_is_not_ready() -> None:
+    snapshot = load_snapshot({"all.yaml": CONFIG, "forest.yaml": FOREST})
+    core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+    table = core.pools["default/forest"].table
+    table.retry_at_s[table.active_rows] = 100.0
+    for path in ("/v2/models/iris/ready", "/v2/health/ready"):
+        assert Conversation(core).send_headers(path, method="GET", end=True).immediate_response.status.code == 503
+    assert (
+        Conversation(core).send_headers("/v2/health/live", method="GET", end=True).immediate_response.status.code == 200
+    )

@@ -335,12 +335,14 @@ def test_no_gateway_has_an_engine_yet() -> None:
     assert condition(plan, "ModelServersReady")["message"].startswith("ModelServer llama-default: NoReadyPods")
 
 
-def test_a_model_whose_protocol_no_gateway_routes_by_name_is_not_ready() -> None:
+def test_a_model_of_a_classical_server_is_routed_by_its_protocol() -> None:
     own = model(uri="s3://models/iris", format={"name": "sklearn"})
     children = told(on_server(reconcile(seen(own, []), NOW_S)))
-    ready = condition(reconcile(seen(own, children), NOW_S), "Ready")
-    assert (ready["status"], ready["reason"]) == ("False", "ProtocolNotServed")
-    assert "MLServer" in ready["message"]
+    (server,) = (one for one in children if one["kind"] == "ModelServer")
+    assert (server["spec"]["protocol"], server["spec"]["scrapeInterval"]) == ("V2", "0s")
+    plan = reconcile(seen(own, children), NOW_S)
+    ready = condition(plan, "Ready")
+    assert (ready["status"], ready["reason"]) == ("True", "Serving")
 
 
 def test_a_stopped_model_is_on_standby() -> None:

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that the gateway answers by itself: lists of models, and health in the protocols V1 and V2.
+
+Health comes from what is known of endpoints, so that probes reach no engine. A model is ready if one of its engines is.
+The gateway is ready, in V2's sense, if a model is: one that fails must not take the others out of a load balancer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from extproc.core.request_builder import refuse_repository
+from extproc.errors import MethodNotAllowed, ModelNotReady, UnknownModel
+from extproc.protocol import LIVE_PATH, MODELS_PATH, READY_PATH, READY_VERB, SERVER_ROOT
+from extproc.request.model_path import read_model_path
+from extproc.streams.headers import error_form
+from extproc.streams.responses import json_answer, model_answer, models_answer
+
+if TYPE_CHECKING:
+    from extproc.core.record import Head
+    from extproc.request.model import ModelPath
+    from extproc.streams.context import StreamContext
+
+# No other path is answered here.
+_ROOTS: Final = (MODELS_PATH, SERVER_ROOT)
+_SERVER_ANSWERS: Final = {
+    SERVER_ROOT: {"name": "attache", "version": "", "extensions": ["binary_tensor_data"]},
+    LIVE_PATH: {"live": True},
+    READY_PATH: {"ready": True},
+}
+
+
+def own_answer(context: StreamContext, head: Head) -> bytes | None:
+    """The answer of the gateway itself, None for requests that engines answer; raises a Refusal."""
+    path = head.path
+    if not path.startswith(_ROOTS):
+        return None
+    refuse_repository(path)
+    if path in _SERVER_ANSWERS:
+        return _of_server(context, head)
+    named = read_model_path(path)
+    if named is not None and (named.version or named.verb not in {"", READY_VERB}):
+        return None
+    if not path.startswith(SERVER_ROOT):
+        return _of_models(context, head, named)
+    return _readiness(context, head, named, "V2") if named is not None and named.verb == READY_VERB else None
+
+
+def _of_server(context: StreamContext, head: Head) -> bytes:
+    """V2's metadata and health of the server, which is the gateway."""
+    _check_is_read(head)
+    if head.path == READY_PATH and not context.core.builder.has_ready("V2", context.clock()):
+        raise ModelNotReady("No engine of a model of protocol V2 is ready; try again soon.")
+    context.metrics.answered_here("health")
+    return json_answer(_SERVER_ANSWERS[head.path], "health")
+
+
+def _check_is_read(head: Head) -> None:
+    # Envoy leaves the body of an answer to HEAD out
+    if head.method not in {"GET", "HEAD"}:
+        raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
+
+
+def _readiness(context: StreamContext, head: Head, named: ModelPath, protocol: str) -> bytes:
+    _check_is_read(head)
+    builder = context.core.builder
+    if protocol not in builder.protocols_of(named.model, head):
+        raise _unknown(named.model)
+    if not builder.is_ready(named.model, protocol, head, context.clock()):
+        raise ModelNotReady(f"No engine of '{named.model[:100]}' is ready; try again soon.")
+    context.metrics.answered_here("health")
+    return json_answer({"name": named.model, "ready": True}, "health")
+
+
+def _of_models(context: StreamContext, head: Head, named: ModelPath | None) -> bytes | None:
+    """The list of models that the caller may use, or one of them, in the form of its protocol."""
+    if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
+        return None
+    if named is not None:
+        protocols = context.core.builder.protocols_of(named.model, head)
+        if "OpenAI" not in protocols and "V1" in protocols:
+            return _readiness(context, head, named, "V1")
+        if "OpenAI" not in protocols and "TensorFlow" in protocols:
+            # engines know the states of their versions
+            return None
+    _check_is_read(head)
+    name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
+    model = context.core.builder.model_for(head, name) if name else None
+    if name and model is None:
+        raise _unknown(name)
+    context.metrics.answered_here("models_listed")
+    form = error_form(head)
+    if model is not None:
+        return model_answer(model, context.started_s, form)
+    return models_answer(context.core.builder.models_for(head), context.started_s, form)
+
+
+def _unknown(name: str) -> UnknownModel:
+    return UnknownModel(
+        f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
+    )
