@@ -66,7 +66,7 @@ class PendingDecision(msgspec.Struct, frozen=True):
     whole: str = ""
 
 
-class Fallbacks(Protocol):
+class PlansAttempts(Protocol):
     """Plans where Envoy may go on to, and counts what may come there."""
 
     def plan(
@@ -106,7 +106,7 @@ class Dispatcher:
         self.logs_usage = False
         # those of the configuration
         self.objectives = ObjectiveTable()
-        self.fallbacks: Fallbacks
+        self.fallbacks: PlansAttempts
 
     def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""

@@ -43,14 +43,6 @@ _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def has_usable_endpoints(pool: Pool, now: float) -> bool:
-    """Whether an endpoint is there that is not avoided."""
-    table = pool.table
-    if not table.has_failures:
-        return pool.readiness.can_serve
-    return pool.readiness.can_serve and bool((table.is_active & (table.retry_at_s <= now)).any())
-
-
 class FallbackBudgets:
     """By ModelServer: requests in flight that came, or may come, from another one."""
 
@@ -111,7 +103,7 @@ class FallbackPlanner:
         if fallbacks is None or not attachment.is_bundle:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
-        if waited_s is None and (is_waiting or has_usable_endpoints(pool, now)):
+        if waited_s is None and (is_waiting or pool.is_ready(now)):
             return None
         for one in fallbacks.chain:
             if waited_s is not None and (one.after_queue_s is None or waited_s < one.after_queue_s):
@@ -201,7 +193,7 @@ class FallbackPlanner:
             return "it is the same ModelServer"
         if other.pool.spec.protocol != own.spec.protocol:
             return "it speaks another protocol"
-        if not has_usable_endpoints(other.pool, now):
+        if not other.pool.is_ready(now):
             return "it has no usable endpoint"
         return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
 
