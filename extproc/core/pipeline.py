@@ -14,6 +14,7 @@ from extproc.admission.limits import Grant, StoreAway
 from extproc.admission.refusals import unavailable
 from extproc.core.activation import EngineWait
 from extproc.core.adapter_load import AdapterWait
+from extproc.core.breakers import check_server, is_drawn
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import (
     AskGuard,
@@ -47,6 +48,7 @@ from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, j
 from extproc.core.queue import TIERS_FAILED, QueueWait, usage_to_reserve
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
+from extproc.endpoints.breaker import BreakerState
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
@@ -115,6 +117,7 @@ class AdmissionPipeline:
         self._accounts = accounts
         self._dispatcher = dispatcher
         self._builder: RequestBuilder
+        self._rng = rng
         # by the key of the ModelRoute
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
@@ -153,11 +156,22 @@ class AdmissionPipeline:
         weights have chosen.
         """
         record.wall_s = now + self._accounts.wall_offset_s
-        if record.arrived.destination.tiers is None:
+        if record.arrived.destination.tiers is not None:
+            found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
+            if found is not None:
+                record.arrival, record.placement = found
+        if record.arrived.pool.breaker.generation:
+            self._avoid_failing(record, now)
+
+    def _avoid_failing(self, record: Record, now: float) -> None:
+        """A request goes to another ModelServer of its rule while the breaker of its own lets too few through."""
+        pool = record.arrived.pool
+        record.is_drawn = is_drawn(pool, now, self._rng)
+        if record.is_drawn or (pool.breaker.trips and pool.probe_at_s(now) <= now):
             return
-        found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
-        if found is not None:
-            record.arrival, record.placement = found
+        other = self._builder.elsewhere(record.arrived, lambda one: not one.breaker.trips and one is not pool)
+        if other is not None:
+            record.arrival, record.placement, record.is_drawn = other, None, True
 
     def _tier(self, record: Record, now: float, waited_s: float = 0.0) -> tuple[Arrival, Placement] | None:
         """The tier of a request that arrives, or has waited for its home."""
@@ -292,6 +306,10 @@ class AdmissionPipeline:
         why = why_model_is_refused(arrival.pool, arrival.request.api, now)
         if why and arrival.destination.model == arrival.pool.spec.model:
             raise UnknownModel(why, param="model")
+        breaker = arrival.pool.breaker
+        if breaker.trips and breaker.state(now) is BreakerState.OPEN:
+            # before anything is reserved for it
+            check_server(arrival.pool, now, is_drawn=False)
         if not self._admission.limits_anything(arrival):
             return self._ask_guard(record, now, out)
         record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))

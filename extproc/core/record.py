@@ -223,7 +223,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ``created_tokens``: of the prompt, those that a cache was asked to keep. ``reasoning_tokens``: of the output.
     ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
-    and its usage is not known.
+    and its usage is not known. ``retry_after_s``: for so long the engine asks to be left alone, if it does.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -245,6 +245,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_cut: bool = False
     first_content_s: float | None = None
     is_encoded: bool = False
+    retry_after_s: float | None = None
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -367,6 +368,7 @@ class Record(msgspec.Struct):
     ``placement``        the choice of its tier, None if its rule has no tiers
     ``forecast``         whether it can hold its objectives, None if that is not asked
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
+    ``is_drawn``         it may go to a ModelServer that is half-open, beside the probe
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
     ===================  =======================================================================
@@ -399,6 +401,7 @@ class Record(msgspec.Struct):
     placement: Placement | None = None
     forecast: Forecast | None = None
     due_by_s: float = math.inf
+    is_drawn: bool = True
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()
 

@@ -22,6 +22,7 @@ from extproc.protocol import (
     NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
+    RETRY_AFTER,
     SERVED_HOST,
     SERVED_NAMESPACE,
     TICKET,
@@ -30,7 +31,7 @@ from extproc.protocol import (
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
 )
-from extproc.streams.headers import is_encoded
+from extproc.streams.headers import is_encoded, read_retry_after
 from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         events=_whole(usage, EVENTS),
         is_cut=not flags.isdisjoint(_CUTS),
         is_encoded=is_encoded(response.response_headers.get(CONTENT_ENCODING, "")),
+        retry_after_s=read_retry_after(response.response_headers.get(RETRY_AFTER, "")),
     )
 
 
