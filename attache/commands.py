@@ -155,6 +155,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "controller.commands.explain_scaling",
                 "default/llama --last 5",
             ),
+            Command("reset", "close the breakers of a ModelServer", "extproc.cli.reset", "default/llama"),
             Command("slo", "show how well objectives are kept", "extproc.cli.slo", "127.0.0.1:9003"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top", "127.0.0.1:9003"),
         ),

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Final
 
-_COMMANDS: Final = ("check", "explain", "slo", "top")
+_COMMANDS: Final = ("check", "explain", "reset", "slo", "top")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -122,6 +122,15 @@ class NoEndpoint(Refusal):
     dropped_reason = "rejected-no-endpoints"
 
 
+class ServerFailing(Refusal):
+    """The breaker of the ModelServer is open: most of its requests have failed."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "server_failing"
+    outcome = "server_failing"
+
+
 class RateLimited(Refusal):
     """The caller has exceeded a rate limit, or all callers one that they share. ``kind``: requests or tokens."""
 

@@ -69,6 +69,7 @@ ENGINE_HEADERS: Final = (
 )
 ACCEPT_ENCODING: Final = "accept-encoding"
 CONTENT_ENCODING: Final = "content-encoding"
+RETRY_AFTER: Final = "retry-after"
 # Headers that engines do not get. Bodies are read here, whole and as they come: no engine is to decode one into
 # something else, or to be asked whether it expects one. In a compressed answer usage can be neither read nor hidden.
 NOT_FOR_ENGINES: Final = (ACCEPT_ENCODING, CONTENT_ENCODING, "expect", *ENGINE_HEADERS)

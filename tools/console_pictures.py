@@ -25,6 +25,8 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.peers import EngineReported
 from extproc.core.record import BUNDLE, Head, Outcome
+from extproc.endpoints.avoidance import set_breaker
+from extproc.endpoints.breaker import CLOSED
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.registry import Metrics
@@ -234,8 +236,10 @@ def demo(*, tenants: tuple[str, ...] = ("search", "support", "research")) -> Gat
     table, row = pool.table, pool.table.row_of("10.0.1.3:8000")
     if row is not None:
         table.healths[row].reasons.add(EngineFailure.ERROR)
-        table.healths[row].avoided_since_s = gateway.now - 14
-        table.failures[row], table.retry_at_s[row], table.has_failures = 3, gateway.now + 6, True
+        opened = CLOSED
+        for ago_s in (14, 12, 9, 2):
+            opened = opened.opened(pool.name, gateway.now - ago_s, needed=3)
+        set_breaker(table, row, opened)
     for number in range(60):
         gateway.now += 0.04
         running.append(gateway.send(draws.choice(tenants), "chat", "word " * draws.randrange(40, 400), most=400))

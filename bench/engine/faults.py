@@ -48,9 +48,10 @@ class Cut(msgspec.Struct, frozen=True, tag_field="fault", tag="cut"):
 
 
 class Unavailable(msgspec.Struct, frozen=True, tag_field="fault", tag="unavailable"):
-    """Answer the next ``times`` requests with ``status``."""
+    """Answer the next ``times`` requests with ``status``; of ``every`` requests one, the others are served."""
 
     times: Count
+    every: Annotated[int, msgspec.Meta(ge=1)] = 1
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 503
 
 
@@ -97,6 +98,7 @@ class FaultPlan:
     def __init__(self) -> None:
         self._cut = Cut(0, 0)
         self._unavailable = Unavailable(0)
+        self._asked = 0
         self._ill = BadAnswers("garbage", 0)
         self._page = IllPage("garbage", 0)
         self._loads = FailLoads(0)
@@ -126,7 +128,8 @@ class FaultPlan:
     def next_status(self) -> int | None:
         """The HTTP status to answer this request with; None: serve it."""
         fault = self._unavailable
-        if not fault.times:
+        self._asked += 1
+        if not fault.times or self._asked % fault.every:
             return None
         self._unavailable = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault.status

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.endpoints.avoidance import preferred
 from extproc.endpoints.engine_reports import report_trust
 from extproc.endpoints.ledger import backlogs
 from extproc.endpoints.table import Bools
@@ -162,15 +163,12 @@ class EndpointHeadroom:
 
 
 def _usable(table: EndpointTable, now: float) -> Bools:
-    """Endpoints to use: draining ones and ones in back-off only if there are no others."""
+    """Endpoints to use: draining ones and ones whose breakers are open only if there are no others."""
     candidates = table.is_active
     if table.has_draining:
         staying = candidates & table.not_draining()
         candidates = staying if staying.any() else candidates
-    if table.has_failures:
-        well = candidates & (table.retry_at_s <= now)
-        candidates = well if well.any() else candidates
-    return candidates
+    return preferred(table, candidates, now)
 
 
 class Ceilings(Protocol):

@@ -12,6 +12,8 @@ ModelServers that have not changed.
 
 ``/slo``: how well objectives are kept; a line for each objective.
 
+``/breakers/reset``: a POST closes the breakers of a ModelServer.
+
 ``/config``: which files of the configuration directory are in use. The directory's writer reads it there.
 """
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 DEMAND_PATH: Final = "/demand"
 CONSOLE_PATH: Final = "/console"
 SLO_PATH: Final = "/slo"
+RESET_PATH: Final = "/breakers/reset"
 # Upper bounds of the buckets, a fifth of a decade each; the last bucket has no bound.
 TTFT_BOUNDS_S: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
 TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30, 5))
@@ -226,7 +229,7 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     used, empty if they are. ``waiting``: what newer ones wait for, if that is known. ``missing_keys``: files and
     variables with keys that cannot be read, with the reason of each. ``has_nothing``: it serves nothing at all, as
     after a restart with files that it refuses. ``wrong_models``: by ModelServer, what is wrong with its ``model``, as
-    the engines list others.
+    the engines list others. ``open_breakers``: by ModelServer, why requests to it are refused for now.
     """
 
     files: Mapping[str, str] = {}
@@ -235,6 +238,7 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     missing_keys: tuple[str, ...] = ()
     has_nothing: bool = False
     wrong_models: Mapping[str, str] = {}
+    open_breakers: Mapping[str, str] = {}
 
 
 def content_digest(content: bytes) -> str:

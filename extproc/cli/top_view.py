@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.endpoints.breaker import BreakerState
 from extproc.endpoints.health import ADVICE, NO_ANSWER, EngineFailure, silent_after_s
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _SEEN_BY_ALL: Final = frozenset(
         "attache_saturation",
         "attache_cached_token_ratio",
         "attache_endpoint_avoided",
+        "attache_breaker_state",
         "attache_endpoint_failed_ratio",
         "attache_endpoint_role",
         "attache_endpoint_ttft_seconds",
@@ -68,10 +70,16 @@ _REFUSED: Final = (
     "objective_unmeetable",
     "limits_unavailable",
     "no_endpoint",
+    "server_failing",
     "guard",
     "guard_unavailable",
 )
 UNBOUNDED: Final = 10_000
+# By the state of its breaker.
+_TRIED: Final[Mapping[float, str]] = {
+    BreakerState.OPEN: "; its breaker is open",
+    BreakerState.HALF_OPEN: "; its breaker is half-open: one request at a time tries it",
+}
 _UNITS: Final = {
     "cost_micros": "money",
     "total_tokens": "tokens",
@@ -115,7 +123,8 @@ def _aligned(cell: str, width: int, head: str) -> str:
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """One engine. ``reasons``: why it is avoided, none if it is not. ``avoided_since_s``: Unix time.
+    """One engine. ``reasons``: why it is avoided, none if it is not. ``avoided_since_s``: Unix time. ``breaker``: its
+    state, as the metric has it.
 
     ``report_age_s``: age of its last report, None if there was none. ``is_read``: whether extproc reads its metrics at
     all. ``interval_s``: between two reads. ``missing_model``: its ModelServer's, if the engine lists others, and those.
@@ -131,6 +140,7 @@ class EngineState(msgspec.Struct, frozen=True):
     interval_s: float = 0.0
     missing_model: tuple[str, ...] = ()
     role: str = ""
+    breaker: float = 0.0
 
     @property
     def is_silent(self) -> bool:
@@ -171,6 +181,7 @@ def _state(now: MetricsSnapshot, server: str, endpoint: str) -> EngineState:
         interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
         missing_model=next(iter(now.values_of("attache_engine_model_missing", "model", "lists", **where)), ()),
         role=next((role for (role,) in now.values_of("attache_endpoint_role", "role", **where)), ""),
+        breaker=now.get("attache_breaker_state", **where) or 0.0,
     )
 
 
@@ -210,7 +221,7 @@ def _ailment(one: EngineState, wall_now_s: float) -> str:
     if one.avoided_since_s is not None and 0 <= one.avoided_since_s < _LAST_AT_S:
         at = datetime.fromtimestamp(one.avoided_since_s, UTC)
         since = f" since {at:%H:%M:%S} UTC ({_ago(wall_now_s - one.avoided_since_s)})"
-    whys = "; ".join(_why(reason) for reason in one.reasons)
+    whys = "; ".join(_why(reason) for reason in one.reasons) + _TRIED.get(one.breaker, "")
     if one.is_silent:
         return f"is avoided{since}: {whys}; {report}"
     again = "; it reports again, and the next request for which it is the best choice tries it"
@@ -297,6 +308,7 @@ def render(
         summary(states),
         "",
         *_refused_directory(now, width),
+        *_failing_servers(now, width),
         *ailments(states, wall_now_s=wall_now_s, width=width),
         *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
@@ -317,6 +329,21 @@ def _refused_directory(now: MetricsSnapshot, width: int) -> list[str]:
         "log name the mistake"
     )
     return [*textwrap.wrap(text, width, subsequent_indent="  "), ""]
+
+
+def _failing_servers(now: MetricsSnapshot, width: int) -> list[str]:
+    """A paragraph for each ModelServer whose breaker is not closed, and an empty line."""
+    lines: list[str] = []
+    for (server,) in now.values_of("attache_breaker_state", "server", endpoint=""):
+        state = now.get("attache_breaker_state", server=server, endpoint="")
+        if state:
+            text = (
+                f"the breaker of {server} is {'half-open' if state == BreakerState.HALF_OPEN else 'open'}: most of its "
+                "requests have failed, so they go to another ModelServer of their rule or get 503 (server_failing); "
+                f"attache reset {server} closes it"
+            )
+            lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    return [*lines, ""] if lines else []
 
 
 def _failing_plugins(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:

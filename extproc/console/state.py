@@ -116,11 +116,12 @@ class ServerView(msgspec.Struct, frozen=True, rename="camel"):
 
     ``held``: requests that wait in this worker, for an engine, an adapter or their turn; ``oldest_s``: how long the
     first of them has waited. ``kv_usage``, ``prefill_tokens_per_s``, ``tpot_s``: means of the engines that have them.
-    ``saturation``: of its queue; None without flow control.
+    ``saturation``: of its queue; None without flow control. ``breaker``: its own, closed, half-open or open.
     """
 
     name: str
     model: str
+    breaker: str
     engines: int
     serving: int
     avoided: int
@@ -296,7 +297,7 @@ def console_state(core: Core, facts: Facts, query: Query, now: float) -> Generat
         if gate is not None:
             gate.measure(now)
         engines = _engines(pool, now)
-        servers.append(_server(engines, held, None if gate is None else gate.saturation))
+        servers.append(_server(engines, held, None if gate is None else gate.saturation, now))
         if query.server in {"", pool.name}:
             is_all = query.finds(pool.name)
             for at, address in enumerate(engines.addresses):
@@ -397,10 +398,10 @@ def _engines(pool: Pool, now: float) -> _Engines:
         "failed_share": [one.failed / one.answers if one.answers else None for one in health],
     }
     is_read, late_s = pool.report_interval_s > 0, silent_after_s(pool.report_interval_s)
-    failures = table.failures[index].tolist()
+    trips = table.failures[index].tolist()
     statuses = [
-        _status(one, has_failures=bool(failed), is_silent=is_read and (age is None or age >= late_s))
-        for one, failed, age in zip(health, failures, ages, strict=True)
+        _status(one, is_avoided=bool(opened), is_silent=is_read and (age is None or age >= late_s))
+        for one, opened, age in zip(health, trips, ages, strict=True)
     ]
     return _Engines(pool, rows, table.active_addresses, statuses, columns)
 
@@ -409,19 +410,20 @@ def _known(values: Floats, has: Iterable[object]) -> list[float | None]:
     return [value if one else None for value, one in zip(values.tolist(), has, strict=True)]
 
 
-def _status(health: EndpointHealth, *, has_failures: bool, is_silent: bool) -> EngineStatus:
-    if has_failures or health.reasons:
+def _status(health: EndpointHealth, *, is_avoided: bool, is_silent: bool) -> EngineStatus:
+    if is_avoided:
         return "avoided"
     if is_silent:
         return "silent"
     return "no model" if health.lacks_model else "serving"
 
 
-def _server(engines: _Engines, held: _Held, saturation: float | None) -> ServerView:
+def _server(engines: _Engines, held: _Held, saturation: float | None, now: float) -> ServerView:
     name, statuses, columns = engines.pool.name, Counter(engines.statuses), engines.columns
     return ServerView(
         name=name,
         model=engines.pool.spec.model or "",
+        breaker=engines.pool.breaker.state(now).text,
         engines=len(engines.rows),
         serving=statuses["serving"],
         avoided=statuses["avoided"],
@@ -464,6 +466,7 @@ def _total(servers: list[ServerView]) -> ServerView:
     return ServerView(
         name="",
         model="",
+        breaker="",
         engines=sum_of("engines"),
         serving=sum_of("serving"),
         avoided=sum_of("avoided"),
@@ -525,7 +528,7 @@ def _engine(engines: _Engines, at: int, now: float) -> EngineView:
         status=status,
         is_draining=pool.table.configs[row].is_draining,
         why=why[:_MOST_TEXT],
-        since_s=max(0.0, now - health.avoided_since_s) if status == "avoided" else None,
+        since_s=max(0.0, now - pool.table.breakers[row].since_s) if status == "avoided" else None,
         adapters=_shortened(adapters),
         adapter_count=len(adapters),
         **values,  # type: ignore[arg-type]  # counts are whole, all others may be unknown

@@ -17,9 +17,10 @@ from extproc.admission.limits import Grant
 from extproc.admission.objectives import ObjectiveTable
 from extproc.api.snapshot import kv_event_sources, scrape_stretch
 from extproc.core.accounts import NO_OTHERS, Accounts, LevelExchange
+from extproc.core.breakers import known_breakers, merge_breakers, reset_breakers
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
-from extproc.core.effects import AskGuard, Broadcast, Effect
+from extproc.core.effects import AskGuard, BreakerChanged, Broadcast, Effect
 from extproc.core.fallback import FallbackBudgets, FallbackPlanner
 from extproc.core.feedback import apply_adapter_change, on_metrics
 from extproc.core.guards import GuardStopped
@@ -46,6 +47,7 @@ from extproc.core.record import BUNDLE, LoadResult, PrefillResult, Record
 from extproc.core.request_builder import RequestBuilder
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, State
+from extproc.endpoints.breaker import ProbeTurns
 from extproc.llmd.pickers import PickerFactory, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.prefix.kv_events import blocks_of_each_source
@@ -94,6 +96,7 @@ class Core:
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
         self.peer_view = PeerView()
+        self._turns = ProbeTurns(ticket_prefix, lambda: self.peer_view.names)
         self.snapshot = snapshot
         # of the configuration in use
         self.builder: RequestBuilder
@@ -153,7 +156,7 @@ class Core:
             # the loader gives what has not changed again, as the same object
             if known is not None and (known.spec is not server.spec or known.picker is not picker):
                 known.update(server.spec, picker)
-            pools[name] = known or Pool(name, server.spec, picker)
+            pools[name] = known or Pool(name, server.spec, picker, self._turns)
             pools[name].name_models(routing.adapters_of(name), is_asked_by_model=name in routing.asked_by_model)
             pools[name].set_report_interval(stretch)
             pools[name].caches.limit_blocks(most_blocks, of_source=most_of_source)
@@ -298,7 +301,26 @@ class Core:
         if self._machine is not None:
             out.append(Broadcast(OutcomeKnown(outcome)))
         self._running.settle(outcome, now, out)
+        self._share_breakers(now, out)
         return out
+
+    def reset_breakers(self, server: str, address: str, now: float) -> list[Effect]:
+        """Close the breaker of an endpoint; with an empty ``address`` those of the ModelServer and of all endpoints."""
+        out = list[Effect]()
+        pool = self.pools.get(server)
+        if pool is not None:
+            reset_breakers(pool, address, now, out)
+        self._share_breakers(now, out)
+        self._pipeline.wake(now, out)
+        return out
+
+    def _share_breakers(self, now: float, out: list[Effect]) -> None:
+        """The other processes repeat what happens here, but may have missed a part of it."""
+        if self._machine is not None and any(isinstance(one, BreakerChanged) for one in out):
+            out.append(self._alive(now))
+
+    def _alive(self, now: float) -> Broadcast:
+        return Broadcast(ProcessAlive(self._running.local_tickets(), known_breakers(self.pools.values(), now)))
 
     def has_no_record(self, ticket: str) -> bool:
         """Whether no request of this process has the ticket."""
@@ -345,6 +367,9 @@ class Core:
                     apply_adapter_change(self.pools, event, now)
                 case LimitSpent() | AskLevels() | Levels():
                     self.levels.ingest(event, origin, now, out)
+                    if isinstance(event, AskLevels) and known_breakers(self.pools.values(), now):
+                        # it begins to serve when it has the levels
+                        out.append(self._alive(now))
         self._pipeline.wake(now, out)
         return out
 
@@ -363,10 +388,11 @@ class Core:
                 self._running.finish_elsewhere([event.ticket], now, out)
 
     def _compare(self, event: ProcessAlive | AskStarted, origin: str, now: float, out: list[Effect]) -> None:
-        """Make up for ends and starts that were lost."""
+        """Make up for ends, starts and changes of breakers that were lost."""
         match event:
             case ProcessAlive():
                 self._running.finish_elsewhere(self.peer_view.remove_lost(origin, event.running), now, out)
+                merge_breakers(self.pools, event.breakers, now, out)
                 if unknown := self.peer_view.unknown(origin, event.running):
                     out.append(Broadcast(AskStarted(origin, unknown)))
             case AskStarted() if event.process == self.name:
@@ -374,7 +400,7 @@ class Core:
 
     def heartbeat(self, now: float) -> list[Effect]:
         """Send the list of requests that run here, and end the requests of processes that are silent."""
-        out: list[Effect] = [Broadcast(ProcessAlive(self._running.local_tickets()))]
+        out: list[Effect] = [self._alive(now)]
         self.levels.ask(out)
         for origin, tickets in self.peer_view.remove_silent(now).items():
             self._running.finish_elsewhere(tickets, now, out)

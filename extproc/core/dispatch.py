@@ -14,6 +14,7 @@ from extproc.admission.limits import Usage
 from extproc.admission.objectives import ObjectiveTable
 from extproc.admission.queue import weighted_tokens
 from extproc.api.used_tokens import Expected
+from extproc.core.breakers import check_server
 from extproc.core.demand import count_dispatch, count_refusal
 from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused, with_fault
 from extproc.core.explanation import Explanation, explain_pick
@@ -185,6 +186,8 @@ class Dispatcher:
         """
         arrival = record.arrived
         request, pool, queued = arrival.request, arrival.pool, record.queued
+        if pool.breaker.trips:
+            check_server(pool, now, is_drawn=record.is_drawn)
         constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
         considered = pool.consider(
             prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
@@ -207,7 +210,7 @@ class Dispatcher:
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
-        assignment, pins = pool.commit(considered, now, output_tokens)
+        assignment, pins = pool.commit(considered, now, output_tokens, ticket=record.ticket)
         if is_beside:
             # the prefill engine meets one alone
             assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])

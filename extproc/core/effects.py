@@ -19,6 +19,7 @@ from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
 from extproc.core.record import NO_WAITS, Arrival, Attempts, Forecast, LoadResult, Outcome, PrefillLeg
 from extproc.core.states import State
+from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
@@ -338,6 +339,17 @@ class HealthChanged(msgspec.Struct, frozen=True):
     failure: EngineFailure | None
 
 
+class BreakerChanged(msgspec.Struct, frozen=True):
+    """A breaker has opened, has opened again, or has closed. ``address``: of the endpoint; empty: it is that of the
+    ModelServer.
+    """
+
+    server: str
+    address: str
+    before: Breaker
+    after: Breaker
+
+
 class ModelChecked(msgspec.Struct, frozen=True):
     """An engine has listed its models, of which ``listed`` are no adapters.
 
@@ -397,6 +409,7 @@ Effect = (
     | RequestJudged
     | RequestUnmeetable
     | HealthChanged
+    | BreakerChanged
     | ModelChecked
     | Fault
     | WakeAt

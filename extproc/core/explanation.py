@@ -304,15 +304,14 @@ def avoided_now(pool: Pool, now: float) -> dict[str, str]:
 
 def why_avoided(pool: Pool, row: int, now: float) -> str:
     """Why the endpoint of ``row`` is avoided, and when it is tried; empty if it is not."""
-    table = pool.table
-    reasons = sorted(one.value for one in table.healths[row].reasons)
-    if table.failures[row] and not reasons:
-        reasons = [NO_ANSWER]
-    if not reasons:
+    table, breaker = pool.table, pool.table.breakers[row]
+    if not breaker.trips:
         return ""
+    reasons = sorted(one.value for one in table.healths[row].reasons) or [NO_ANSWER]
+    pool.refresh(now)
     pause_s = float(table.retry_at_s[row]) - now
     again = f"not tried for {pause_s:.0f} s more" if pause_s > 0 else "tried by the next request that suits it"
-    return f"{'; '.join(reasons)}; {again}"
+    return f"{'; '.join(reasons)}; its breaker is {breaker.state(now).text}, and it is {again}"
 
 
 def silent_now(pool: Pool, now: float) -> tuple[str, ...]:

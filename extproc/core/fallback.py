@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.fallback import attempts_name
+from extproc.core import breakers
+from extproc.core.breakers import may_probe
 from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, constraints_of, prompt_of
 from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
 from extproc.errors import Refusal
@@ -93,17 +95,24 @@ class FallbackPlanner:
         self.budgets.begin(ticket, run)
 
     def instead(
-        self, arrival: Arrival, attachment: Attachment, now: float, *, waited_s: float | None = None
+        self,
+        arrival: Arrival,
+        attachment: Attachment,
+        now: float,
+        *,
+        waited_s: float | None = None,
+        is_drawn: bool = True,
     ) -> Arrival | None:
         """The request at the first fallback that can have it; None: there is none.
 
-        ``waited_s``: it has waited so long for its ModelServer; None: it moves only if that has no usable endpoint.
+        ``waited_s``: it has waited so long for its ModelServer; None: it moves only if that has no usable endpoint, or
+        a breaker that does not let it through. ``is_drawn``: the breaker does, beside the probe.
         """
         fallbacks, pool = arrival.destination.fallbacks, arrival.pool
         if fallbacks is None or not attachment.is_bundle:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
-        if waited_s is None and (is_waiting or pool.is_ready(now)):
+        if waited_s is None and (is_waiting or (pool.is_ready(now) and (is_drawn or may_probe(pool, now)))):
             return None
         for one in fallbacks.chain:
             if waited_s is not None and (one.after_queue_s is None or waited_s < one.after_queue_s):
@@ -112,7 +121,8 @@ class FallbackPlanner:
                 other = self.builder.at(arrival, one)
             except Refusal:
                 continue
-            if not self._why_not(pool, other, fallbacks, now):
+            is_let_in = may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
+            if is_let_in and not self._why_not(pool, other, fallbacks, now):
                 return other
         return None
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
-from extproc.core.effects import HealthChanged, ModelChecked
+from extproc.core.effects import BreakerChanged, HealthChanged, ModelChecked
 from extproc.core.states import State
+from extproc.endpoints.avoidance import key_of, set_breaker
+from extproc.endpoints.breaker import UNKNOWN_PASS
 from extproc.endpoints.costs import learn_prefill_rate, learn_service_time, typical_rate
 from extproc.endpoints.engine_reports import apply_report, record_latency
-from extproc.endpoints.health import EngineFailure
+from extproc.endpoints.health import EndpointHealth, EngineFailure
 from extproc.endpoints.ledger import finish_prefill
-from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
+from extproc.endpoints.outliers import mostly_fails, record_bad_answer, record_good_answer
 from extproc.engines.answers import is_engine_error
 from extproc.prefix.index import Turn
 from extproc.scheduling.model_check import update_missing_model
@@ -29,13 +31,18 @@ if TYPE_CHECKING:
     from extproc.core.effects import Effect
     from extproc.core.peers import AdapterChanged, EngineReported
     from extproc.core.record import Outcome, Record, Run
-    from extproc.endpoints.health import EndpointHealth
+    from extproc.endpoints.breaker import Breaker, Pass
     from extproc.scheduling.pool import Pool
 
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, 500})
+# Of an endpoint that says that it has too much to do, and not for how long.
+_LOAD_PAUSE_S: Final = 1.0
+# Successful probes in a row that close the breaker of an endpoint or ModelServer that was judged by many answers; for
+# one that could not be reached, one is enough.
+_NEEDED: Final = 3
 # An endpoint is silent if it answers nothing for this long and so many typical answers, its backlog not counted.
 _SILENCE_S: Final = 2.0
 _SILENCE_ANSWERS: Final = 4.0
@@ -56,24 +63,86 @@ _MOST_PER_EVENT: Final = 100.0
 
 
 def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
-    """Count the outcome for the endpoint that was chosen, and for the one that answered in its place."""
+    """Count the outcome for the endpoint that was chosen, for the one that answered in its place, and for the
+    ModelServer.
+    """
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
-    if was_passed_over and run.sent.checks_refusal and not is_engine_error(outcome.status):
+    served_row = table.row_of(outcome.served) if was_passed_over else None
+    if not run.is_leg:
+        _count_at_server(run, outcome, _failure_of(run, outcome, _row_that_answered(run, outcome)), now, out)
+    if _is_load(outcome):
+        # what the first endpoint answered is not known: probably the same
+        _hold_off(run, table.row_of(outcome.served), outcome, now)
+        _release(run)
+    elif was_passed_over and run.sent.checks_refusal and not is_engine_error(outcome.status):
         _check_refusal(run, outcome, now, out)
+    else:
+        if table.is_current(first):
+            failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
+            is_unavailable = (
+                outcome.status in _UNAVAILABLE
+                or failure is EngineFailure.SILENT
+                or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST)
+            )
+            if failure is None and not was_passed_over and _is_inconclusive(outcome):
+                _release(run)
+            else:
+                _count(run, first.row, first.passed, failure, now, out, is_unavailable=is_unavailable)
+        if served_row is not None and not _is_inconclusive(outcome):
+            _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
+
+
+def _is_load(outcome: Outcome) -> bool:
+    """Whether the endpoint works, and asks for a pause: that is no failure."""
+    return outcome.status == 429 or (outcome.status == 503 and outcome.retry_after_s is not None)
+
+
+def _hold_off(run: Run, row: int | None, outcome: Outcome, now: float) -> None:
+    if row is not None:
+        pause_s = _LOAD_PAUSE_S if outcome.retry_after_s is None else outcome.retry_after_s
+        table = run.pool.table
+        set_breaker(table, row, table.breakers[row].held_off(pause_s, now))
+
+
+def _release(run: Run) -> None:
+    """The request has shown nothing of its endpoint: if it was a probe, the next one may go."""
+    table, first = run.pool.table, run.assignment.endpoint
+    if first.passed.ticket and table.is_current(first):
+        breaker = table.breakers[first.row]
+        if breaker.is_current(first.passed, run.sent_at_s):
+            set_breaker(table, first.row, breaker.released(first.passed.ticket))
+
+
+def _count_at_server(run: Run, outcome: Outcome, failure: EngineFailure | None, now: float, out: list[Effect]) -> None:
+    """The ModelServer fails where clients get 5xx or nothing: how answers ended and what they lacked says less. If
+    another one answers, it may have been busy; but a probe has failed.
+    """
+    pool, passed = run.pool, run.assignment.passed
+    breaker, health = pool.breaker, pool.health
+    if not breaker.is_current(passed, run.sent_at_s):
         return
-    if table.is_current(first):
-        failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
-        is_unavailable = (
-            outcome.status in _UNAVAILABLE
-            or failure is EngineFailure.SILENT
-            or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST)
-        )
-        if failure is not None or was_passed_over or not _is_inconclusive(outcome):
-            _count(run, first.row, failure, now, out, is_unavailable=is_unavailable)
-    served_row = table.row_of(outcome.served)
-    if was_passed_over and served_row is not None and not _is_inconclusive(outcome):
-        _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
+    is_passed_over = failure is EngineFailure.PASSED_OVER
+    has_failed = not _is_load(outcome) and failure in {EngineFailure.ERROR, EngineFailure.SILENT}
+    has_failed = has_failed or (is_passed_over and bool(passed.ticket))
+    after = breaker.released(passed.ticket)
+    if has_failed and health.believes(run.sent.tenant):
+        health.count(run.sent.tenant, has_failed=True)
+        if breaker.trips or mostly_fails(health):
+            after = breaker.failed(passed.ticket, pool.name, now, needed=_NEEDED)
+    elif not has_failed and not is_passed_over and 200 <= outcome.status < 300 and not _is_inconclusive(outcome):
+        health.count(run.sent.tenant, has_failed=False)
+        after = breaker.succeeded(passed.ticket, now)
+    pool.breaker = after
+    if after.generation != breaker.generation:
+        # its next failure is judged by what comes after
+        pool.health = EndpointHealth()
+        out.append(BreakerChanged(pool.name, "", breaker, after))
+
+
+def _row_that_answered(run: Run, outcome: Outcome) -> int:
+    row = run.pool.table.row_of(outcome.served)
+    return run.assignment.endpoint.row if row is None else row
 
 
 def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
@@ -83,10 +152,11 @@ def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) ->
     if table.is_current(first):
         if is_the_request:
             table.healths[first.row].checks_refusals_until_s = 0.0
+            _release(run)
         elif outcome.status:
-            _count(run, first.row, EngineFailure.REFUSED, now, out, is_checked=True)
+            _count(run, first.row, first.passed, EngineFailure.REFUSED, now, out, is_checked=True)
     if served_row is not None and not is_the_request and not _is_inconclusive(outcome):
-        _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
+        _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
 
 
 def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
@@ -97,13 +167,19 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
     runs = {run.pool.name: run, **{server: run.at(reserve) for server, reserve in run.reserves.items()}}
     for server, address in _tried_before(run, outcome):
         _count_passed_over(runs[server], address, now, out)
+    _count_at_server(run, outcome, EngineFailure.PASSED_OVER, now, out)
     there = runs.get(outcome.served_by)
     row = None if there is None else there.pool.table.row_of(outcome.served)
     if there is None or row is None or outcome.status == 0 or outcome.has_left:
         return
     # as a prefill, it shows no duration of whole answers
     there.is_leg = True
-    _count(there, row, _failure_of(there, outcome, row), now, out)
+    failure = _failure_of(there, outcome, row)
+    _count_at_server(there, outcome, failure, now, out)
+    if _is_load(outcome):
+        _hold_off(there, row, outcome, now)
+    else:
+        _count(there, row, UNKNOWN_PASS, failure, now, out)
     if 200 <= outcome.status < 300:
         there.pool.caches.record(row, there.sent.chain, now)
         _count_tokens(there, outcome, is_ours=is_ours)
@@ -124,7 +200,8 @@ def _count_passed_over(run: Run, address: str, now: float, out: list[Effect]) ->
     table, first = run.pool.table, run.assignment.endpoint
     row = table.row_of(address)
     if row is not None and (address != first.address or table.is_current(first)):
-        _count(run, row, EngineFailure.PASSED_OVER, now, out, is_unavailable=True)
+        passed = first.passed if address == first.address else UNKNOWN_PASS
+        _count(run, row, passed, EngineFailure.PASSED_OVER, now, out, is_unavailable=True)
 
 
 def _is_inconclusive(outcome: Outcome) -> bool:
@@ -158,6 +235,7 @@ def _is_slow(outcome: Outcome) -> bool:
 def _count(
     run: Run,
     row: int,
+    passed: Pass,
     failure: EngineFailure | None,
     now: float,
     out: list[Effect],
@@ -165,29 +243,47 @@ def _count(
     is_unavailable: bool = False,
     is_checked: bool = False,
 ) -> None:
-    """``is_unavailable``: one such failure is enough to avoid the endpoint. ``is_checked``: another endpoint serves
-    what this one refused.
+    """``passed``: with what the request has passed the endpoint's breaker. ``is_unavailable``: one such failure is
+    enough to open it. ``is_checked``: another endpoint serves what this one refused.
     """
-    pool, health = run.pool, run.pool.table.healths[row]
-    if failure is None:
-        # a prefill is no whole answer
-        if run.is_on_time and not run.is_leg:
-            _learn_duration(run, now)
-        if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s, tenant=run.sent.tenant):
-            out.append(HealthChanged(pool.name, pool.table.addresses[row], None))
-        if not health.is_suspect or (health.probe_at_s and run.sent_at_s >= health.probe_at_s):
-            record_success(pool.table, row)
+    pool, health, breaker = run.pool, run.pool.table.healths[row], run.pool.table.breakers[row]
+    # a prefill is no whole answer
+    if failure is None and run.is_on_time and not run.is_leg:
+        _learn_duration(run, now)
+    if not breaker.is_current(passed, run.sent_at_s):
         return
-    is_news = False
-    if run.is_on_time and (failure is not EngineFailure.REFUSED or _is_evidence(run, health, now, is_checked)):
-        is_news = record_bad_answer(pool.table, row, failure, now=now, tenant=run.sent.tenant)
-    if is_news:
+    if failure is None:
+        record_good_answer(pool.table, row, now=now, tenant=run.sent.tenant)
+        _change(pool, row, breaker.succeeded(passed.ticket, now), out)
+        return
+    is_evidence = failure is not EngineFailure.REFUSED or _is_evidence(run, health, now, is_checked)
+    if run.is_on_time and is_evidence and record_bad_answer(pool.table, row, failure, tenant=run.sent.tenant):
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
-    if is_unavailable or health.is_suspect:
-        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s, is_costly=failure is EngineFailure.SILENT)
-    elif failure not in {EngineFailure.PASSED_OVER, EngineFailure.SILENT}:
+    if is_unavailable or (health.is_suspect and is_evidence):
+        key, needed = key_of(pool.name, pool.table.addresses[row]), _NEEDED if health.is_suspect else 1
+        is_costly = failure is EngineFailure.SILENT
+        after = breaker.failed(passed.ticket, key, now, needed=needed, is_costly=is_costly)
+    elif failure in {EngineFailure.PASSED_OVER, EngineFailure.SILENT} or health.is_suspect:
+        after = breaker.released(passed.ticket)
+    else:
         # it refuses or fails this request, but it is reachable
-        record_success(pool.table, row)
+        after = breaker.succeeded(passed.ticket, now)
+    _change(pool, row, after, out)
+
+
+def _change(pool: Pool, row: int, after: Breaker, out: list[Effect]) -> None:
+    """The state of an endpoint's breaker. Where it closes, the endpoint is no suspect any more."""
+    table = pool.table
+    before, health, address = table.breakers[row], table.healths[row], table.addresses[row]
+    if after is before:
+        return
+    set_breaker(table, row, after)
+    if after.generation == before.generation:
+        return
+    out.append(BreakerChanged(pool.name, address, before, after))
+    if not after.trips and health.is_suspect:
+        health.reasons.clear()
+        out.append(HealthChanged(pool.name, address, None))
 
 
 def _is_evidence(run: Run, health: EndpointHealth, now: float, is_checked: bool) -> bool:
@@ -247,7 +343,8 @@ def _count_if_overdue(run: Run, now: float, out: list[Effect]) -> None:
     if not run.is_on_time or not table.is_current(first):
         return
     if now - max(run.sent_at_s, table.healths[first.row].served_at_s) > _patience_s(run):
-        _count(run, first.row, EngineFailure.SILENT, now, out)
+        is_probe = bool(first.passed.ticket)
+        _count(run, first.row, first.passed, EngineFailure.SILENT, now, out, is_unavailable=is_probe)
         run.is_on_time = False
 
 

@@ -19,6 +19,7 @@ from extproc.admission.flows import FlowKey
 from extproc.api.errors import one_line
 from extproc.core.record import Outcome, SentRequest
 from extproc.endpoints.adapter_slots import Change
+from extproc.endpoints.breaker import Breaker
 from extproc.engines.metrics import CacheConfig, EngineReport
 from extproc.scheduling.pool import Assignment, DecodePlace
 
@@ -91,12 +92,25 @@ class EngineReported(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     base_models: frozenset[str] = frozenset()
 
 
+class KnownBreaker(msgspec.Struct, frozen=True, array_like=True):
+    """A breaker that has ever changed, with instants relative to the sender's now. ``address``: of the endpoint; empty:
+    it is that of the ModelServer.
+    """
+
+    server: str
+    address: str
+    breaker: Breaker
+
+
 class ProcessAlive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """All requests that a process runs. Any other known here as its own has ended, and that event was lost. Of those
     that are not known here the start was lost: the process is asked for it.
+
+    ``breakers``: as it knows them. It sends this once a second, and whenever one has changed.
     """
 
     running: list[str]
+    breakers: list[KnownBreaker] = []
 
 
 class AskStarted(msgspec.Struct, frozen=True, array_like=True, tag="k"):
@@ -210,6 +224,11 @@ class PeerView:
     def peers(self) -> int:
         """How many other processes have sent an event within the last ``SILENCE_S``."""
         return len(self._seen_at_s)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of these."""
+        return self._seen_at_s.keys()
 
     def record_event(self, origin: str, now: float) -> None:
         """An event of the process ``origin`` has come."""

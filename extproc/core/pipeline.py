@@ -16,6 +16,7 @@ from extproc.admission.refusals import unavailable
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.activation import EngineWait
 from extproc.core.adapter_load import AdapterWait
+from extproc.core.breakers import check_server, is_drawn, may_probe
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import (
     AskGuard,
@@ -50,6 +51,7 @@ from extproc.core.queue import MOST_AT_ONCE, TIERS_FAILED, QueueWait, usage_to_r
 from extproc.core.record import Record
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
+from extproc.endpoints.breaker import BreakerState
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
@@ -121,6 +123,7 @@ class AdmissionPipeline:
         self._accounts = accounts
         self._dispatcher = dispatcher
         self._builder: RequestBuilder
+        self._rng = rng
         # by the key of the ModelRoute
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
@@ -162,11 +165,22 @@ class AdmissionPipeline:
         weights have chosen.
         """
         record.wall_s = now + self._accounts.wall_offset_s
-        if record.arrived.destination.tiers is None:
+        if record.arrived.destination.tiers is not None:
+            found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
+            if found is not None:
+                record.arrival, record.placement = found
+        if record.arrived.pool.breaker.generation:
+            self._avoid_failing(record, now)
+
+    def _avoid_failing(self, record: Record, now: float) -> None:
+        """A request goes to another ModelServer of its rule while the breaker of its own lets too few through."""
+        pool = record.arrived.pool
+        record.is_drawn = is_drawn(pool, now, self._rng)
+        if record.is_drawn or may_probe(pool, now):
             return
-        found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
-        if found is not None:
-            record.arrival, record.placement = found
+        other = self._builder.elsewhere(record.arrived, lambda one: not one.breaker.trips and one is not pool)
+        if other is not None:
+            record.arrival, record.placement, record.is_drawn = other, None, True
 
     def _tier(self, record: Record, now: float, waited_s: float = 0.0) -> tuple[Arrival, Placement] | None:
         """The tier of a request that arrives, or has waited for its home."""
@@ -220,8 +234,7 @@ class AdmissionPipeline:
         if other is None or found is None:
             return False
         self._withdraw(record, now)
-        self._dispatcher.move(record, other)
-        record.placement, record.fell_back_for = None, "queue"
+        self._send_to_fallback(record, other, "queue")
         record.queued, with_room = found
         record.happens(Event.GRANTED)
         self._turn_came(record, with_room, now, out)
@@ -229,11 +242,26 @@ class AdmissionPipeline:
 
     def _fall_back(self, record: Record, now: float, out: list[Effect]) -> None:
         """A request whose ModelServer has no usable endpoint goes to a fallback that has one."""
-        instead = partial(self._fallbacks.instead, record.arrived, record.attachment, now)
+        instead = partial(self._fallbacks.instead, record.arrived, record.attachment, now, is_drawn=record.is_drawn)
         other = with_fault(out, _FALLBACK_FAILED, instead)
         if other is not None:
-            self._dispatcher.move(record, other)
-            record.placement, record.fell_back_for = None, "no_endpoint"
+            self._send_to_fallback(record, other, "no_endpoint")
+
+    def _fall_back_at_turn(self, record: Record, with_room: Bools | None, now: float) -> Bools | None:
+        """The breaker of the ModelServer has opened while the request waited: it goes to a fallback that has room at
+        once. Returns the rows that have room where it goes.
+        """
+        other = self._fallbacks.instead(record.arrived, record.attachment, now, is_drawn=False)
+        found = None if other is None else self._queue.passes_at(record, other, now)
+        if other is None or found is None:
+            return with_room
+        self._send_to_fallback(record, other, "no_endpoint")
+        record.queued, with_room = found
+        return with_room
+
+    def _send_to_fallback(self, record: Record, other: Arrival, why: str) -> None:
+        self._dispatcher.move(record, other)
+        record.placement, record.fell_back_for, record.is_drawn = None, why, True
 
     def _watch_wait(self, record: Record, out: list[Effect]) -> None:
         """The request waits, and may go to a fallback after a while."""
@@ -359,6 +387,10 @@ class AdmissionPipeline:
         why = why_model_is_refused(arrival.pool, arrival.request.api, now)
         if why and arrival.destination.model == arrival.pool.spec.model:
             raise UnknownModel(why, param="model")
+        breaker = arrival.pool.breaker
+        if breaker.state(now) is BreakerState.OPEN and arrival.destination.fallbacks is None:
+            # before anything is reserved for it
+            check_server(arrival.pool, now, is_drawn=False)
         if not self._admission.limits_anything(arrival):
             return self._ask_guard(record, now, out)
         record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))
@@ -510,9 +542,12 @@ class AdmissionPipeline:
         """The request goes to the engine, unless what it has waited for before has gone meanwhile."""
 
         def step() -> Held | Decision:
+            room = with_room
+            if record.arrived.destination.fallbacks is not None and record.arrived.pool.breaker.trips:
+                room = self._fall_back_at_turn(record, with_room, now)
             gate = self._admission.gates.get(record.arrived.pool.name)
             return _admit(record, self._behind_engines[:-1], now, out) or self._dispatcher.dispatch(
-                record, now, out, gate=gate, with_room=with_room
+                record, now, out, gate=gate, with_room=room
             )
 
         _answer(self._attempt(record, step, now, out), out)

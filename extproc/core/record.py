@@ -226,7 +226,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
     and its usage is not known. ``served_by``: the ModelServer of the last attempt, of ``attempts``; empty if unknown.
     ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
-    sending slowly.
+    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -251,6 +251,7 @@ class Outcome(msgspec.Struct, frozen=True):
     served_by: str = ""
     attempts: int = 0
     engine_s: float | None = None
+    retry_after_s: float | None = None
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -439,6 +440,7 @@ class Record(msgspec.Struct):
     ``forecast``         whether it can hold its objectives, None if that is not asked
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
     ``fell_back_for``    why it goes to a fallback at once: ``queue``, ``no_endpoint``; empty if it does not
+    ``is_drawn``         it may go to a ModelServer that is half-open, beside the probe
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
     ===================  =======================================================================
@@ -472,6 +474,7 @@ class Record(msgspec.Struct):
     forecast: Forecast | None = None
     due_by_s: float = math.inf
     fell_back_for: str = ""
+    is_drawn: bool = True
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()
 

@@ -258,18 +258,22 @@ class RequestBuilder:
         """For the usage log: a request that was refused before it arrived; None if it asked for no inference."""
         return usage_of_unread(head, self._subject_of(head), refusal)
 
-    def elsewhere(self, arrival: Arrival) -> Arrival | None:
-        """The same request at a ModelServer of its rule that has engines, if its own has none; None: there is none.
+    def elsewhere(self, arrival: Arrival, suits: Callable[[Pool], bool] = lambda _: True) -> Arrival | None:
+        """The same request at a ModelServer of its rule that has engines and ``suits``; None: there is none.
 
         Its route, rule and weights are those of the configuration in use.
         """
         # thousands may wait while no server has engines: their rules and access are not looked up again then
         destinations = self._routing.destinations(arrival.request.model, arrival.head.listener)
-        if arrival.candidates is None or not any(map(self._has_engines, destinations)):
+
+        def may_take(one: Destination) -> bool:
+            return self._has_engines(one) and suits(self.pools[one.server])
+
+        if arrival.candidates is None or not any(map(may_take, destinations)):
             return None
         try:
             candidates = self._candidates_of(arrival)
-            targets = None if candidates is None else candidates.targets.among(self._has_engines)
+            targets = None if candidates is None else candidates.targets.among(may_take)
             return None if targets is None else self._moved(arrival, candidates, targets.draw(self._rng))
         except Refusal:
             # its route has left, or its caller may not use the other server: it stays where it is

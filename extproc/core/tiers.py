@@ -19,6 +19,7 @@ import msgspec
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.core.dispatch import constraints_of, prompt_of
 from extproc.core.record import Placement
+from extproc.endpoints.breaker import BreakerState
 from extproc.endpoints.ledger import backlog_of
 from extproc.errors import Refusal
 from extproc.routing.tiers import Candidate, choose
@@ -94,6 +95,8 @@ class TierSelector:
         """The request at its ModelServer; None if no endpoint there can take it."""
         pool, request = arrival.pool, arrival.request
         table, prompt = pool.table, prompt_of(arrival, None)
+        if pool.breaker.state(now) is BreakerState.OPEN:
+            return None
         try:
             considered = pool.consider(prompt, constraints_of(arrival, attachment), now=now, rng=self._rng)
         except Refusal:

@@ -14,10 +14,10 @@ _SILENT_INTERVALS: Final = 3.0
 _MEMORY_ANSWERS: Final = 50.0
 _KEPT: Final = 1 - 1 / _MEMORY_ANSWERS
 _REMEMBERED_REFUSALS: Final = 64
-_REFUSED_TENANTS: Final = 64
+_MOST_VOICES: Final = 64
 # After a refusal that another endpoint did not share.
 _CHECKS_REFUSALS_S: Final = 30.0
-# Of an endpoint that backs off without being a suspect: no answer of it was ever judged.
+# Of an endpoint whose breaker is open without being a suspect: no answer of it was ever judged.
 NO_ANSWER: Final = "it cannot be reached, or answers nothing"
 
 
@@ -31,7 +31,7 @@ class EngineFailure(enum.Enum):
 
     PASSED_OVER = "it does not answer requests, and Envoy goes on to the next endpoint"
     REFUSED = "it refuses requests (4xx) that others serve"
-    ERROR = "it answers with errors (429 or 5xx)"
+    ERROR = "it answers with errors (408 or 5xx)"
     CUT = "its answers end early"
     NO_USAGE = "its answers end without usage, so they are cut short or no answers at all"
     SILENT = "it has requests and answers none"
@@ -51,10 +51,9 @@ class EndpointHealth(msgspec.Struct):
     """What one endpoint's answers were like.
 
     ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reasons``: why it is a
-    suspect, empty if it is none. ``avoided_since_s``: if it is one, or backs off. ``good_in_a_row``: of a suspect.
-    ``probe_at_s``: when the first of the requests was sent that now try it one by one, 0 if none. ``refusals``: of
-    which requests, lately. ``refused``: by tenant, those that counted, decayed, and the answer's number. ``asked_by``:
-    the last two tenants, the latest first, each with the number of its last answer.
+    suspect, empty if it is none. ``refusals``: of which requests, lately. ``voices``: by tenant, the refusals or
+    failures that counted, decayed, and the answer's number. ``asked_by``: the last two tenants, the latest first, each
+    with the number of its last answer.
     ``checks_refusals_until_s``: Envoy tries what it refuses at the next endpoint.
     ``lacks_model``: its ModelServer's model, if the engine lists its models and not this one. ``serves_unlisted``: its
     last answer to a request for that model was good all the same. ``listed_at_s``: when it last listed its models.
@@ -64,12 +63,9 @@ class EndpointHealth(msgspec.Struct):
     failed: float = 0.0
     served_at_s: float = 0.0
     reasons: set[EngineFailure] = msgspec.field(default_factory=set)
-    avoided_since_s: float = 0.0
-    good_in_a_row: int = 0
-    probe_at_s: float = 0.0
     refusals: list[int] = []
     number: int = 0
-    refused: dict[str, tuple[float, int]] = {}
+    voices: dict[str, tuple[float, int]] = {}
     asked_by: tuple[tuple[str, int], ...] = ()
     checks_refusals_until_s: float = 0.0
     lacks_model: str = ""
@@ -94,24 +90,27 @@ class EndpointHealth(msgspec.Struct):
 
     def believes_refusal(self, tenant: str, request: int) -> bool:
         """Whether a refusal that no other endpoint could check says something of the endpoint, and not of the request
-        alone; it is remembered then.
-
-        A tenant has one voice: its refusals count no more than all failures that others met, and one. But where nobody
-        else asks, there is nobody else to hear. ``request``: a hash of its prompt.
+        alone; it is remembered then. ``request``: a hash of its prompt.
         """
-        if self.is_repeated(request):
-            return False
-        own = self._refused_to(tenant)
+        return not self.is_repeated(request) and self.believes(tenant)
+
+    def believes(self, tenant: str) -> bool:
+        """Whether a failure that ``tenant`` met counts; it is remembered then.
+
+        A tenant has one voice: its failures count no more than all that others met, and one. But where nobody else
+        asks, there is nobody else to hear.
+        """
+        own = self._counted_of(tenant)
         has_others = any(name != tenant and self.number - last < _MEMORY_ANSWERS for name, last in self.asked_by)
         if has_others and own >= 1 + self.failed - own:
             return False
-        self.refused[tenant] = own + 1, self.number + 1
-        if len(self.refused) > _REFUSED_TENANTS:
-            del self.refused[min(self.refused, key=self._refused_to)]
+        self.voices[tenant] = own + 1, self.number + 1
+        if len(self.voices) > _MOST_VOICES:
+            del self.voices[min(self.voices, key=self._counted_of)]
         return True
 
-    def _refused_to(self, tenant: str) -> float:
-        count, number = self.refused.get(tenant, (0.0, self.number))
+    def _counted_of(self, tenant: str) -> float:
+        count, number = self.voices.get(tenant, (0.0, self.number))
         return float(count * _KEPT ** (self.number - number))
 
     def is_repeated(self, request: int) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, Breaker, Pass
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.prefill_queue import PrefillQueue
 from extproc.engines.metrics import LoraState
@@ -94,13 +95,15 @@ class EngineAttributes:
 class EndpointRef(msgspec.Struct, frozen=True, array_like=True):
     """A reference to an endpoint that outlives the use of its row.
 
-    ``prefill_number``: the request's number in the endpoint's ``PrefillQueue``, 0 if it is not in it.
+    ``prefill_number``: the request's number in the endpoint's ``PrefillQueue``, 0 if it is not in it. ``passed``: with
+    what the request has passed its breaker.
     """
 
     address: str
     row: int
     epoch: int
     prefill_number: int = 0
+    passed: Pass = UNKNOWN_PASS
 
 
 class EndpointConfig(msgspec.Struct, frozen=True):
@@ -129,8 +132,10 @@ class EndpointTable:
     ``backlog_at_s``                  s           0         when ``backlog_tokens`` was set
     ``backlog_per_request``           tokens      1         mean work of a request in the backlog
     ``cold_prompt_at_s``              s           0         last sent a prompt that no endpoint had cached
-    ``failures``                      requests    0         consecutive failures
-    ``retry_at_s``                    s           0         end of the back-off after these
+    ``breakers``                                  closed    the state of its breaker
+    ``passes``                                    first     with what requests pass that
+    ``failures``                                  0         how often it has opened since it was closed
+    ``retry_at_s``                    s           0         when it lets a request through; see ``avoidance.refresh``
     ``healths``                                   unknown   how its answers were
     *Learned from answers*
     ``prefill_rate``                  tokens/s    typical   tokens of work, shrunk towards the typical rate
@@ -153,7 +158,8 @@ class EndpointTable:
     ``in_flight_tokens_at_report``    tokens      0         ``in_flight_tokens`` at ``reported_at_s``
     ================================  ==========  ========  =====================================================
 
-    Of all endpoints: ``has_draining``; ``has_failures``: any may be in back-off; ``has_foreign_requests``: an engine
+    Of all endpoints: ``has_draining``; ``has_failures``: some breaker may not let all requests through, and
+    ``unsettled``: of these rows; ``has_tripped``: some breaker has ever opened; ``has_foreign_requests``: an engine
     once reported more requests than we sent; ``mean_work``: recent mean prefill work of a request, in tokens;
     ``rate_noise``: variance of the logarithm of the rate of a single answer; ``fresh_s``: for how long a report is
     trusted in full.
@@ -186,8 +192,8 @@ class EndpointTable:
         self.backlog_per_request: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.absence_cost_s: Floats = np.zeros(0)
-        self.has_failures = False
-        self.has_foreign_requests = False
+        self.has_failures = self.has_tripped = self.has_foreign_requests = False
+        self.unsettled: set[int] = set()
         self.mean_work = 0.0
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
@@ -196,6 +202,8 @@ class EndpointTable:
         self.retry_at_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
         self.healths: list[EndpointHealth] = []
+        self.breakers: list[Breaker] = []
+        self.passes: list[Pass] = []
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self.service_s: Floats = np.zeros(0)
@@ -233,7 +241,7 @@ class EndpointTable:
 
     def ref(self, row: int, *, prefill_number: int = 0) -> EndpointRef:
         """A reference to the endpoint that has ``row`` now. ``prefill_number``: see EndpointRef."""
-        return EndpointRef(self.addresses[row], row, self.epochs[row], prefill_number)
+        return EndpointRef(self.addresses[row], row, self.epochs[row], prefill_number, self.passes[row])
 
     def is_current(self, endpoint: EndpointRef) -> bool:
         """Whether the row still belongs to ``endpoint``."""
@@ -287,6 +295,7 @@ class EndpointTable:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
             self.absence_cost_s[row] = np.inf
+            self.unsettled.discard(row)
         missing = len(wanted) - len(self.addresses)
         if missing > 0:
             self._grow(max(len(wanted), 2 * len(self.addresses)))
@@ -315,6 +324,8 @@ class EndpointTable:
         self.in_flight_tokens[row] = self.in_flight_tokens_at_report[row] = self.kv_capacity_tokens[row] = 0.0
         self.attributes.forget(row)
         self.prefill_queues[row], self.healths[row] = PrefillQueue(), EndpointHealth()
+        self.breakers[row], self.passes[row] = CLOSED, FIRST_PASS
+        self.unsettled.discard(row)
         self.loras[row], self.backlog_per_request[row] = LoraState(), 1.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
@@ -329,6 +340,8 @@ class EndpointTable:
         self.epochs += [0] * more
         self.prefill_queues += [PrefillQueue() for _ in range(more)]
         self.healths += [EndpointHealth() for _ in range(more)]
+        self.breakers += [CLOSED] * more
+        self.passes += [FIRST_PASS] * more
         self.loras += [LoraState()] * more
         self.configs += [EndpointConfig()] * more
         for column in _COLUMNS:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from extproc.core.breakers import breakers_of
 from extproc.metrics.exposition import MetricFamily, PiecewiseCollector, escape_label, number
 from extproc.scheduling.model_check import quoted_names
 from extproc.scheduling.plugins.label_plugins import ROLE_LABEL
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     _Column = Callable[[Pool, list[int]], _Values]
 
 # It could not be reached or answered nothing, which needs no comparison with others.
-_BACKS_OFF: Final = "no_answer"
+_NO_ANSWER: Final = "no_answer"
 _LABELS: Final = ("server", "endpoint")
 _AVOIDED: Final = MetricFamily(
     "attache_endpoint_avoided",
@@ -33,6 +34,11 @@ _AVOIDED: Final = MetricFamily(
     (*_LABELS, "reason"),
 )
 _SINCE: Final = MetricFamily("attache_endpoint_avoided_since_timestamp_seconds", "Since when it is avoided.", _LABELS)
+_BREAKER: Final = MetricFamily(
+    "attache_breaker_state",
+    "Of a breaker that has ever opened: 0 closed, 1 half-open, 2 open; of the ModelServer where `endpoint` is empty.",
+    _LABELS,
+)
 _MISSING: Final = MetricFamily(
     "attache_engine_model_missing",
     "1 while it lists models (`lists`) and not the ModelServer's (`model`); no series otherwise.",
@@ -101,7 +107,15 @@ class EndpointSeries(PiecewiseCollector):
                 _failed,
             ),
         )
-        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _MISSING, _ROLE, _INTERVAL)
+        self.families = (
+            *(family for family, _ in self._columns),
+            _AVOIDED,
+            _SINCE,
+            _BREAKER,
+            _MISSING,
+            _ROLE,
+            _INTERVAL,
+        )
 
     def pieces(self) -> Iterator[str]:
         """One sample an endpoint and family. Values are those of the moment when their piece is written."""
@@ -110,6 +124,8 @@ class EndpointSeries(PiecewiseCollector):
             yield from family.pieces(line for pool in pools for line in _lines(family.series, pool, column))
         yield from _AVOIDED.pieces(line for pool in pools for line in _avoided_lines(pool))
         yield from _SINCE.pieces(line for pool in pools for line in _lines(_SINCE.series, pool, self._avoided_since))
+        now = self._clock()
+        yield from _BREAKER.pieces(line for pool in pools for line in _breaker_lines(pool, now))
         yield from _MISSING.pieces(line for pool in pools if pool.may_lack_model for line in _missing_lines(pool))
         yield from _ROLE.pieces(line for pool in pools for line in _role_lines(pool))
         yield from _INTERVAL.pieces(
@@ -122,10 +138,7 @@ class EndpointSeries(PiecewiseCollector):
 
     def _avoided_since(self, pool: Pool, rows: list[int]) -> _Values:
         table, ahead_s = pool.table, self._wall_clock() - self._clock()
-        return [
-            ahead_s + table.healths[row].avoided_since_s if table.healths[row].reasons or table.failures[row] else None
-            for row in rows
-        ]
+        return [ahead_s + breaker.since_s if (breaker := table.breakers[row]).trips else None for row in rows]
 
 
 def _series(name: str, text: str, kind: str = "gauge") -> MetricFamily:
@@ -143,8 +156,14 @@ def _lines(series: str, pool: Pool, column: _Column) -> Iterator[str]:
 def _avoided_lines(pool: Pool) -> Iterator[str]:
     table = pool.table
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
-        reasons = _reasons(table.healths[row], backs_off=bool(table.failures[row]))
+        reasons = _reasons(table.healths[row]) if table.failures[row] else ()
         yield "".join([_AVOIDED.line((pool.name, address, reason), 1) for reason in reasons])
+
+
+def _breaker_lines(pool: Pool, now: float) -> Iterator[str]:
+    for address, breaker in breakers_of(pool):
+        if breaker.generation:
+            yield _BREAKER.line((pool.name, address), breaker.state(now))
 
 
 def _missing_lines(pool: Pool) -> Iterator[str]:
@@ -204,7 +223,6 @@ def _failed(pool: Pool, rows: list[int]) -> _Values:
     return [one.failed / one.answers if one.answers else 0.0 for one in healths]
 
 
-def _reasons(health: EndpointHealth, *, backs_off: bool) -> list[str]:
-    """How an endpoint that is avoided fails; none if it is not avoided."""
-    reasons = sorted(one.name.lower() for one in health.reasons)
-    return reasons or ([_BACKS_OFF] if backs_off else [])
+def _reasons(health: EndpointHealth) -> list[str]:
+    """How an endpoint that is avoided fails."""
+    return sorted(one.name.lower() for one in health.reasons) or [_NO_ANSWER]

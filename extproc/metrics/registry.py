@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from prometheus_client import Counter, Gauge
 
 from extproc.core.effects import (
+    BreakerChanged,
     ClientLeft,
     Decision,
     EngineStarted,
@@ -129,11 +130,20 @@ class Metrics:
             ["server", "status_class", "first_choice"],
             self.registry,
         )
-        self._plugin_failures = Counters(
-            "attache_plugin_failures",
-            "Failures of plugins of other packages, without which requests were decided.",
-            ["server", "plugin"],
-            self.registry,
+        self._plugin_failures, self._breakers = (
+            Counters(name, text, labels, self.registry)
+            for name, text, labels in (
+                (
+                    "attache_plugin_failures",
+                    "Failures of plugins of other packages, without which requests were decided.",
+                    ["server", "plugin"],
+                ),
+                (
+                    "attache_breaker_transitions",
+                    "Times that breakers of endpoints or ModelServers have opened or closed, as this process saw it.",
+                    ["server", "level", "to"],
+                ),
+            )
         )
         self._traces = Counters(
             "attache_traces",
@@ -274,9 +284,15 @@ class Metrics:
                 self._activation.observe_start(effect)
             case LoadEnded() | Prefill() | PrefillEnded():
                 self._count_work(effect)
-            case Fault():
-                if effect.plugin:
-                    self._plugin_failures.add(effect.server, effect.plugin)
+            case BreakerChanged() | Fault():
+                self._count_failure(effect)
+
+    def _count_failure(self, effect: BreakerChanged | Fault) -> None:
+        if isinstance(effect, BreakerChanged):
+            level = "endpoint" if effect.address else "server"
+            self._breakers.add(effect.server, level, "open" if effect.after.trips else "closed")
+        elif effect.plugin:
+            self._plugin_failures.add(effect.server, effect.plugin)
 
     def _count_work(self, work: LoadEnded | Prefill | PrefillEnded) -> None:
         match work:

@@ -28,6 +28,7 @@ from extproc.api.load import Directory
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
 from extproc.api.tracing import Tracing
 from extproc.core.accounts import NO_OTHERS, RecentGrants
+from extproc.core.breakers import server_problems
 from extproc.core.core import Core
 from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, LogUsage, Prefill
 from extproc.failures import Supervisor
@@ -567,7 +568,8 @@ class App:
 
     def _report(self) -> ConfigReport:
         wrong_models = model_problems(self._core.pools.values())
-        return msgspec.structs.replace(self._feed.report, wrong_models=wrong_models)
+        breakers = server_problems(self._core.pools.values(), self._clock())
+        return msgspec.structs.replace(self._feed.report, wrong_models=wrong_models, open_breakers=breakers)
 
     async def _serve_pages(self) -> web.AppRunner | None:
         settings, worker, address = self._settings, self._settings.worker, self._settings.metrics
@@ -575,7 +577,7 @@ class App:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
         from extproc.console.pages import ConsolePages, Place  # noqa: PLC0415
-        from extproc.runtime.pages import ExplainPage, objectives_page, serve_pages  # noqa: PLC0415
+        from extproc.runtime.pages import ExplainPage, objectives_page, reset_page, serve_pages  # noqa: PLC0415
 
         explain = ExplainPage(
             self._core, self._tokenizers.tokens_of, self._clock, settings.gateway, guard_says=self._guards.answer_to
@@ -604,7 +606,11 @@ class App:
             loads=self._core.loads_in_parts,
             demand=self._demand,
             explain=explain if settings.shows_reasons else None,
-            others=[*console.routes(), objectives_page(self._metrics.objectives.report)],
+            others=[
+                *console.routes(),
+                objectives_page(self._metrics.objectives.report),
+                reset_page(self._core, self._clock, self._performer.perform),
+            ],
         )
 
 

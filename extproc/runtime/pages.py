@@ -11,8 +11,9 @@ import msgspec
 from aiohttp import hdrs, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, SLO_PATH
+from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, RESET_PATH, SLO_PATH
 from extproc.browsers import protect
+from extproc.core.effects import BreakerChanged
 from extproc.core.record import BUNDLE, Attachment, Head
 from extproc.core.running import add_part
 from extproc.errors import Refusal, to_openai_body
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from extproc.api.status_pages import ConfigReport, EndpointLoad, ObjectiveCounts
     from extproc.core.core import Core
-    from extproc.core.effects import AskGuard
+    from extproc.core.effects import AskGuard, Effect
     from extproc.core.guards import GuardFailed, GuardReply
     from extproc.core.record import Arrival
     from extproc.metrics.exposition import Registry
@@ -37,6 +38,7 @@ _INDEX: Final = {
     REPORT_PATH: "digests of the configuration files in use, and what is wrong with newer ones",
     LOADS_PATH: "what each engine has to do",
     SLO_PATH: "how well objectives are kept, by the hour; attache slo shows them",
+    RESET_PATH: "POST ?server=NAMESPACE/NAME[&engine=IP:PORT] closes breakers; attache reset does",
     DEMAND_PATH: "what was asked for since the start; ?watch follows it",
     CONSOLE_PATH: "for people: engines, queues, tenants, models and requests, live",
 }
@@ -176,6 +178,23 @@ def objectives_page(report: Callable[[], Iterator[ObjectiveCounts]]) -> web.Rout
         return await _in_pieces(request, lines, "application/x-ndjson")
 
     return web.get(SLO_PATH, show)
+
+
+def reset_page(core: Core, clock: Callable[[], float], perform: Callable[[list[Effect]], None]) -> web.RouteDef:
+    """The page RESET_PATH: a POST closes the breakers of a ModelServer, or that of one of its engines."""
+
+    async def reset(request: web.Request) -> web.Response:
+        server, engine = request.query.get("server", ""), request.query.get("engine", "")
+        pool = core.pools.get(server)
+        if pool is None or (engine and pool.table.row_of(engine) is None):
+            text = f"there is no {'engine' if pool else 'ModelServer'} of this name; write server=NAMESPACE/NAME"
+            return web.Response(text=f"{text}, and engine=IP:PORT for one of its engines\n", status=404)
+        effects = core.reset_breakers(server, engine, clock())
+        perform(effects)
+        closed = [one.address for one in effects if isinstance(one, BreakerChanged)]
+        return web.Response(body=msgspec.json.encode(closed), content_type="application/json")
+
+    return web.post(RESET_PATH, reset)
 
 
 async def _together(parts: Iterator[dict[str, EndpointLoad]]) -> dict[str, EndpointLoad]:

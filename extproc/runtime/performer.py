@@ -16,6 +16,7 @@ from extproc.core.effects import (
     AskGuard,
     AskLimits,
     AskTokens,
+    BreakerChanged,
     Broadcast,
     ClientLeft,
     Decision,
@@ -133,6 +134,7 @@ class Performer:
                     self._wake_at(effect.at_s)
                 case (
                     HealthChanged()
+                    | BreakerChanged()
                     | ModelChecked()
                     | LoadEnded()
                     | PrefillEnded()
@@ -199,6 +201,7 @@ class Performer:
     def _log(
         self,
         effect: HealthChanged
+        | BreakerChanged
         | ModelChecked
         | LoadEnded
         | PrefillEnded
@@ -217,7 +220,7 @@ class Performer:
                 log.info("requests wait for an engine of %s, which has none", effect.server)
             case EngineStarted():
                 log.info("%s has an engine again, %.3g s after the first request for it", effect.server, effect.after_s)
-            case HealthChanged():
+            case HealthChanged() | BreakerChanged():
                 _log_health(effect)
             case ModelChecked():
                 _log_model(effect)
@@ -304,7 +307,10 @@ def _correct(limits: RedisLimits | None, effect: SettleGrant | Overdraft) -> Non
         limits.settle(effect.grant, effect.used)
 
 
-def _log_health(change: HealthChanged) -> None:
+def _log_health(change: HealthChanged | BreakerChanged) -> None:
+    if isinstance(change, BreakerChanged):
+        _log_breaker(change)
+        return
     if change.failure is None:
         log.info("engine %s of %s answers again: it gets requests as before", change.address, change.server)
         return
@@ -315,6 +321,15 @@ def _log_health(change: HealthChanged) -> None:
         change.failure.value,
         ADVICE[change.failure],
     )
+
+
+def _log_breaker(change: BreakerChanged) -> None:
+    """The first opening and the end of it; between them, probes fail."""
+    whose = f"engine {change.address} of {change.server}" if change.address else f"ModelServer {change.server}"
+    if not change.after.trips:
+        log.info("the breaker of %s is closed", whose)
+    elif not change.before.trips:
+        log.warning("the breaker of %s is open", whose)
 
 
 def _log_model(checked: ModelChecked) -> None:

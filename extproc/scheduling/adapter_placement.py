@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from extproc.endpoints.avoidance import preferred
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -103,11 +105,7 @@ def loaders(table: EndpointTable, eligible: Bools | None, now: float) -> Bools:
     rows = table.is_active.copy() if eligible is None else table.is_active & eligible
     if table.has_draining and (rows & table.not_draining()).any():
         rows &= table.not_draining()
-    if table.has_failures:
-        calm = rows & ~(table.retry_at_s > now)
-        if calm.any():
-            return calm
-    return rows
+    return preferred(table, rows, now)
 
 
 def rows_in(mask: Bools) -> list[int]:

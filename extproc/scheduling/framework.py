@@ -236,10 +236,9 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
                 view.failed.append(failed)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """Run the handler; endpoints in back-off only if no other may serve the request."""
+        """Run the handler; those whose breakers are open only if no other may serve the request."""
         if view.table.has_failures:
-            well = view.candidates() & (view.table.retry_at_s <= view.now_s)
-            view = view.with_candidates(well) if well.any() else view
+            view = view.with_candidates(view.preferred(view.candidates()))
         try:
             return self.handler.run(view, self.profiles, self.deciders, rng)
         except PluginFailed as failed:

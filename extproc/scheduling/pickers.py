@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from extproc.scheduling.disaggregation import Decider
     from extproc.scheduling.picker import Demand, View
 
-# Larger than any real cost: an endpoint in back-off comes after all others.
-_BACKOFF_COST_S: Final = 1e6
+# Larger than any real cost: an endpoint comes after all of a lower rank.
+_RANK_COST_S: Final = 1e6
 # Up to this size a full sort is cheaper than a partition.
 _MAX_FULL_SORT: Final = 512
 _ZERO: Final = np.zeros(())
@@ -118,7 +118,7 @@ class PrefixAware:
 
     def pick_cheapest(self, name: str, cost: Floats, view: View, rng: random.Random) -> Pick:
         """By the cost of each row. ``name``: of the picker, for explanations."""
-        endpoints = len(view.table)
+        cost, endpoints = _ranked(cost, view), len(view.table)
         if view.eligible is not None or not endpoints:
             candidates = view.candidates()
             cost[~candidates] = np.inf
@@ -137,8 +137,6 @@ class PrefixAware:
         """The same of endpoints that only prefill: they have no answers to stop or to slow down."""
         cost = self._prefill_costs(table, demand, now, _ZERO)
         cost += table.absence_cost_s
-        if table.has_failures:
-            cost[table.retry_at_s > now] += _BACKOFF_COST_S
         return cost
 
     def _prefill_costs(self, table: EndpointTable, demand: Demand, now: float, stopped: Floats) -> Floats:
@@ -155,14 +153,12 @@ class PrefixAware:
         return cost
 
     def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
-        """The second line of the formula; infinite for rows without an endpoint, very large for those in back-off."""
+        """The second line of the formula; infinite for rows without an endpoint."""
         cost: Floats = table.in_flight * self._request_cost_s
         cost += (self._parameters.decode * demand.decode_s_per_token) * table.in_flight_tokens
         if table.has_foreign_requests:
             cost += self._request_cost_s * estimated_foreign(table, now)
         cost += table.absence_cost_s
-        if table.has_failures:
-            cost[table.retry_at_s > now] += _BACKOFF_COST_S
         return cost
 
     def order(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
@@ -177,6 +173,14 @@ class PrefixAware:
             equal = equal[cached_tokens[equal] >= cached_tokens[first]]
             first = int(equal[rng.randrange(equal.size)])
         return [first, *[row for row in others if row != first]][:count]
+
+
+def _ranked(cost: Floats, view: View) -> Floats:
+    """Very large for endpoints that come after others. Changes ``cost``."""
+    by_row = view.ranks
+    if by_row is not None:
+        cost += _RANK_COST_S * by_row
+    return cost
 
 
 def _cheapest(cost: Floats, count: int) -> list[int]:
@@ -241,8 +245,8 @@ class PrefillDecodePairs:
         if not decode.any():
             raise NoEndpoint("No decode engine is ready for this model; start one, or mend its ModelServer's labels.")
         group = label_groups(table, self._parameters.group_key)
-        local_cost = self._costs.costs(table, demand, view.now_s)
-        prefill_cost = self._costs.prefill_costs(table, demand, view.now_s)
+        local_cost = _ranked(self._costs.costs(table, demand, view.now_s), view)
+        prefill_cost = _ranked(self._costs.prefill_costs(table, demand, view.now_s), view)
         prefill_cost[~self._prefilling(view, ready)] = np.inf
         best = _cheapest_by_group(prefill_cost, group)
         if not self._parameters.decodes_alone and view.request.whole != "no_prompt":
@@ -282,7 +286,9 @@ class PrefillDecodePairs:
         best = np.full(len(table.addresses), view.peer_row or 0)
         # no other endpoint prefills from here on
         nobody = np.full(len(table.addresses), np.inf)
-        choices = self._choices(view, candidates, self._costs.costs(table, view.demand, view.now_s), nobody, best)
+        choices = self._choices(
+            view, candidates, _ranked(self._costs.costs(table, view.demand, view.now_s), view), nobody, best
+        )
         cost_s = choices.transfer_s + choices.load_s if is_prefilled else self.decide(choices).cost_s
         return choose_decode(np.where(candidates, cost_s, np.inf), kept)
 
@@ -304,7 +310,7 @@ class PrefillDecodePairs:
             prefill_s=prefill_cost[best],
             waiting=requests_in_backlog(table, backlogs(table, view.now_s))[best],
             transfer_s=transfer_s,
-            load_s=self._costs.load_costs(table, demand, view.now_s),
+            load_s=_ranked(self._costs.load_costs(table, demand, view.now_s), view),
         )
 
     def _ready(self, view: View) -> Bools:
@@ -312,7 +318,7 @@ class PrefillDecodePairs:
         table, ready = view.table, view.candidates()
         if not table.has_failures:
             return ready
-        well = ready & (table.retry_at_s <= view.now_s)
+        well = view.preferred(ready)
         decode = self._decoding(view, well)
         if not decode.any() or self._parameters.decodes_alone or view.request.whole:
             return well if decode.any() else ready
@@ -359,13 +365,11 @@ class LeastWork:
         table, now = view.table, view.now_s
         cost: Floats = (1.0 + table.in_flight) * service_times(table, now)
         cost += table.absence_cost_s
-        if table.has_failures:
-            cost[table.retry_at_s > now] += _BACKOFF_COST_S
         return self._costs.pick_cheapest("LeastWork", cost, view, rng)
 
 
 class RoundRobin:
-    """Takes endpoints in the order of their rows; those in back-off come last."""
+    """Takes endpoints in the order of their rows; those whose breakers are open come last."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -373,10 +377,11 @@ class RoundRobin:
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The next endpoint, then those after it as fallbacks."""
         del rng  # round robin ignores chance, load and caches
-        table = view.table
         rows: list[int] = np.flatnonzero(view.candidates()).tolist()
         start = self._turn % len(rows)
         self._turn += 1
         turned = rows[start:] + rows[:start]
-        turned.sort(key=lambda row: bool(table.retry_at_s[row] > view.now_s))
+        by_row = view.ranks
+        if by_row is not None:
+            turned.sort(key=lambda row: float(by_row[row]))
         return Pick(turned[: view.choices], 0.0)

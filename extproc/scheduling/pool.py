@@ -12,9 +12,11 @@ import numpy as np
 from extproc.admission.estimates import InputEstimates, TokenQuantile
 from extproc.api.pricing import compile_prices
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
+from extproc.endpoints.avoidance import begin_probe, end_probe, preferred, ranks, refresh, repeat_probe
+from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, BreakerState, Pass, ProbeTurns
 from extproc.endpoints.engine_reports import set_report_interval
+from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
-from extproc.endpoints.outliers import begin_probe
 from extproc.endpoints.prices import Prices
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.request.prefill import PROTOCOLS
@@ -62,6 +64,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     ``adapter``                              the adapter that it needs, if that is loaded on demand
     ``sessions``                             what its session is to keep of the pick
     ``moved_tokens``      tokens             of the prompt, that ``prefill`` hands over
+    ``passed``                               with what it has passed the ModelServer's breaker
     ====================  =================  ==============================================================
     """
 
@@ -82,6 +85,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     adapter: str | None = None
     sessions: tuple[SessionNote, ...] = ()
     moved_tokens: float = 0.0
+    passed: Pass = UNKNOWN_PASS
 
     @property
     def prefilled_by(self) -> EndpointRef:
@@ -140,10 +144,12 @@ class Pool:
     they are never read. ``is_asked_by_model``: routes send it requests for ``spec.model``. ``prices``: what requests
     cost. ``may_lack_model``: an engine of it lists other models. ``apis_without_model``: see ``model_check``.
     ``prefill_protocol``: of the leg that extproc makes, None if it makes none. ``transfers``: of its picker's pairs.
+    ``breaker``: of the ModelServer, ``health``: how its requests ended. ``turns``: when this process may begin probes.
     """
 
-    def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
+    def __init__(self, name: str, spec: ModelServerSpec, picker: Picker, turns: ProbeTurns | None = None) -> None:
         self.name = name
+        self.breaker, self.health, self.turns = CLOSED, EndpointHealth(), turns or ProbeTurns()
         self.spec = spec
         self.table = EndpointTable()
         self.caches = CacheEstimator()
@@ -200,8 +206,11 @@ class Pool:
         return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
 
     def is_ready(self, now: float) -> bool:
-        """Whether an endpoint could serve a request, and is not in back-off."""
-        return self.readiness.can_serve and bool((self.table.is_active & (self.table.retry_at_s <= now)).any())
+        """Whether an endpoint could serve a request now, by the breakers."""
+        if not self.readiness.can_serve or self.breaker.state(now) is BreakerState.OPEN:
+            return False
+        self.refresh(now)
+        return bool((self.table.is_active & (self.table.retry_at_s <= now)).any())
 
     def dialect_of(self, address: str) -> Dialect:
         """Names of the metrics of the engine at ``address``."""
@@ -251,6 +260,9 @@ class Pool:
             # one view is enough: only admitters read endpoints that are full
             eligible, eligible_rows = eligible_rows if eligible is None else eligible & eligible_rows, None
         view = View(self.table, expectation.demand, facts, now, eligible, choices, wants, sessions)
+        if self.table.has_failures:
+            self.refresh(now)
+            view = msgspec.structs.replace(view, ranked=ranks(self.table, now, rng))
         if self.admits is not None:
             self.admits(view, rng=rng)
         view = view if eligible_rows is None else view.with_candidates(eligible_rows)
@@ -266,9 +278,10 @@ class Pool:
         return answers * (expected if max_tokens is None else min(expected, float(max_tokens)))
 
     def commit(
-        self, considered: Consideration, now: float, output_tokens: float = 0.0
+        self, considered: Consideration, now: float, output_tokens: float = 0.0, *, ticket: str = ""
     ) -> tuple[Assignment, dict[int, Pin]]:
-        """Send the request as picked: count its load. ``output_tokens``: expected of its answer.
+        """Send the request as picked: count its load. ``output_tokens``: expected of its answer. ``ticket``: under
+        which it may be a probe.
 
         Returns with it the blocks that the request holds in the prefix index, by row.
         """
@@ -281,6 +294,10 @@ class Pool:
             table.cold_prompt_at_s[first] = now
         tokens = expectation.input_tokens + output_tokens
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
+        if table.has_failures and ticket:
+            endpoint = _with_pass(endpoint, begin_probe(table, first, ticket, now))
+            if prefill is not None:
+                prefill = _with_pass(prefill, begin_probe(table, prefill.row, ticket, now))
         indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
         pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
@@ -290,8 +307,8 @@ class Pool:
         assignment = Assignment(
             endpoint,  # by position: Python calls with more than 15 names by way of a dict
             tuple([table.addresses[row] for row in pick.rows]),
-            input_tokens=expectation.input_tokens,
-            cached_tokens=cached,
+            expectation.input_tokens,
+            cached,
             indexed_tokens=indexed_tokens,
             last_used_at_s=last_used_at_s,
             tokens_ahead=tokens_ahead,
@@ -307,8 +324,28 @@ class Pool:
             moved_tokens=0.0
             if prefill is None
             else max(0.0, expectation.input_tokens - float(demand.cached_tokens[first])),
+            passed=self._pass_breaker(ticket, now),
         )
         return assignment, pins
+
+    def refresh(self, now: float) -> None:
+        """Before ``table.retry_at_s`` is read."""
+        if self.table.has_failures:
+            refresh(self.table, now, self.name, self.turns)
+
+    def probe_at_s(self, now: float) -> float:
+        """When this process may begin a probe of the ModelServer, whose breaker is not closed."""
+        return self.turns.probe_at_s(self.breaker, self.name, now)
+
+    def _pass_breaker(self, ticket: str, now: float) -> Pass:
+        """The request goes on, as the ModelServer's probe if one may begin."""
+        breaker = self.breaker
+        if breaker is CLOSED:
+            return FIRST_PASS
+        if not ticket or breaker.state(now) is not BreakerState.HALF_OPEN or self.probe_at_s(now) > now:
+            return Pass(breaker.generation)
+        self.breaker = breaker.leased(ticket, now)
+        return Pass(breaker.generation, ticket)
 
     def record_remote(self, sent: Assignment, chain: list[int], now: float) -> tuple[Assignment, dict[int, Pin]] | None:
         """Count a request sent by another process, whose rows ``sent`` has, as ``commit``; None if its endpoint is not
@@ -323,6 +360,11 @@ class Pool:
         last_used_at_s = self.caches.last_use_of(computing, chain, sent.indexed_tokens)
         pins = {one: self.caches.pin(one, chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=sent.work, tokens=sent.tokens, now=now)
+        endpoint = _with_pass(endpoint, repeat_probe(self.table, row, sent.endpoint.passed, now))
+        if prefill is not None and sent.prefill is not None:
+            prefill = _with_pass(prefill, repeat_probe(self.table, prefill.row, sent.prefill.passed, now))
+        if sent.passed.ticket and self.breaker.is_current(sent.passed, now):
+            self.breaker = self.breaker.leased(sent.passed.ticket, now)
         counted = msgspec.structs.replace(
             sent,
             endpoint=endpoint,
@@ -348,9 +390,11 @@ class Pool:
             rest = self._withdraw(pins, assignment.endpoint, now)
         for row, pin in rest.items():
             self.caches.index.unpin(row, pin, now)
-        end_request(self.table, assignment.endpoint, now, assignment.tokens)
+        self._end(assignment.endpoint, assignment.tokens, now)
         if assignment.prefill is not None:
-            end_request(self.table, assignment.prefill, now, assignment.tokens)
+            self._end(assignment.prefill, assignment.tokens, now)
+        if assignment.passed.ticket and self.breaker.is_current(assignment.passed, now):
+            self.breaker = self.breaker.stream_ended(assignment.passed.ticket, now)
         if assignment.adapter is not None and self.slots is not None:
             self.slots.end(assignment.endpoint, assignment.adapter, now)
 
@@ -412,8 +456,8 @@ class Pool:
         eligible = self.eligible(prompt.adapter, constraints.subset)
         if eligible is not None:
             rows &= eligible
-        well = rows & (table.retry_at_s <= now)
-        return well if well.any() else rows
+        self.refresh(now)
+        return preferred(table, rows, now)
 
     def _lacking(self, expectation: Expectation, picked: int | None, tokens: float) -> Demand:
         """The index has the prompt at the endpoint that was picked, but ``tokens`` of it were to come there."""
@@ -440,6 +484,7 @@ class Pool:
         if stages is None or not table.is_current(decode):
             return ""
         prefill, _, groups = stages
+        self.refresh(now)
         ready = table.is_active & prefill & (groups == groups[decode.row]) & (table.retry_at_s <= now)
         if table.has_draining:
             ready &= table.not_draining()
@@ -457,7 +502,7 @@ class Pool:
         if before is None:
             return assignment, dict(pins)
         rest = self._unpin(pins, before, now)
-        end_request(table, before, now, assignment.tokens)
+        self._end(before, assignment.tokens, now)
         prefill, ahead = EndpointRef(address, -1, -1), 0.0
         if row is not None:
             prefill = begin_request(table, row, work=assignment.work, tokens=assignment.tokens, now=now)
@@ -502,7 +547,7 @@ class Pool:
         if prefill is None:
             return assignment, dict(pins)
         rest = self._unpin(pins, prefill, now)
-        end_request(table, prefill, now, assignment.tokens)
+        self._end(prefill, assignment.tokens, now)
         work = 0.0 if is_done else assignment.work
         endpoint, ahead, address = assignment.endpoint, 0.0, decode.address
         others = [one for one in assignment.addresses if one != address and table.row_of(one) is not None]
@@ -513,8 +558,14 @@ class Pool:
             rest = self._withdraw(rest, endpoint, now)
             rest[row] = self.caches.pin(row, chain, now)
         if row is not None and (work or moves):
-            end_request(table, endpoint, now, assignment.tokens)
+            passed = endpoint.passed
+            if moves:
+                self._end(endpoint, assignment.tokens, now)
+            else:
+                end_request(table, endpoint, now, assignment.tokens)
             endpoint = begin_request(table, row, work=work, tokens=assignment.tokens, now=now)
+            if not moves:
+                endpoint = _with_pass(endpoint, passed)
             ahead = float(table.backlog_tokens[row]) if work else 0.0
         return msgspec.structs.replace(
             assignment,
@@ -537,13 +588,16 @@ class Pool:
     ) -> tuple[EndpointRef, EndpointRef | None]:
         """Count the prefill work at the endpoint that computes it, and a request in flight at both."""
         table = self.table
-        if table.has_failures:
-            for one in {row, row if prefill_row is None else prefill_row}:
-                begin_probe(table, one, now)
         if prefill_row is None:
             return begin_request(table, row, work=work, tokens=tokens, now=now), None
         prefill = begin_request(table, prefill_row, work=work, tokens=tokens, now=now)
         return begin_request(table, row, work=0.0, tokens=tokens, now=now), prefill
+
+    def _end(self, endpoint: EndpointRef, tokens: float, now: float) -> None:
+        """The endpoint is free of the request."""
+        end_request(self.table, endpoint, now, tokens)
+        if endpoint.passed.ticket:
+            end_probe(self.table, endpoint, now)
 
     def eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
         """The rows that may serve a request; None: all of them.
@@ -568,6 +622,11 @@ class Pool:
             if candidates.any():
                 eligible = candidates
         return eligible
+
+
+def _with_pass(endpoint: EndpointRef, passed: Pass) -> EndpointRef:
+    """In most cases it has that pass already."""
+    return endpoint if endpoint.passed == passed else msgspec.structs.replace(endpoint, passed=passed)
 
 
 def _facts_of(prompt: Prompt, constraints: PickConstraints, expectation: Expectation) -> RequestFacts:

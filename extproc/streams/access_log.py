@@ -22,6 +22,7 @@ from extproc.protocol import (
     NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
+    RETRY_AFTER,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_CLUSTER,
@@ -31,7 +32,7 @@ from extproc.protocol import (
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
 )
-from extproc.streams.headers import is_encoded
+from extproc.streams.headers import is_encoded, read_retry_after
 from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         served_by=_server(common.upstream_cluster),
         attempts=common.upstream_request_attempt_count,
         engine_s=_engine_s(common),
+        retry_after_s=read_retry_after(response.response_headers.get(RETRY_AFTER, "")),
     )
 
 

@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.dispatch import plugin_faults
 from extproc.core.record import Attachment, Outcome
 from extproc.core.shadow import compare_picks, first_choice
-from extproc.protocol import CONTENT_ENCODING
+from extproc.protocol import CONTENT_ENCODING, RETRY_AFTER
 from extproc.streams.edge import own_answer
 from extproc.streams.exchange import answers_to, no_body
-from extproc.streams.headers import is_encoded, read_chosen, read_header, read_served, read_status, read_subset
+from extproc.streams.headers import (
+    is_encoded,
+    read_chosen,
+    read_header,
+    read_retry_after,
+    read_served,
+    read_status,
+    read_subset,
+)
 from extproc.streams.order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -100,7 +108,8 @@ class Duplex:
             self._read_metadata(message)
         if kind == "response_headers":
             headers = message.response_headers
-            self._answer.began(read_status(headers), read_header(headers, CONTENT_ENCODING))
+            encoding, retry_after = (read_header(headers, name) for name in (CONTENT_ENCODING, RETRY_AFTER))
+            self._answer.began(read_status(headers), encoding, retry_after)
             return self._ended([response_headers_answer(self._tokens())], is_end=headers.end_of_stream)
         passed = passing_answers(message, kind, self._answer_mode)
         if kind == "response_trailers":
@@ -229,13 +238,15 @@ class _Answer:
         self.served = ""
         self._status = 0
         self._is_encoded = False
+        self._retry_after_s: float | None = None
         self._first_at_s: float | None = None
         self._usage = UsageReader()
         # as the gateway reports; otherwise either the engine or the client may have left
         self.is_whole = False
 
-    def began(self, status: int, encoding: str) -> None:
+    def began(self, status: int, encoding: str, retry_after: str) -> None:
         self._status, self._is_encoded = status, is_encoded(encoding)
+        self._retry_after_s = read_retry_after(retry_after)
 
     def came(self, piece: bytes, now: float) -> None:
         if self._first_at_s is None and piece:
@@ -265,4 +276,5 @@ class _Answer:
             # this status comes from the gateway at a time limit of its own, not from engines
             has_timed_out=self._status == _GATEWAY_TIMEOUT,
             is_encoded=self._is_encoded,
+            retry_after_s=self._retry_after_s,
         )

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Claims whose text is a list of words.
+# Of a number in a header.
+_MOST_DIGITS: Final = 15
 _WORDS: Final = frozenset({"scope", "scp"})
 _ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY)
 
@@ -116,6 +118,14 @@ def read_header(message: HttpHeaders, name: str) -> str:
 def is_encoded(encoding: str) -> bool:
     """Whether a body with this ``content-encoding`` is compressed, or the like."""
     return encoding.lower() not in {"", "identity"}
+
+
+def read_retry_after(text: str) -> float | None:
+    """The seconds of a ``retry-after``, of which an engine may write anything; None: there are none.
+
+    A date is not read: engines write seconds, and clocks differ.
+    """
+    return float(text) if len(text) <= _MOST_DIGITS and text.isascii() and text.isdigit() else None
 
 
 def read_subset(message: ProcessingRequest) -> list[str] | None:

@@ -57,6 +57,7 @@ from extproc.protocol import (
     OBJECTIVE_PREFIXES,
     POLICY_HEADER,
     RESERVED_PREFIXES,
+    RETRY_AFTER,
     SERVER_HEADER,
     SIDECAR_HEADERS,
     SUBSET,
@@ -302,7 +303,7 @@ def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
                     # Streaming engines send headers before they compute, so the first byte of the body is timed.
                     custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
                 ),
-                additional_response_headers_to_log=[CONTENT_ENCODING],
+                additional_response_headers_to_log=[CONTENT_ENCODING, RETRY_AFTER],
             )
         ),
     )

@@ -78,7 +78,7 @@ def with_use(
     if wanted.kind == "GatewayConfig" and _is_programmed(wanted.conditions):
         conditions += () if any(one.type == "ResolvedRefs" for one in conditions) else tuple(_keys(consumers))
     if wanted.kind == "ModelServer":
-        conditions = _with_wrong_model(conditions, wanted.key, consumers)
+        conditions = _with_breaker(_with_wrong_model(conditions, wanted.key, consumers), wanted.key, consumers)
     return msgspec.structs.replace(
         wanted, conditions=conditions, lists=tuple(_list_as_used(one, observed, as_used) for one in wanted.lists)
     )
@@ -140,6 +140,22 @@ def _with_wrong_model(
         return conditions
     return tuple(
         msgspec.structs.replace(one, reason="ModelNotListed", message=f"{one.message}; {problem}")
+        if one.type == "Available" and one.status == "True"
+        else one
+        for one in conditions
+    )
+
+
+def _with_breaker(
+    conditions: tuple[WantedCondition, ...], key: str, consumers: Sequence[Consumer]
+) -> tuple[WantedCondition, ...]:
+    """It is not available while some process refuses its requests because they fail."""
+    reports = [one.report for one in consumers if one.report is not None]
+    problem = next((one.open_breakers[key] for one in reports if key in one.open_breakers), "")
+    if not problem:
+        return conditions
+    return tuple(
+        fails("Available", "BreakerOpen", f"{one.message}; {problem}")
         if one.type == "Available" and one.status == "True"
         else one
         for one in conditions

@@ -53,12 +53,11 @@ class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 
 class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Endpoints that are not in back-off after a failure."""
+    """Endpoints whose breakers let requests through."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Keeps all endpoints if all are in back-off."""
-        healthy = candidates & (view.table.retry_at_s <= view.now_s)
-        return healthy if healthy.any() else candidates
+        """Keeps all endpoints if the breakers of all are open."""
+        return view.preferred(candidates)
 
 
 class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

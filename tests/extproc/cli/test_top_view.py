@@ -199,7 +199,7 @@ def test_an_engine_that_does_not_serve_is_told_with_why_and_since_when() -> None
     assert lines[3].startswith("10.0.0.2:8000 of default/llama is avoided since 00:16:40 UTC (41 s ago): it cannot be")
     assert lines[3].endswith("it last said how it is 42 s ago")
     assert lines[4].startswith("10.0.0.3:8000 of default/llama is silent: it has never said how it is; see that")
-    assert "it answers with errors (429 or 5xx); read its log" in lines[5]
+    assert "it answers with errors (408 or 5xx); read its log" in lines[5]
     assert "last said" not in lines[5]
     rows = {row[1]: row[2:9] for row in map(str.split, lines) if row[:1] == ["default/llama"]}
     assert rows == {
@@ -209,6 +209,23 @@ def test_an_engine_that_does_not_serve_is_told_with_why_and_since_when() -> None
         "10.0.0.3:8000": ["SILENT", "0", "-", "-", "-", "-", "0%"],
         "10.0.0.4:8000": ["AVOIDED", "0", "7", "3", "50%", "50", "ms"],
     }
+
+
+def test_breakers_are_told_of_engines_and_of_model_servers() -> None:
+    now = MetricsSnapshot()
+    one_of_each(now)
+    # what two processes say: one of them has it half-open already
+    for endpoint, *states in (("10.0.0.2:8000", 1), ("10.0.0.4:8000", 2, 1), ("", 2, 1)):
+        for state in states:
+            now.add("attache_breaker_state", {"server": "default/llama", "endpoint": endpoint}, state)
+    lines = render(MetricsSnapshot(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
+    assert lines[3].startswith("the breaker of default/llama is open: most of its requests have failed, so they go to")
+    assert lines[3].endswith("attache reset default/llama closes it")
+    assert "; its breaker is half-open: one request at a time tries it; it last said" in lines[5]
+    assert lines[7].endswith("; its breaker is open")
+    closed = MetricsSnapshot()
+    closed.add("attache_breaker_state", {"server": "default/llama", "endpoint": ""}, 0)
+    assert "breaker" not in render(MetricsSnapshot(), closed, seconds=1.0, tenants=9)
 
 
 def test_an_engine_that_is_back_and_was_not_tried_yet() -> None:

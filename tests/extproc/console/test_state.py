@@ -64,7 +64,7 @@ def test_engines_with_problems_come_first_with_the_reason(gateway: Gateway) -> N
     silent, avoided, *others = state_of(gateway).engines
     assert (silent.address, silent.status, silent.report_age_s) == ("10.0.2.4:8000", "silent", None)
     assert (avoided.address, avoided.status) == ("10.0.1.3:8000", "avoided")
-    assert "it answers with errors (429 or 5xx); " in avoided.why
+    assert "it answers with errors (408 or 5xx); " in avoided.why
     assert avoided.since_s is not None
     assert avoided.since_s > 14
     assert {one.status for one in others} == {"serving"}

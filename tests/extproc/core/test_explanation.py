@@ -29,13 +29,13 @@ from extproc.core.explanation import (
 from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.health import EngineFailure
-from extproc.endpoints.outliers import record_failure
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.runtime.pages import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.streams.context import GatewayOptions
+from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG, settle
 
 if TYPE_CHECKING:
@@ -116,15 +116,20 @@ def test_an_engine_that_is_avoided_is_named_with_why() -> None:
     core = core_of(configured=False)
     assert "avoided" not in to_text(core.explain(arrival_of(core), 0.0))
     table = core.pools["default/llama"].table
-    record_failure(table, 0, 100.0)
+    trip(table, 0, 100.0)
     table.healths[1].reasons.add(EngineFailure.CUT)
+    trip(table, 1, 90.0)
     shown = core.explain(arrival_of(core), 100.2)
     assert shown.avoided == {
-        "10.0.0.1:8000": "it cannot be reached, or answers nothing; not tried for 1 s more",
-        "10.0.0.2:8000": "its answers end early; tried by the next request that suits it",
+        "10.0.0.1:8000": (
+            "it cannot be reached, or answers nothing; its breaker is open, and it is not tried for 1 s more"
+        ),
+        "10.0.0.2:8000": (
+            "its answers end early; its breaker is half-open, and it is tried by the next request that suits it"
+        ),
     }
     text = to_text(shown)
-    assert "  10.0.0.1:8000 is avoided: it cannot be reached, or answers nothing; not tried for 1 s more" in text
+    assert "  10.0.0.1:8000 is avoided: it cannot be reached, or answers nothing; its breaker is open, and" in text
 
 
 def test_an_engine_that_reports_nothing_is_named_where_others_report() -> None:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import Decision, Held, RequestSettled
+from extproc.core.effects import Decision, Held, RequestRefused, RequestSettled
 from extproc.core.explanation import to_text
 from extproc.core.record import Attachment, Outcome
 from extproc.core.states import State
-from extproc.endpoints.outliers import record_failure
+from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def fail(core: Core, server: str, now: float = 0.0) -> None:
     """All of its endpoints are avoided."""
     table = core.pools[f"default/{server}"].table
     for row in table.active_rows:
-        record_failure(table, row, now)
+        trip(table, row, now)
 
 
 def end(core: Core, decision: Decision, now: float, **outcome: object) -> RequestSettled:
@@ -170,6 +170,68 @@ def test_a_request_whose_server_has_no_usable_endpoint_goes_to_the_first_fallbac
     assert sent(core).server == "default/a"
     # after their pause, one tries its own again
     assert sent(core, 1.5).server == "default/a"
+
+
+def test_a_server_whose_breaker_is_open_is_left_to_its_probes() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 100})
+    pool = core.pools["default/a"]
+    pool.breaker = pool.breaker.opened(pool.name, 0.0, needed=1)
+    decision = sent(core)
+    assert (decision.server, decision.fell_back_for) == ("default/b", "no_endpoint")
+    assert core.explain(request(core), 0.0).server == "default/b"
+    for outcome, is_closed in (({"served_by": "default/b", "attempts": 3, "served": B1}, False), ({}, True)):
+        now = pool.breaker.reopen_at_s
+        pool.breaker = msgspec.structs.replace(pool.breaker, needed=1)
+        probe = sent(core, now)
+        assert {sent(core, now).server for _ in range(5)} == {"default/b"}
+        assert probe.server == "default/a"
+        end(core, probe, now + 0.1, **{"served": probe.assignment.addresses[0], "served_by": "default/a", **outcome})
+        assert bool(pool.breaker.trips) is not is_closed, "an answer of the fallback is a failure of the probe"
+    assert sent(core, now + 60).server == "default/a"
+
+
+def test_a_server_whose_breaker_is_open_is_no_fallback() -> None:
+    core = core_with()
+    fail(core, "a")
+    pool = core.pools["default/b"]
+    pool.breaker = pool.breaker.opened(pool.name, 0.0, needed=1)
+    assert sent(core).server == "default/c"
+    fail(core, "c")
+    decision = sent(core)
+    assert decision.attempts is not None
+    assert decision.attempts.servers == ("default/a", "default/a")
+
+
+def test_errors_of_a_fallback_open_its_breaker() -> None:
+    core = core_with()
+    for number in range(20):
+        attempts = {"served": B1, "served_by": "default/b", "attempts": 3, "status": 500}
+        end(core, sent(core, 60.0 * number), 60.0 * number + 1, **attempts)
+    assert core.pools["default/b"].breaker.trips
+    assert not core.pools["default/a"].breaker.trips, "it may have been busy"
+
+
+def test_a_request_that_waits_while_the_breaker_opens_goes_to_a_fallback() -> None:
+    queue = f"flowControl: {{{ONE_AT_A_TIME}, timeout: 30s}}\n"
+    servers = {"a": endpoints(A1) + QUIET + queue, "b": endpoints(B1) + QUIET + queue}
+    core = core_with(servers=servers, fallback=FALLBACK[:1])
+    first, held = sent(core), [ask(core, 0.1), ask(core, 0.2)]
+    pool = core.pools["default/a"]
+    pool.breaker = pool.breaker.opened(pool.name, 0.3, needed=1)
+    core.on_stream_closed(first.ticket, 0.4)
+    found = ends(core.tick(0.4))
+    # the fallback has room for one, and nothing is left for the other
+    assert [(one.ticket, type(one).__name__) for one in found] == [
+        (held[0].ticket, "Decision"),
+        (held[1].ticket, "RequestRefused"),
+    ]
+    moved, refused = found
+    assert isinstance(moved, Decision)
+    assert (moved.server, moved.fell_back_for) == ("default/b", "no_endpoint")
+    assert isinstance(refused, RequestRefused)
+    assert refused.refusal.code == "server_failing"
+    core.on_stream_closed(moved.ticket, 1.0)
+    assert in_flight(core) == 0
 
 
 def test_explain_changes_nothing_and_says_the_same() -> None:
@@ -311,7 +373,9 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
     for what, which, attempts in steps:
         now += rng.random()
         if what == "ask":
-            open_.append(sent(core, now))
+            own = core.arrive(request(core, "hi " * 100), now)[0]
+            # refused: the breakers of all are open
+            open_ += [own] if isinstance(own, Decision) else []
         elif what == "fail":
             fail(core, "ab"[which % 2], now)
         elif open_:

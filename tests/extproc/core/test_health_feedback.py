@@ -82,7 +82,6 @@ NO_USAGE: dict[str, Any] = {"prompt_tokens": None, "completion_tokens": None, "c
     ("changes", "failure"),
     [
         ({"status": 500, **NO_USAGE}, EngineFailure.ERROR),
-        ({"status": 429, **NO_USAGE}, EngineFailure.ERROR),
         ({"status": 400, **NO_USAGE}, EngineFailure.REFUSED),
         (NO_USAGE, EngineFailure.NO_USAGE),
         ({"was_cut": True, **NO_USAGE}, EngineFailure.CUT),
@@ -95,6 +94,32 @@ def test_an_engine_that_fails_while_the_others_serve_is_avoided_and_warned_of_on
     drill.run(150)
     assert drill.run(600) < 0.01
     assert drill.warnings == [failure]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_engine_that_asks_for_a_pause_gets_it_and_that_is_no_failure(core: Core, status: int) -> None:
+    drill = Drill(core, lambda _ticket, _addresses: {"status": status, "retry_after_s": 60.0, **NO_USAGE})
+    drill.run(100)
+    assert drill.run(600) == 0
+    assert not drill.warnings
+    table = core.pools["default/llama"].table
+    row = table.row_of(drill.ill)
+    assert row is not None
+    assert (table.healths[row].failed, table.breakers[row].generation) == (0, 0)
+    assert table.breakers[row].not_before_s > drill.now + 30
+
+
+def test_if_all_engines_ask_for_a_pause_all_get_requests(core: Core) -> None:
+    pool, first = core.pools["default/llama"], Counter[str]()
+    for number in range(300):
+        decision = arrive(core, chat(f"{number} is a question", model="chat"), number / 10)
+        addresses = decision.assignment.addresses
+        first[addresses[0]] += 1
+        busy = msgspec.structs.replace(GOOD, ticket=decision.ticket, status=429, served=addresses[0], retry_after_s=9.0)
+        core.on_outcome(busy, number / 10 + 0.02)
+        core.on_stream_closed(decision.ticket, number / 10 + 0.02)
+    assert len(first) == len(pool.table)
+    assert pool.breaker.generation == 0
 
 
 def test_an_engine_whose_answers_are_encoded_is_not_avoided(core: Core) -> None:

@@ -35,11 +35,11 @@ from extproc.core.prefill import try_s
 from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.core.states import State
 from extproc.endpoints.ledger import begin_request
-from extproc.endpoints.outliers import record_failure
 from extproc.errors import InternalError, PrefillFailed, PrefillRefused, Refusal
 from extproc.metrics.registry import Metrics
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
+from tests.extproc.breakers import trip
 from tests.extproc.scenes import ends
 
 if TYPE_CHECKING:
@@ -740,7 +740,7 @@ def test_a_decode_engine_that_is_avoided_meanwhile_is_replaced(failure: str) -> 
     (first,) = [one.run.assignment.endpoint.address for one in scene.core.requests() if one.run]
     row, second = scene.table.row_of(first), E if first == D else D
     assert row is not None
-    record_failure(scene.table, row, 0.4)
+    trip(scene.table, row, 0.4)
     # the other process has not seen it fail, and follows all the same
     for now in (0.0, 0.5):
         effects = scene.answer(asked.ticket, 0.5, failure=failure) if now else effects

@@ -17,6 +17,7 @@ from extproc.core.effects import Broadcast, Decision
 from extproc.core.peers import EventBatch, RequestStarted
 from extproc.core.record import Attachment, Head
 from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
+from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def test_a_session_moves_when_its_endpoint_leaves_or_fails() -> None:
     table = core.pools["default/llama"].table
     row = table.row_of(place)
     assert row is not None
-    table.has_failures, table.retry_at_s[row] = True, 50.0
+    trip(table, row, 5.0, times=6)
     moved = where(core, 10.0, x_session_id="s")
     assert moved != place
     assert {where(core, 51.0, x_session_id="s") for _ in range(10)} == {moved}, "it does not go back"
@@ -287,7 +288,7 @@ def test_a_forged_token_leads_to_no_endpoint_that_is_avoided() -> None:
     table = core.pools["default/llama"].table
     row = table.row_of(THIRD)
     assert row is not None
-    table.has_failures, table.retry_at_s[row] = True, 50.0
+    trip(table, row, 5.0, times=6)
     assert {forged(core, THIRD) for _ in range(20)} == {FIRST, SECOND}
 
 

@@ -15,10 +15,10 @@ from aiohttp.test_utils import TestServer, unused_port
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.record import Head
-from extproc.endpoints.outliers import record_failure
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import EngineTokenizer, Tokenizers
 from extproc.metrics.registry import Metrics
+from tests.extproc.breakers import trip
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -110,10 +110,10 @@ async def test_an_engine_that_fails_is_asked_if_there_is_no_other(servers: list[
     core = core_with(await start(servers, failing), await start(servers, good))
     table = core.pools["default/llama"].table
     table.in_flight[1] = 5
-    record_failure(table, 0, 0.0)
+    trip(table, 0, 0.0)
     assert await tokens(core) == [2]
     assert failing.asked == 0
-    record_failure(table, 1, 0.0)
+    trip(table, 1, 0.0)
     assert await tokens(core) == [1]
 
 

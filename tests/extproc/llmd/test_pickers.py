@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.ledger import begin_request
-from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
 from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters, RoundRobin
+from tests.extproc.breakers import trip
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Floats
@@ -125,7 +125,7 @@ def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
     table = table_of(3)
     begin_request(table, 0, work=50_000, now=0.0)
     begin_request(table, 1, work=60_000, now=0.0)
-    record_failure(table, 2, now=0.0)
+    trip(table, 2, 0.0)
 
     assert PICKER.pick(view(table, 10, cached(table), 0.5), rng=random.Random(0)).rows == [
         0,
@@ -138,7 +138,7 @@ def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
 def test_if_all_failed_one_is_still_picked() -> None:
     table = table_of(2)
     for row in range(2):
-        record_failure(table, row, now=0.0)
+        trip(table, row, 0.0)
 
     assert len(PICKER.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0)).rows) == 2
 
@@ -158,7 +158,7 @@ def test_round_robin_takes_turns_and_skips_endpoints_that_just_failed() -> None:
         return picker.pick(one, rng=random.Random(0)).rows
 
     assert [pick() for _ in range(4)] == [[0, 1], [1, 2], [2, 0], [0, 1]]
-    record_failure(table, 1, now=0.0)
+    trip(table, 1, 0.0)
     assert pick() == [2, 0]
 
 

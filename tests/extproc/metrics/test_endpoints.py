@@ -12,10 +12,11 @@ from bench.stack.stack import documents
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.endpoints.health import EngineFailure
-from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
+from extproc.endpoints.outliers import record_bad_answer, record_good_answer
 from extproc.metrics.endpoints import EndpointSeries
 from extproc.prefix.kv_events import BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
+from tests.extproc.breakers import trip
 
 ADDRESSES = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
 
@@ -39,33 +40,29 @@ def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
     for second in range(100, 120):
         for other in pool.table.active_rows:
             if other == row:
-                record_bad_answer(pool.table, row, EngineFailure.ERROR, now=second)
+                record_bad_answer(pool.table, row, EngineFailure.ERROR)
             else:
-                record_good_answer(pool.table, other, now=second, sent_at_s=second)
-    record_bad_answer(pool.table, row, EngineFailure.CUT, now=150.0)
+                record_good_answer(pool.table, other, now=second)
+    record_bad_answer(pool.table, row, EngineFailure.CUT)
+    since_s = 119.0
+    trip(pool.table, row, since_s)
     clock["now"] = 200.0
     label = f'endpoint="{ADDRESSES[1]}"'
-    # eight answers at least, and all of them within the loop
-    since_s = float(pool.table.healths[row].avoided_since_s)
-    assert 107 <= since_s < 120
     assert lines() == [
         f'attache_endpoint_avoided{{{label},reason="cut",server="default/llama"}} 1.0',
         f'attache_endpoint_avoided{{{label},reason="error",server="default/llama"}} 1.0',
         f'attache_endpoint_avoided_since_timestamp_seconds{{{label},server="default/llama"}} {5000 + since_s}',
     ]
-    health = pool.table.healths[row]
-    health.probe_at_s = 201.0
-    for _ in range(3):
-        record_good_answer(pool.table, row, now=210.0, sent_at_s=205.0)
+    core.reset_breakers(pool.name, ADDRESSES[1], 210.0)
     assert lines() == []
 
     # what cannot be reached at all is avoided without any comparison
-    record_failure(pool.table, row, now=300.0)
+    trip(pool.table, row, 300.0)
     assert lines() == [
         f'attache_endpoint_avoided{{{label},reason="no_answer",server="default/llama"}} 1.0',
         f'attache_endpoint_avoided_since_timestamp_seconds{{{label},server="default/llama"}} 5300.0',
     ]
-    record_success(pool.table, row)
+    core.reset_breakers(pool.name, "", 310.0)
     assert lines() == []
 
 
@@ -94,6 +91,39 @@ def test_an_endpoint_has_the_stages_of_its_pd_group_or_of_the_label_that_llm_ds_
         (second, "encode-prefill"),
     ]
     assert roles({}, {}, {}, {}) == []
+
+
+def test_a_breaker_that_has_ever_opened_has_its_state() -> None:
+    snapshot = load_snapshot({"a.yaml": documents(ADDRESSES, gateway={}).encode()})
+    core = Core(snapshot, rng=random.Random(0), ticket_prefix="test")
+    (pool,) = core.pools.values()
+    clock = {"now": 0.0}
+    registry = CollectorRegistry()
+    registry.register(EndpointSeries(core.pools.values, lambda: clock["now"], lambda: 0.0))
+
+    def found() -> list[str]:
+        page = generate_latest(registry).decode()
+        return [line for line in page.splitlines() if line.startswith("attache_breaker_state")]
+
+    assert found() == []
+    row = pool.table.row_of(ADDRESSES[1])
+    assert row is not None
+    trip(pool.table, row, 100.0)
+    pool.breaker = pool.breaker.opened(pool.name, 100.0, needed=1)
+    server = f'server="{pool.name}"'
+    states = []
+    for now in (100.0, 110.0):
+        clock["now"] = now
+        states.append(found())
+    core.reset_breakers(pool.name, "", 111.0)
+    states.append(found())
+    assert states == [
+        [
+            f'attache_breaker_state{{endpoint="",{server}}} {state}',
+            f'attache_breaker_state{{endpoint="{ADDRESSES[1]}",{server}}} {state}',
+        ]
+        for state in (2.0, 1.0, 0.0)
+    ]
 
 
 def test_blocks_of_the_precise_index_are_counted_by_endpoint_over_all_ranks() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.ledger import begin_request
-from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import BadRequest, NoEndpoint
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
@@ -28,6 +27,7 @@ from extproc.scheduling.pickers import (
     PrefixAware,
     PrefixAwareParameters,
 )
+from tests.extproc.breakers import trip
 
 ROLES = PairParameters("group", {"role": "prefill"}, {"role": "decode"})
 COSTS = PrefixAware(PrefixAwareParameters())
@@ -112,7 +112,7 @@ def test_a_group_without_a_ready_decode_engine_is_never_picked() -> None:
         pick = BY_LENGTH.pick(view, rng=random.Random(seed))
         assert (pick.rows, pick.prefill_row) == ([1], 2)
     view = view_of("p/a", "d/a", "p/b", "d/b")
-    record_failure(view.table, 1, now=0.0)
+    trip(view.table, 1, 0.0)
     assert PICKER.pick(view, rng=random.Random(0)).rows == [3]
 
 
@@ -135,15 +135,15 @@ def test_decode_engines_that_cannot_prefill_never_get_a_prompt_alone() -> None:
 def test_an_engine_that_has_just_failed_is_tried_where_no_pair_can_be_formed_without_it() -> None:
     picker = PrefillDecodePairs(msgspec.structs.replace(ROLES, decodes_alone=False), COSTS, UncachedTokens(0))
     view = view_of("p/a", "d/a", "p/b", "d/b")
-    record_failure(view.table, 0, now=0.0)
+    trip(view.table, 0, 0.0)
     for seed in range(10):
         pick = picker.pick(view, rng=random.Random(seed))
         assert (pick.rows, pick.prefill_row) == ([3], 2)
     # each group has one that is well
-    record_failure(view.table, 3, now=0.0)
+    trip(view.table, 3, 0.0)
     assert picker.pick(view, rng=random.Random(0)).prefill_row is not None
     view = view_of("p/a", "d/a")
-    record_failure(view.table, 0, now=0.0)
+    trip(view.table, 0, 0.0)
     assert picker.pick(view, rng=random.Random(0)).prefill_row == 0
     # decode engines that can prefill do so
     assert BY_LENGTH.pick(view, rng=random.Random(0)).prefill_row is None
@@ -192,7 +192,7 @@ def test_pairs_never_cross_groups(
     for row in range(len(endpoints)):
         view.table.in_flight[row], view.table.backlog_tokens[row] = states[row][0], states[row][1]
         if states[row][3]:
-            record_failure(view.table, row, now=0.0)
+            trip(view.table, row, 0.0)
     if not any(one.startswith("d") for one in endpoints):
         with pytest.raises(NoEndpoint):
             PICKER.pick(view, rng=random.Random(seed))

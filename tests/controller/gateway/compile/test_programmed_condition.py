@@ -71,6 +71,16 @@ def test_a_model_that_no_engine_lists_is_told_beside_the_endpoints() -> None:
     assert with_use(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].reason == "Available"
 
 
+def test_a_model_server_whose_breaker_is_open_is_not_available() -> None:
+    consumer = extproc(files=NEW, open_breakers={"default/llama": "its breaker is open"})
+    wanted = status(holds("Programmed"), holds("Available", "new requests go to 2 of 2 endpoints"))
+    found = with_use(wanted, {}, NEW, [WRITER, consumer])
+    (one,) = (one for one in found.conditions if one.type == "Available")
+    assert (one.status, one.reason) == ("False", "BreakerOpen")
+    assert one.message == "new requests go to 2 of 2 endpoints; its breaker is open"
+    assert with_use(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].status == "True"
+
+
 def test_pods_that_come_and_go_do_not_turn_it() -> None:
     served = merge_status(status(holds("Programmed")), {}, "2026-11-01T00:00:00Z")
     assert served is not None

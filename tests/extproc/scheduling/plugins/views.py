@@ -36,4 +36,5 @@ def view_of(
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
     demand = Demand(held, PromptCost().work(input_tokens - held, held))
+    table.has_failures = bool(table.retry_at_s.any())
     return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}, is_trusted=True), now_s)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Breakers are closed over HTTP, by the page and by the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from bench.stack.processes import free_ports
+from extproc.__main__ import main
+from extproc.api.load import load_snapshot
+from extproc.api.status_pages import RESET_PATH, ConfigReport
+from extproc.core.core import Core
+from extproc.core.effects import BreakerChanged
+from extproc.metrics.registry import Metrics
+from extproc.ports import listen
+from extproc.runtime.demand_watch import DemandWatch
+from extproc.runtime.pages import reset_page, serve_pages
+from tests.extproc.breakers import trip
+from tests.extproc.conftest import CONFIG
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from extproc.core.effects import Effect
+
+ENGINE = "10.0.0.2:8000"
+SERVER = "default/llama"
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[str, Core, list[Effect]]]:
+    """The address, the core, and the effects that were performed."""
+    core = Core(load_snapshot({"all.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
+    performed: list[Effect] = []
+    clock = asyncio.get_running_loop().time
+    metrics = Metrics(core.pools.values, lambda: 0.0, clock)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    runner = await serve_pages(
+        listen(address),
+        metrics.registry,
+        is_ready=lambda: True,
+        report=ConfigReport,
+        loads=core.loads_in_parts,
+        demand=DemandWatch(core, clock),
+        explain=None,
+        others=[reset_page(core, clock, performed.extend)],
+    )
+    try:
+        yield address, core, performed
+    finally:
+        await runner.cleanup()
+
+
+async def run(*words: str) -> int:
+    return await asyncio.to_thread(main, ["reset", *words])
+
+
+async def test_the_command_closes_what_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served() as (address, core, performed):
+        table = core.pools[SERVER].table
+        rows = [table.row_of(one) for one in ("10.0.0.1:8000", ENGINE)]
+        for row in rows:
+            assert row is not None
+            trip(table, row, 0.0)
+        assert await run(SERVER, "--engine", ENGINE, "--metrics", address) == 0
+        assert capsys.readouterr().out == f"closed: {ENGINE}\n"
+        assert [bool(table.breakers[row or 0].trips) for row in rows] == [True, False]
+        assert await run(SERVER, "--metrics", address) == 0
+        assert capsys.readouterr().out == "closed: 10.0.0.1:8000\n"
+        assert await run(SERVER, "--metrics", address) == 0
+        assert capsys.readouterr().out == "no breaker was open\n"
+        assert len([one for one in performed if isinstance(one, BreakerChanged)]) == 2
+        assert await run("default/other", "--metrics", address) == 2
+        assert "there is no ModelServer of this name; write server=NAMESPACE/NAME" in capsys.readouterr().err
+        assert await run(SERVER, "--engine", "10.9.9.9:1", "--metrics", address) == 2
+        assert "there is no engine of this name" in capsys.readouterr().err
+    assert await run(SERVER, "--metrics", address) == 2
+    assert "is extproc running there?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}])
+async def test_no_page_of_another_site_closes_breakers(headers: dict[str, str]) -> None:
+    async with served() as (address, core, performed), aiohttp.ClientSession() as client:
+        trip(core.pools[SERVER].table, 0, 0.0)
+        url = f"http://{address}{RESET_PATH}?server={SERVER}"
+        async with client.post(url, headers=headers) as answer:
+            assert answer.status == 403
+        async with client.get(url) as answer:
+            assert answer.status == 405, "no link and no reader changes anything"
+        assert not performed
