@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         AccessLogCommon,
         Duration,
         HttpAccessLogEntry,
+        HttpResponseProperties,
         StreamAccessLogsMessage,
         Struct,
     )
@@ -52,6 +53,8 @@ _MOST_DIGITS: Final = 15
 _TIME_LIMITS: Final = frozenset(TIME_LIMITS.values())
 _CUTS: Final = frozenset(CUTS.values())
 _ENGINE_CUTS: Final = frozenset({"upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error"})
+# Envoy's word for an answer that is not its own.
+_BY_ENGINE: Final = "via_upstream"
 _contexts: Final = msgspec.json.Decoder(UsageContext)
 
 
@@ -126,8 +129,15 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         served_by=_server(common.upstream_cluster),
         attempts=common.upstream_request_attempt_count,
         engine_s=_engine_s(common),
-        retry_after_s=read_retry_after(response.response_headers.get(RETRY_AFTER, "")),
+        retry_after_s=_retry_after_s(response),
     )
+
+
+def _retry_after_s(response: HttpResponseProperties) -> float | None:
+    """As the engine says: if it cannot be reached, the header is Envoy's."""
+    if response.response_code_details != _BY_ENGINE:
+        return None
+    return read_retry_after(response.response_headers.get(RETRY_AFTER, ""))
 
 
 def _text(namespace: Struct | None, key: str) -> str:

@@ -108,6 +108,21 @@ async def test_two_workers_share_a_trip_and_a_probe(clients: Clients) -> None:
     assert await clients.tries(0) > before
 
 
+async def test_engines_that_cannot_be_reached_open_their_breakers(clients: Clients) -> None:
+    workers = Workers(clients.stack, clients.http)
+    await clients.ask(8)
+    await clients.stack.processes.end("engines")
+
+    async def all_open() -> bool:
+        await clients.ask(4)
+        addresses = [one.removeprefix("http://") for one in clients.stack.engines]
+        found = [await workers.values(breaker(one)) for one in addresses]
+        return all(value > 0 for values in found for value in values)
+
+    # Envoy's own answers have `retry-after`, too
+    await eventually(all_open)
+
+
 async def test_an_engine_that_fails_one_request_in_five_keeps_four_in_five(clients: Clients) -> None:
     for engine in range(2):
         await clients.ill(engine, times=MANY, every=5, status=500)

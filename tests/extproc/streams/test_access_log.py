@@ -147,6 +147,17 @@ def test_an_entry_says_who_ended_the_answer(flag: str, *, has_left: bool, was_cu
     assert (outcome.has_left, outcome.was_cut, outcome.answer_bytes) == (has_left, was_cut, 7)
 
 
+@pytest.mark.parametrize(
+    ("who", "seconds"),
+    [("via_upstream", 7.0), ("upstream_reset_before_response_started{connection_termination}", None), ("", None)],
+)
+def test_a_pause_is_what_the_engine_asks_for_and_not_what_envoy_answers(who: str, seconds: float | None) -> None:
+    made = entry(status=503)
+    made.response.response_headers["retry-after"] = "7"
+    made.response.response_code_details = who
+    assert read_outcome(made).retry_after_s == seconds
+
+
 @pytest.mark.parametrize("flag", ["upstream_request_timeout", "stream_idle_timeout", "duration_timeout"])
 def test_an_entry_says_that_the_gateways_time_was_over(flag: str) -> None:
     assert read_outcome(entry(flag, status=504)).has_timed_out
