@@ -36,7 +36,8 @@ class Slo(Spec, frozen=True):
     further token of a streamed answer, on average. ``e2e``: until the end of the answer. ``share``: of the requests,
     for which each of these is to hold. ``window``: over which the share is computed, from 1h to 90d. ``unmeetable``:
     what becomes of a request whose predicted TTFT is longer than ``ttft`` or ``e2e``; with ``Refuse``, another
-    ModelServer of its rule that is predicted to hold them gets it, or else it is refused at once.
+    ModelServer of its rule that is predicted to hold them gets it, else a fallback that is; if
+    there is none, it is refused at once.
     """
 
     CEL: ClassVar = (

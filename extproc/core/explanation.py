@@ -41,6 +41,7 @@ _FORECAST: Final[Mapping[str, str]] = MappingProxyType(
     {
         "held": "it stays where it was routed to",
         "moved": "another ModelServer of its rule is predicted to hold it",
+        "fallback": "it goes to a fallback",
         "refused": "it is refused",
     }
 )

@@ -27,7 +27,7 @@ from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from extproc.core.record import Arrival, Attachment, Record, Run
     from extproc.core.request_builder import RequestBuilder
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "no_endpoint": "is taken: the ModelServer before it has no usable endpoint",
+        "late": "is taken: the ModelServer before it is predicted to be late",
         "queue": "is taken: the request has waited long enough for the ModelServer before it",
     }
 )
@@ -102,17 +103,20 @@ class FallbackPlanner:
         *,
         waited_s: float | None = None,
         is_drawn: bool = True,
+        in_time: Callable[[Arrival], bool] | None = None,
     ) -> Arrival | None:
         """The request at the first fallback that can have it; None: there is none.
 
-        ``waited_s``: it has waited so long for its ModelServer; None: it moves only if that has no usable endpoint, or
-        a breaker that does not let it through. ``is_drawn``: the breaker does, beside the probe.
+        ``waited_s``: it has waited so long for its ModelServer. ``in_time``: it would be late there, and is in time at
+        those that are true. With neither it moves only if its ModelServer has no usable endpoint, or a breaker that
+        does not let it through. ``is_drawn``: the breaker does, beside the probe.
         """
         fallbacks, pool = arrival.destination.fallbacks, arrival.pool
         if fallbacks is None or not attachment.is_bundle:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
-        if waited_s is None and (is_waiting or (pool.is_ready(now) and (is_drawn or may_probe(pool, now)))):
+        is_for_failure = waited_s is None and in_time is None
+        if is_for_failure and (is_waiting or (pool.is_ready(now) and (is_drawn or may_probe(pool, now)))):
             return None
         for one in fallbacks.chain:
             if waited_s is not None and (one.after_queue_s is None or waited_s < one.after_queue_s):
@@ -122,7 +126,7 @@ class FallbackPlanner:
             except Refusal:
                 continue
             is_let_in = may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
-            if is_let_in and not self._why_not(pool, other, fallbacks, now):
+            if is_let_in and not self._why_not(pool, other, fallbacks, now) and (in_time is None or in_time(other)):
                 return other
         return None
 

@@ -7,8 +7,8 @@ With ``unmeetable: Refuse`` in their class:
     ttft  = what it has waited + the prediction that tiers use
 
 A request with ttft > due goes to another ModelServer of its rule that is predicted to hold it: the cheapest of those
-that ``spill`` allows, if the rule has tiers. If there is none, it is refused. A prediction that is not known yet is no
-miss: a request is how it becomes known.
+that ``spill`` allows, if the rule has tiers. If there is none, it goes to a fallback of its rule that is, or else is
+refused. A prediction that is not known yet is no miss: a request is how it becomes known.
 """
 
 from __future__ import annotations
@@ -130,6 +130,13 @@ class Forecaster:
         if not is_tried:
             self._tiers.noted(other[0].pool.name, now, is_taken=True)
         return Foreseen(forecast, other[0], None if placement is None else other[1])
+
+    def is_in_time(
+        self, forecast: Forecast, attachment: Attachment, now: float, other: Arrival, *, wall_s: float, waited_s: float
+    ) -> bool:
+        """Whether a request that is late by its ``forecast`` is predicted to be in time at another ModelServer."""
+        candidate, left_s = self._tiers.candidate(other, attachment, now, wall_s), forecast.due_s - waited_s
+        return left_s > 0 and candidate is not None and (candidate.ttft_s is None or candidate.ttft_s <= left_s)
 
     def _elsewhere(
         self,

@@ -45,7 +45,7 @@ from extproc.core.explanation import (
     tier_states,
     where_adapter_goes,
 )
-from extproc.core.forecasts import Forecaster
+from extproc.core.forecasts import Forecaster, Foreseen
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
 from extproc.core.queue import MOST_AT_ONCE, TIERS_FAILED, QueueWait, usage_to_reserve
 from extproc.core.record import Record
@@ -311,7 +311,13 @@ class AdmissionPipeline:
         forecast = None
         if foreseen is not None:
             arrival, placement, forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
+        why = "no_endpoint"
         instead = self._fallbacks.instead(arrival, attachment, now)
+        if foreseen is not None:
+            in_time = self._in_time_elsewhere(foreseen, attachment, now, wall_s=wall_s, waited_s=0.0)
+            if in_time is not None:
+                forecast = msgspec.structs.replace(foreseen.forecast, result="fallback")
+                instead, why = in_time, "late"
         arrival = arrival if instead is None else instead
         if arrival.pool is not first.pool:
             tokens = None
@@ -339,7 +345,7 @@ class AdmissionPipeline:
         constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
         considered = pool.consider(prompt, constraints, now=now, rng=rng)
         tried = Record("", arrival=arrival, attachment=attachment, wall_s=wall_s)
-        tried.fell_back_for = "" if instead is None else "no_endpoint"
+        tried.fell_back_for = "" if instead is None else why
         plan = self._fallbacks.plan(tried, considered, now)
         fallbacks = () if plan is None else plan.states
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
@@ -480,29 +486,51 @@ class AdmissionPipeline:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
-        arrival = record.arrived
+        arrival, attachment, wall_s, waited_s = (
+            record.arrived,
+            record.attachment,
+            record.wall_s,
+            now - record.arrived_at_s,
+        )
         foresee = partial(
             self._forecaster.foresee,
             self._builder,
             arrival,
-            record.attachment,
+            attachment,
             now,
             placement=record.placement,
-            wall_s=record.wall_s,
-            waited_s=now - record.arrived_at_s,
+            wall_s=wall_s,
+            waited_s=waited_s,
         )
         found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
-        record.forecast = found.forecast
-        record.due_by_s = record.arrived_at_s + found.forecast.due_s
-        if found.forecast.result != "held":
-            out.append(RequestUnmeetable(found.forecast))
-        if found.refusal is not None:
+        forecast = found.forecast
+        fall_back = partial(self._in_time_elsewhere, found, attachment, now, wall_s=wall_s, waited_s=waited_s)
+        instead = with_fault(out, _FALLBACK_FAILED, fall_back)
+        if instead is not None:
+            forecast = msgspec.structs.replace(forecast, result="fallback")
+        record.forecast, record.due_by_s = forecast, record.arrived_at_s + forecast.due_s
+        if forecast.result != "held":
+            out.append(RequestUnmeetable(forecast))
+        if instead is not None:
+            self._send_to_fallback(record, instead, "late")
+        elif found.refusal is not None:
             raise found.refusal
-        if found.arrival is not arrival:
+        elif found.arrival is not arrival:
             self._dispatcher.move(record, found.arrival)
             record.placement = found.placement
+
+    def _in_time_elsewhere(
+        self, late: Foreseen, attachment: Attachment, now: float, *, wall_s: float, waited_s: float
+    ) -> Arrival | None:
+        """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
+        refused, or there is none.
+        """
+        if late.refusal is None:
+            return None
+        in_time = partial(self._forecaster.is_in_time, late.forecast, attachment, now, wall_s=wall_s, waited_s=waited_s)
+        return self._fallbacks.instead(late.arrival, attachment, now, in_time=in_time)
 
     def _go_on(self, record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> RequestEffect:
         """Take the request through the remaining waits, to an engine."""

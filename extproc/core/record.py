@@ -154,7 +154,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     ``due_s``: its first token is due so long after it came, by ``objective``. ``ttft_s``: predicted at the ModelServer
     that it was routed to, the time since it came included; None if unknown. ``idle_ttft_s``: the same without other
-    requests there. ``result``: it stays, goes to another ModelServer of its rule, or is refused.
+    requests there. ``result``: it stays, goes to another ModelServer of its rule or to a fallback, or is refused.
     """
 
     objectives: ObjectiveClass
@@ -162,7 +162,7 @@ class Forecast(msgspec.Struct, frozen=True):
     due_s: float
     ttft_s: float | None
     idle_ttft_s: float | None
-    result: Literal["held", "moved", "refused"]
+    result: Literal["held", "moved", "fallback", "refused"]
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -439,7 +439,7 @@ class Record(msgspec.Struct):
     ``placement``        the choice of its tier, None if its rule has no tiers
     ``forecast``         whether it can hold its objectives, None if that is not asked
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
-    ``fell_back_for``    why it goes to a fallback at once: ``queue``, ``no_endpoint``; empty if it does not
+    ``fell_back_for``    why it goes to a fallback at once: ``queue``, ``no_endpoint``, ``late``; or empty
     ``is_drawn``         it may go to a ModelServer that is half-open, beside the probe
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to

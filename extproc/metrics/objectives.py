@@ -227,7 +227,7 @@ class ObjectiveSeries(PiecewiseCollector):
         for key in [one for one in self._unmeetable if one[:2] not in refusing]:
             del self._unmeetable[key]
         for route, name in sorted(refusing):
-            keys = [(route, name, result) for result in ("moved", "refused")]
+            keys = [(route, name, result) for result in ("moved", "fallback", "refused")]
             yield "".join(_UNMEETABLE.line(key, self._unmeetable[key]) for key in keys)
 
     def _configured(self) -> list[tuple[ObjectiveClass, ObjectiveName]]:

@@ -170,6 +170,40 @@ def test_another_modelserver_of_the_rule_that_holds_it_is_the_fallback() -> None
     assert in_flight == [first, len(served) - first]
 
 
+def test_what_would_be_late_at_all_targets_goes_to_a_fallback_that_is_in_time() -> None:
+    core = core_with(other=OTHER, weights=(1, 0), rule=", fallback: [{modelServerName: other}]")
+    decisions, found = list[Decision](), list[str]()
+    for _ in range(30):
+        own, effects = ask(core)
+        found += results(effects)
+        if isinstance(own, RequestRefused):
+            break
+        assert isinstance(own, Decision)
+        decisions.append(own)
+    servers = [one.server for one in decisions]
+    first = servers.index("default/other")
+    assert {*servers[:first]} == {"default/first"}
+    assert {*servers[first:]} == {"default/other"}
+    # both are as busy, so none is left
+    assert abs(len(servers) - 2 * first) <= 1
+    assert found == ["fallback"] * (len(servers) - first) + ["refused"]
+    assert {one.fell_back_for for one in decisions[first:]} == {"late"}
+    in_flight = [int(core.pools[f"default/{name}"].table.in_flight.sum()) for name in ("first", "other")]
+    assert in_flight == [first, len(servers) - first]
+    core.on_stream_closed(decisions[-1].ticket, 0.0)
+    tried = core.explain(request(core, PROMPTS.randbytes(2000).hex(), stream=True), 0.0)
+    assert tried.server == "default/other"
+    assert "ttft allows 1000 ms; it goes to a fallback" in to_text(tried)
+    assert "is taken: the ModelServer before it is predicted to be late" in to_text(tried)
+
+
+def test_what_would_be_late_at_the_fallback_too_is_refused() -> None:
+    core = core_with(other=OTHER, weights=(1, 0), rule=", fallback: [{modelServerName: other}]")
+    own, effects = ask(core, tokens=30_000)
+    assert "shorten the prompt" in refused(own).message
+    assert results(effects) == ["refused"]
+
+
 def test_a_target_of_weight_0_gets_nothing() -> None:
     core = core_with(other=OTHER, weights=(1, 0))
     fill(core)
