@@ -88,6 +88,8 @@ RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 CLIENT: Final = "x-attache-client"
 TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
+# The tenant whose usage an API key may read, percent-encoded.
+REPORTS: Final = "x-attache-reports"
 # The tenant of callers of whom no tenant is known.
 ANONYMOUS: Final = "anonymous"
 # Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown
@@ -98,6 +100,7 @@ _HASH_BYTES: Final = 16
 CALLER_CLIENT: Final = "x-attache-caller-client"
 CALLER_TENANT: Final = "x-attache-caller-tenant"
 CALLER_USER: Final = "x-attache-caller-user"
+CALLER_REPORTS: Final = "x-attache-caller-reports"
 # Envoy's id of a request, which answers carry, too.
 REQUEST_ID: Final = "x-request-id"
 # Dynamic metadata with the claims of a verified token, by the name of its issuer in our configuration.

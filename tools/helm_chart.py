@@ -19,7 +19,7 @@ import yaml
 from attache import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CHART: Final = ROOT / "deploy" / "charts" / "attache"
@@ -38,7 +38,12 @@ COMPONENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "keda": "manager-components/keda",
         "metricsAuth": "manager-components/metrics-auth",
     },
-    "gateway": {"gatewayAPI": "gateway-api", "highAvailability": "gateway-ha"},
+    # usage is the last: it inserts a container, and its patches alone count it
+    "gateway": {
+        "gatewayAPI": "gateway-api",
+        "highAvailability": "gateway-ha",
+        "usage": "gateway-components/usage",
+    },
 }
 # A Redis of the user's own takes the place of the component's.
 _REDIS: Final = "--redis=redis://attache-redis:6379"
@@ -95,7 +100,7 @@ def values() -> dict[str, Any]:
     found: dict[str, Any] = {}
     images = {}
     for base in COMPONENTS:
-        deployment = next(one for one in _objects(base) if one["kind"] == "Deployment")
+        deployment = next(one for one in _patched(base) if one["kind"] == "Deployment")
         containers = {one["name"]: one for one in _containers(deployment)}
         pod = deployment["spec"]["template"]["spec"]
         images.update({name: one["image"] for name, one in containers.items()})
@@ -137,6 +142,11 @@ def values() -> dict[str, Any]:
             ),
             "redisURL": Value("", "A Redis of your own, redis://HOST:PORT; the chart makes none then."),
             "gatewayAPI": Value(False, "Serve Gateways of the Gateway API, whose definitions must be there."),
+            "usage": Value(
+                False,
+                "Keep a row for each request in a database, whose URL is `store` of the Secret attache-usage, and serve"
+                " reports.",
+            ),
             "config": Value(
                 config["spec"],
                 "The spec of the GatewayConfig. Without `authentication` everybody who reaches the Service may use"
@@ -180,14 +190,10 @@ def _closed(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(base: str) -> str:
-    objects = _objects(base)
+    objects = _patched(base)
     parts = []
     for value, folder in COMPONENTS[base].items():
         condition = f".Values.{base}.{value}"
-        for patch in _kustomization(folder).get("patches", ()):
-            (patched,) = (one for one in objects if _matches(one, patch["target"]))
-            for operation in yaml.safe_load(patch["patch"]):
-                _patch(patched, operation, condition)
         for file in _resources(folder):
             text = "".join(map(_text, _read(folder, file)))
             parts.append(f"{{{{- if {_CONDITIONS.get(file, condition)} }}}}\n{text}{{{{- end }}}}\n")
@@ -197,19 +203,30 @@ def _template(base: str) -> str:
     return f"{_HEAD}{{{{- if .Values.{base}.enabled }}}}\n{whole}{{{{- end }}}}\n"
 
 
+def _patched(base: str) -> list[dict[str, Any]]:
+    """The objects of a base, with what its components change in them as conditions."""
+    objects = _objects(base)
+    for value, folder in COMPONENTS[base].items():
+        for patch in _kustomization(folder).get("patches", ()):
+            (patched,) = (one for one in objects if _matches(one, patch["target"]))
+            for operation in yaml.safe_load(patch["patch"]):
+                _patch(patched, operation, f".Values.{base}.{value}")
+    return objects
+
+
 def _patch(patched: dict[str, Any], operation: Mapping[str, Any], condition: str) -> None:
     """An operation of JSON patch as a condition. Raises ValueError for one that no component has."""
     *path, name = operation["path"].split("/")[1:]
     parent: Any = patched
     for step in path:
-        parent = parent[int(step) if isinstance(parent, list) else step]
+        parent = parent[_place(parent, step) if isinstance(parent, list) else step]
     match operation["op"], parent:
         case "test", dict() if parent[name] == operation["value"]:
             pass
-        case "add", list() if name == "-":
+        case "add", list() if (place := _place(parent, name)) is not None:
             value = operation["value"]
             begin = f"@@if {_CONDITIONS.get(value, condition) if isinstance(value, str) else condition}@@"
-            parent.extend([begin, _OWN_REDIS if value == _REDIS else value, "@@end@@"])
+            parent[place:place] = [begin, _OWN_REDIS if value == _REDIS else value, "@@end@@"]
         case "add", dict() if name not in parent:
             parent.update({f"@@if {condition}@@": None, name: operation["value"], "@@end@@": None})
         case "remove", dict():
@@ -220,6 +237,16 @@ def _patch(patched: dict[str, Any], operation: Mapping[str, Any], condition: str
                 parent.update(whole if key == name else {key: value})
         case _:
             raise ValueError(f"tools/helm_chart.py cannot make a condition of {operation}")
+
+
+def _place(items: Sequence[Any], index: str) -> int | None:
+    """Where in a list the item is that has this index without the marks; ``-`` and one more than the last: its end."""
+    places = [*(place for place, one in enumerate(items) if not _is_mark(one)), len(items)]
+    return len(items) if index == "-" else dict(enumerate(places)).get(int(index))
+
+
+def _is_mark(one: object) -> bool:
+    return isinstance(one, str) and one.startswith("@@")
 
 
 def _mark_deployment(deployment: dict[str, Any], base: str) -> None:
@@ -242,7 +269,15 @@ def _mark_service(service: dict[str, Any], base: str) -> None:
 
 
 def _mark_config(config: dict[str, Any], base: str) -> None:
-    config["spec"] = f"@toJson .Values.{base}.config@"
+    """The spec is the user's; fields within what a component adds to it take the place of the user's."""
+    whole, condition = f".Values.{base}.config", ""
+    for name, value in config["spec"].items():
+        if _is_mark(name):
+            condition = name.strip("@").removeprefix("if ")
+        elif condition not in {"", "end"}:
+            added = f"ternary (fromJson `{json.dumps({name: value})}`) dict ({condition})"
+            whole = f"(mergeOverwrite (deepCopy {whole}) ({added}))"
+    config["spec"] = f"@toJson {whole}@"
 
 
 def _nothing(one: dict[str, Any], base: str) -> None:
@@ -294,7 +329,7 @@ def _matches(one: Mapping[str, Any], target: Mapping[str, str]) -> bool:
 
 def _containers(deployment: dict[str, Any]) -> list[dict[str, Any]]:
     spec = deployment["spec"]["template"]["spec"]
-    return [*spec.get("initContainers", ()), *spec["containers"]]
+    return [one for one in (*spec.get("initContainers", ()), *spec["containers"]) if not _is_mark(one)]
 
 
 def _yaml(value: object) -> str:

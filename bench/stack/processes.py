@@ -78,11 +78,19 @@ def is_running(pid: int) -> bool:
 
 def workers_of(supervisor: int) -> list[int]:
     """The processes of extproc that serve for it, by their number; of those with one number the newest last."""
-    found = []
-    for pid in map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()):
+    return [pid for name, pid in sorted(_children(supervisor)) if name.startswith("worker-")]
+
+
+def has_spare(supervisor: int) -> bool:
+    """Whether a process has loaded everything, and would take the place of a worker at once."""
+    return any(name == "spare" for name, _ in _children(supervisor))
+
+
+def _children(pid: int) -> Iterator[tuple[str, int]]:
+    """Names and ids."""
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found.append((Path(f"/proc/{pid}/comm").read_text(), pid))
-    return [pid for name, pid in sorted(found) if name.startswith("worker-")]
+            yield Path(f"/proc/{child}/comm").read_text().strip(), child
 
 
 def peak_rss_bytes(pid: int) -> int:

@@ -62,11 +62,11 @@ def parser(prog: str = "attache keys") -> argparse.ArgumentParser:
     create = _mode(modes, "create", "make a key, and print it", has_key=True, forms=(*_FORMS, "key"))
     create.add_argument("--tenant", required=True, metavar="NAME", help="whose key it is")
     create.add_argument("--user", default="", metavar="NAME", help="of that tenant")
-    _add_limits(create, "for all models of the tenant", "without an end")
+    _add_limits(create, "for all models of the tenant", "without an end", "its own")
     _mode(modes, "list", "print all keys")
     _mode(modes, "show", "print one key", has_key=True)
-    update = _mode(modes, "update", "change models, limits, budgets or the end of a key", has_key=True)
-    _add_limits(update, "as they are", "as it is", none=" 'none': no longer any.")
+    update = _mode(modes, "update", "change models, limits, budgets, reports or the end of a key", has_key=True)
+    _add_limits(update, "as they are", "as it is", "as it is", none=" 'none': no longer any.")
     rotate = _mode(modes, "rotate", "give its caller a new key, and print it", has_key=True, forms=(*_FORMS, "key"))
     rotate.add_argument(
         "--overlap", default="0s", metavar="DURATION", help="how long the last key is valid, too (default: %(default)s)"
@@ -106,7 +106,7 @@ def _mode(
     return made
 
 
-def _add_limits(made: argparse.ArgumentParser, models: str, end: str, none: str = "") -> None:
+def _add_limits(made: argparse.ArgumentParser, models: str, end: str, reports: str, none: str = "") -> None:
     made.add_argument(
         "--model",
         action="append",
@@ -114,6 +114,11 @@ def _add_limits(made: argparse.ArgumentParser, models: str, end: str, none: str 
         help=f"that it is good for, '*' at one end for any text; may be repeated (default: {models}).{none}",
     )
     made.add_argument("--expires", metavar="WHEN", help=f"90d, or 2030-01-31T00:00:00Z (default: {end}).{none}")
+    made.add_argument(
+        "--reports",
+        choices=("Tenant", *([_NONE] if none else [])),
+        help=f"whose usage it may read: that of its whole tenant (default: {reports})",
+    )
     made.add_argument(
         "--rate",
         action="append",
@@ -197,6 +202,8 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
     elif options.expires is not None:
         # a date begins with four digits and a dash
         found["expiresAt" if "-" in options.expires else "expiresIn"] = options.expires
+    if options.reports is not None:
+        found["reports"] = None if options.reports == _NONE else options.reports
     if options.rate is not None:
         found["rateLimits"] = [] if options.rate == [_NONE] else [_rate(one) for one in options.rate]
     if options.budget is not None:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from extproc.api import spec as patterns
-from extproc.api.authentication import KeyBudgets, KeyRateLimits, ModelPattern
+from extproc.api.authentication import KeyBudgets, KeyRateLimits, ModelPattern, Reports
 from extproc.api.errors import one_line, to_text
 from extproc.api.key_store import (
     MOST_KEYS,
@@ -56,16 +56,20 @@ class KeyRequest(Spec, frozen=True):
     models: _Models = None
     rate_limits: KeyRateLimits = ()
     budgets: KeyBudgets = ()
+    reports: Reports = None
     expires_at: _When | None = None
     expires_in: Duration | None = None
 
 
 class KeyUpdate(Spec, frozen=True):
-    """What is to change of a key; what is left out stays. null for ``models`` or ``expires_at``: there are none."""
+    """What is to change of a key; what is left out stays. null for ``models``, ``reports`` or ``expires_at``: there are
+    none.
+    """
 
     models: _Models | UnsetType = UNSET
     rate_limits: KeyRateLimits | UnsetType = UNSET
     budgets: KeyBudgets | UnsetType = UNSET
+    reports: Reports | UnsetType = UNSET
     expires_at: _When | UnsetType | None = UNSET
     expires_in: Duration | UnsetType = UNSET
 
@@ -115,6 +119,7 @@ def create(
         models=asked.models,
         rate_limits=asked.rate_limits,
         budgets=asked.budgets,
+        reports=asked.reports,
         created_at=now,
         expires_at=_expiry(asked.expires_at, asked.expires_in, now),
     )
@@ -126,7 +131,7 @@ def update(store: KeyStoreSpec, which: str, asked: KeyUpdate, now: datetime) -> 
     key = find(store, which)
     changed: dict[str, Any] = {
         name: value
-        for name in ("models", "rate_limits", "budgets", "expires_at")
+        for name in ("models", "rate_limits", "budgets", "reports", "expires_at")
         if (value := getattr(asked, name)) is not UNSET
     }
     if not isinstance(asked.expires_in, UnsetType):

@@ -130,7 +130,7 @@ class KeyAdmin:
         return MadeKey(key, self._change("rotate", actor, change))
 
     def update(self, which: str, asked: KeyUpdate, actor: str) -> VirtualKey:
-        """Its models, limits, budgets or end."""
+        """Its models, limits, budgets, reports or end."""
         return self._change("update", actor, lambda store: changes.update(store, which, asked, self.now))
 
     def revoke(self, which: str, actor: str) -> VirtualKey:

@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -17,7 +18,15 @@ from controller.usage.metrics import UsageSeries
 from controller.usage.queries import BadQuery, query_of, run, sources
 from controller.usage.reports import as_csv, as_json, completions_page, costs_page, own_filters
 from controller.usage.rows import caller_name
-from extproc.protocol import ANONYMOUS, CALLER_CLIENT, CALLER_TENANT, CALLER_USER, ORGANIZATION_PATH, USAGE_PATH
+from extproc.protocol import (
+    ANONYMOUS,
+    CALLER_CLIENT,
+    CALLER_REPORTS,
+    CALLER_TENANT,
+    CALLER_USER,
+    ORGANIZATION_PATH,
+    USAGE_PATH,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,20 +47,25 @@ _MOST_OF_A_CALLER: Final = 2
 _DEADLINE_S: Final = 30.0
 # SQLite asks so often, in steps of its machine, whether to stop.
 _STEPS: Final = 100_000
-_CALLER: Final = {"tenant": CALLER_TENANT, "key": CALLER_CLIENT, "user": CALLER_USER}
+_CALLER: Final = {"tenant": CALLER_TENANT, "key": CALLER_CLIENT, "user": CALLER_USER, "reports": CALLER_REPORTS}
 _PRIVATE: Final = {"cache-control": "private, no-store"}
 
 
 class Caller(NamedTuple):
-    """As Envoy names it; what it does not know is empty."""
+    """As Envoy names it; what it does not know is empty. ``reports``: the tenant all of whose usage its key may read,
+    percent-encoded.
+    """
 
     tenant: str
     key: str
     user: str
+    reports: str
 
     @property
     def payer(self) -> tuple[str, str]:
         """Its tenant, or else its key, or else its user, behind the name of the field."""
+        if self.reports:
+            return "tenant", unquote(self.reports)
         return next(((name, value) for name, value in self._asdict().items() if value), ("", ""))
 
 
@@ -197,13 +211,15 @@ class Reports:
         """Filters that the caller cannot leave: none for administrators. None: nobody knows who it is.
 
         A token's rows are those of its tenant and its user, and of no user if it names none. Of an API key Envoy knows
-        the name alone, and no tenant.
+        the name alone, and no tenant, unless the key may read all of the tenant's usage.
         """
         if self._is_admin_port or any(caller[name] in admins for name, admins in self._admins.items()):
             return {}
         if not any(caller.values()):
             return None
-        if caller["key"]:
+        if caller["reports"]:
+            owned = {"tenant": unquote(caller["reports"])}
+        elif caller["key"]:
             owned = {name: caller[name] for name in ("key", "tenant") if caller[name]}
         else:
             owned = {"tenant": caller["tenant"] or ANONYMOUS, "user": caller["user"]}

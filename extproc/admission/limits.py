@@ -24,8 +24,9 @@ import msgspec
 
 from extproc.admission.buckets import Limit, Reservation
 from extproc.admission.identity import NamedCallers, named_callers
+from extproc.api.admission import Unit
 from extproc.api.pricing import TokenCounts, cost_micros
-from extproc.protocol import truncate_name
+from extproc.protocol import ANONYMOUS, truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,7 +136,8 @@ class Charge(msgspec.Struct, frozen=True):
     ``key``: names the bucket. ``amount``: in units of ``resource``. ``is_global``: the bucket is in the shared store.
     ``needs_redis``: without the shared store the request is refused instead of charged to a local bucket.
     ``enough``: at this level it is granted even if it is more than that; the bucket is in debt then.
-    ``budget``: None for a rate limit. ``ends_in_s``: until its window ends.
+    ``budget``: None for a rate limit. ``ends_in_s``: until its window ends. ``unit`` and ``whose``: what clients are
+    told of a rate limit; no names.
     """
 
     key: str
@@ -147,6 +149,8 @@ class Charge(msgspec.Struct, frozen=True):
     enough: float = math.inf
     budget: BudgetPart | None = None
     ends_in_s: float = 0.0
+    unit: Unit = "second"
+    whose: str = "all callers"
 
     @property
     def needed_level(self) -> float:
@@ -200,9 +204,11 @@ class RouteLimits:
                 amount=amount_to_reserve(usage, resource, _limit(limit, amount)),
                 is_global=limit.scope == "Global",
                 needs_redis=limit.scope == "Global" and limit.without_redis == "Refuse",
+                unit=limit.unit,
+                whose=whose,
             )
             for index, limit in self._limits_of(caller)
-            for subject in [self._subject(index, limit, caller, headers, now)]
+            for subject, whose in [self._subject(index, limit, caller, headers, now)]
             for resource in RESOURCES
             if (amount := getattr(limit, resource)) is not None
         ]
@@ -216,24 +222,29 @@ class RouteLimits:
             if index in named or (callers is None and not (limit.others and named))
         ]
 
-    def _subject(self, index: int, limit: RateLimit, caller: Caller, headers: Mapping[str, str], now: float) -> str:
+    def _subject(
+        self, index: int, limit: RateLimit, caller: Caller, headers: Mapping[str, str], now: float
+    ) -> tuple[str, str]:
+        """In the key of the bucket, and what its clients are told instead."""
         match limit.per:
             case "Tenant":
-                return caller.tenant
+                return caller.tenant, "all anonymous callers" if caller.tenant == ANONYMOUS else "this tenant"
             case "User":
                 # two tenants may have users of the same name; a token may name a tenant with a slash
                 tenant = caller.tenant.replace("%", "%25").replace("/", "%2F")
-                return f"{tenant}/{caller.user}"
+                whose = "this user" if caller.user else "all callers of this tenant without a user"
+                return f"{tenant}/{caller.user}", whose
             case "ApiKey":
-                return caller.api_key
+                return caller.api_key, "this API key" if caller.api_key else "all callers without an API key"
             case "Header":
                 owner = f"{self._route}/{index}/{caller.tenant}"
                 value = headers.get((limit.header or "").lower(), "")
                 # an empty bucket is full again after this time
                 name = self._names.account(owner, value, now, idle_s=limit.burst * limit.unit_s)
-                return f"{caller.tenant}{CHOSEN}{name}"
+                which = "further values" if name == OTHERS else "this value"
+                return f"{caller.tenant}{CHOSEN}{name}", f"{which} of {limit.header}"
             case "Route":
-                return ""
+                return "", "all callers of this route"
 
 
 def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) -> list[Charge]:
@@ -246,6 +257,8 @@ def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) ->
             resource=resource,
             amount=amount_to_reserve(usage, resource, _limit(limit, amount)),
             is_global=limit.scope == "Global",
+            unit=limit.unit,
+            whose="this API key on all routes",
         )
         for limit in limits
         for resource in RESOURCES

@@ -40,14 +40,15 @@ def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
     kind = "requests" if charge.resource == "requests" else "tokens"
     if charge.needed_level > charge.limit.capacity:
         message = (
-            f"The request needs {math.ceil(charge.amount)} {resource}, "
-            f"and no more than {capacity} are granted at once; shorten the prompt or lower max_tokens."
+            f"The request needs {math.ceil(charge.amount)} {resource}, and the limit of {charge.whose} grants no more"
+            f" than {capacity} at once; shorten the prompt or lower max_tokens."
         )
         return RateLimited(message, kind=kind, headers=headers, retry_after_s=None)
     wait_s = waits[worst]
     message = (
-        f"Rate limit reached for {resource}: the request needs {math.ceil(charge.amount)}, "
-        f"{max(0, math.floor(levels[worst]))} of {capacity} are left. Please try again in {_duration(wait_s)}."
+        f"Rate limit reached for {resource} per {charge.unit} of {charge.whose}: the request needs"
+        f" {math.ceil(charge.amount)}, {max(0, math.floor(levels[worst]))} of {capacity} are left. Please try again in"
+        f" {_duration(wait_s)}."
     )
     refused = RateLimited(message, kind=kind, headers=headers, retry_after_s=max(1, math.ceil(wait_s)))
     # behind the last slash is whose bucket it is: nobody's where all callers share it

@@ -40,6 +40,8 @@ Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patter
 ModelPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
 # Names that clients ask for; None: all of them.
 Models = Annotated[tuple[ModelPattern, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
+# Whose usage a key may read: that of its whole tenant; None: its own.
+Reports = Literal["Tenant"] | None
 KeyRateLimits = Annotated[tuple[KeyRateLimit, ...], msgspec.Meta(max_length=4)]
 KeyBudgets = Annotated[tuple[KeyBudget, ...], msgspec.Meta(max_length=4)]
 
@@ -86,6 +88,8 @@ class ApiKey(Spec, frozen=True):
     id: Annotated[str, msgspec.Meta(pattern=patterns.KEY_ID)] | None = None
     rate_limits: KeyRateLimits = ()
     budgets: KeyBudgets = ()
+    # The key may read the usage of its whole tenant; without it, its own.
+    reports: Reports = None
 
     @property
     def digest(self) -> str | None:
@@ -125,6 +129,8 @@ class ApiKeySecret(Spec, frozen=True):
     # The models and adapters that these keys are good for, by the names that clients ask for; without it, those of
     # their tenant.
     models: Models = None
+    # These keys may read the usage of their whole tenant; without it, each its own.
+    reports: Reports = None
 
 
 class VirtualKeys(Spec, frozen=True):

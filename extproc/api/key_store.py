@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 
 from extproc.api import spec as patterns
-from extproc.api.authentication import ApiKey, KeyBudgets, KeyRateLimits, Models, check_key_limits
+from extproc.api.authentication import ApiKey, KeyBudgets, KeyRateLimits, Models, Reports, check_key_limits
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.spec import DirectoryObject, Name, NonEmpty, Spec
 
@@ -42,8 +42,8 @@ class VirtualKey(Spec, frozen=True):
     ``id``: never changes. ``name``: for limits by API key, for usage and for people; no other key ever gets it.
     ``tenant``, ``user``: its owner. ``key_sha256``: the SHA-256 of the key. ``previous``: the one before, while both
     are valid. ``created_at``: when it was made. ``rotated_at``: when it was rotated last. ``models``, ``rate_limits``,
-    ``budgets``: as of ``apiKeys``. ``expires_at``: from then on it is refused. ``revoked_at``: since when it is
-    refused.
+    ``budgets``, ``reports``: as of ``apiKeys``. ``expires_at``: from then on it is refused. ``revoked_at``: since when
+    it is refused.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=patterns.KEY_ID)]
@@ -55,6 +55,7 @@ class VirtualKey(Spec, frozen=True):
     models: Models = None
     rate_limits: KeyRateLimits = ()
     budgets: KeyBudgets = ()
+    reports: Reports = None
     expires_at: When | None = None
     rotated_at: When | None = None
     revoked_at: When | None = None
@@ -75,6 +76,7 @@ class VirtualKey(Spec, frozen=True):
             id=self.id,
             rate_limits=self.rate_limits,
             budgets=self.budgets,
+            reports=self.reports,
         )
         yield made
         if self.previous is not None:

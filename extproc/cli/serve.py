@@ -82,7 +82,6 @@ def main(words: list[str], prog: str = "extproc") -> int:
 
 def _await_worker() -> str:
     """Load all that serves, then wait for the supervisor to tell who this process is; empty if it has ended."""
-    name_process("spare")
     import extproc.cli.launch  # noqa: PLC0415
     import extproc.console.pages  # noqa: PLC0415
     import extproc.feeds.adapters  # noqa: PLC0415
@@ -91,6 +90,7 @@ def _await_worker() -> str:
     # what is loaded stays: the collector need not look through it when the process begins to serve
     gc.collect()
     gc.freeze()
+    name_process("spare")
     return sys.stdin.readline().strip()
 
 

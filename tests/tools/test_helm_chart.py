@@ -93,11 +93,26 @@ def test_helm_installs_the_definitions_and_no_other_file_of_their_folder() -> No
         {"op": "replace", "path": "/spec/replicas", "value": 1},
         {"op": "test", "path": "/spec/replicas", "value": 3},
         {"op": "add", "path": "/spec/replicas", "value": 3},
+        {"op": "add", "path": "/spec/ports/3", "value": "c"},
     ],
 )
 def test_a_patch_that_no_condition_can_express_is_refused(operation: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot make a condition"):
-        helm_chart._patch({"spec": {"replicas": 2}}, operation, "x")
+        helm_chart._patch({"spec": {"replicas": 2, "ports": ["a", "b"]}}, operation, "x")
+
+
+def test_an_item_is_inserted_where_a_patch_says_and_later_places_count_it() -> None:
+    patched = {"items": [{"name": "a", "args": ["1"]}, {"name": "b", "args": []}]}
+    new = {"name": "new", "args": []}
+    for path, value in (("0", new), ("1/args/0", "0"), ("2/args/0", "2"), ("3", "end")):
+        helm_chart._patch(patched, {"op": "add", "path": f"/items/{path}", "value": value}, ".Values.x")
+    begin, end = "@@if .Values.x@@", "@@end@@"
+    assert patched["items"] == [
+        *(begin, new, end),
+        {"name": "a", "args": [begin, "0", end, "1"]},
+        {"name": "b", "args": [begin, "2", end]},
+        *(begin, "end", end),
+    ]
 
 
 # Helm itself
@@ -146,6 +161,7 @@ def changes(before: object, after: object, path: str = "") -> Iterator[tuple[str
         ({}, ("manager", "gateway")),
         ({"gateway.highAvailability": True}, ("manager", "gateway-ha")),
         ({"gateway.gatewayAPI": True}, ("manager", "gateway-api")),
+        ({"gateway.usage": True}, ("manager", "gateway-with-usage")),
         ({"manager.enabled": False}, ("gateway",)),
         (
             {"gateway.enabled": False, **{f"manager.{name}": True for name in COMPONENTS["manager"]}},
@@ -171,6 +187,26 @@ def test_a_redis_of_ones_own_takes_the_place_of_the_charts() -> None:
     wanted = kustomized("manager", "gateway-ha")
     assert set(wanted) - set(template(both)) == {
         f"{kind}/attache-redis" for kind in ("Deployment", "Service", "NetworkPolicy")
+    }
+
+
+def test_usage_goes_with_every_other_value_of_the_gateway() -> None:
+    """Its own container is set like the others, and what the user writes into the GatewayConfig stays."""
+    given = {
+        **{f"gateway.{name}": True for name in COMPONENTS["gateway"]},
+        "gateway.args.usage": ["--admin-keys=ops"],
+        "gateway.resources.usage.limits.memory": "1Gi",
+        "gateway.config": {"usageLog": {"path": "/elsewhere", "costHeader": True}, "listen": "0.0.0.0:8080"},
+    }
+    made = template(given)
+    usage, role, *_, extproc = made["Deployment/attache-gateway"]["spec"]["template"]["spec"]["initContainers"]
+    assert (usage["args"][-1], usage["resources"]["limits"]) == ("--admin-keys=ops", {"memory": "1Gi"})
+    # what each component adds, in the container that it means
+    assert "--port-offset=8000" in role["args"]
+    assert {"--redis=redis://attache-redis:6379", "--usage-api=http://127.0.0.1:9008"} <= {*extproc["args"]}
+    assert made["GatewayConfig/gateway"]["spec"] == {
+        "listen": "0.0.0.0:8080",
+        "usageLog": {"path": "/var/lib/attache/usage.log", "api": "127.0.0.1:9009", "costHeader": True},
     }
 
 

@@ -381,7 +381,7 @@ async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_
         assert await remaining(700) == 44
         with pytest.raises(openai.RateLimitError) as caught:
             await remaining(2000)
-        assert "no more than 1000 are granted at once" in caught.value.message
+        assert "the limit of this tenant grants no more than 1000 at once" in caught.value.message
 
 
 async def test_who_waits_too_long_is_told_when_to_come_back(held: OneEngine) -> None:

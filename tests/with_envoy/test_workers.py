@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from bench.live.client import LoadClient
 from bench.reporting.results import cached_token_ratio
-from bench.stack.processes import workers_of
+from bench.stack.processes import has_spare, workers_of
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generators import Conversations, conversations
 from tests.decision_log import read_outcomes
@@ -222,6 +222,8 @@ async def alone(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worke
 async def test_the_only_worker_that_ends_or_hangs_costs_nobody_anything(alone: Workers, number: signal.Signals) -> None:
     async with load_on(alone) as load:
         await alone.all_pick()
+        # while it loads, nobody would serve, and after some 5 s Envoy takes the only worker for unhealthy
+        await eventually(lambda: has_spare(alone.supervisor))
         (worker,) = workers_of(alone.supervisor)
         os.kill(worker, number)
         await eventually(lambda: len(workers_of(alone.supervisor)) == 1 and worker not in workers_of(alone.supervisor))

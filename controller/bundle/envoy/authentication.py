@@ -17,7 +17,7 @@ import re
 from hashlib import sha256
 from itertools import count, islice
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType, ClusterDnsLookupFamily
@@ -80,7 +80,7 @@ from controller.bundle.envoy.envoy_json import (
     typed_extension,
 )
 from extproc.api.advice import is_ip
-from extproc.protocol import CLIENT, TENANT, TOKENS_NAMESPACE, USER
+from extproc.protocol import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -108,6 +108,7 @@ _MOST_KEY_BYTES: Final = 4096
 _KEYS_SCRIPT: Final = """
 local CLIENTS = {@CLIENTS@}
 local EXPIRES_AT_MS = {@EXPIRES@}
+local REPORTS = {@REPORTS_OF@}
 local INITIAL = {@INITIAL@}
 local ROUND = {@ROUND@}
 local band, bnot, bxor, bor = bit.band, bit.bnot, bit.bxor, bit.bor
@@ -166,12 +167,12 @@ function envoy_on_request(handle)
   if not value or value == "" then
     value = headers:get("x-api-key") or ""
   end
-  local client
+  local client, reports
   if #value > 0 and #value <= @MOST_BYTES@ then
     local digest = sha256(key_in(value))
     local expires_at_ms = EXPIRES_AT_MS[digest]
     if not expires_at_ms or handle:timestamp() < expires_at_ms then
-      client = CLIENTS[digest]
+      client, reports = CLIENTS[digest], REPORTS[digest]
     end
   end
   if not client then
@@ -181,6 +182,9 @@ function envoy_on_request(handle)
   headers:remove("authorization")
   headers:remove("x-api-key")
   headers:replace("@CLIENT@", client)
+  if reports then
+    headers:replace("@REPORTS@", reports)
+  end
 end
 """
 _CERTIFICATE_NAMESPACE: Final = "attache.certificate"
@@ -373,7 +377,8 @@ def _is_name(path: tuple[str, ...]) -> MetadataMatcher:
 
 
 def known_keys(keys: Sequence[ApiKey]) -> Lua:
-    """The filter for API keys: it writes the name of the caller's key into a header and removes the key.
+    """The filter for API keys: it writes the name of the caller's key into a header and removes the key. If the key may
+    read its tenant's usage, it writes the tenant, too.
 
     A request without a known key gets 401. Keys that have not been read yet are unknown. Envoy's own filter for API
     keys compares them in plain text, so every bundle, and every page of Envoy that shows its configuration, would hold
@@ -389,13 +394,26 @@ def known_keys(keys: Sequence[ApiKey]) -> Lua:
     for mark, text in {
         "@CLIENTS@": ",".join(f'["{digest}"]="{one.name}"' for digest, one in sorted(by_digest.items())),
         "@EXPIRES@": ",".join(f'["{digest}"]={at_ms}' for digest, at_ms in sorted(expires.items())),
+        "@REPORTS_OF@": ",".join(
+            f'["{digest}"]="{reports_value(one.tenant)}"'
+            for digest, one in sorted(by_digest.items())
+            if one.reports is not None
+        ),
         "@INITIAL@": ",".join(f"bit.tobit({math.isqrt(prime << 64) % 2**32})" for prime in islice(_primes(), 8)),
         "@ROUND@": ",".join(f"bit.tobit({_cube_root(prime << 96) % 2**32})" for prime in islice(_primes(), 64)),
         "@MOST_BYTES@": str(_MOST_KEY_BYTES),
         "@CLIENT@": CLIENT,
+        "@REPORTS@": REPORTS,
     }.items():
         script = script.replace(mark, text)
     return Lua(default_source_code=DataSource(inline_string=script))
+
+
+def reports_value(tenant: str) -> str:
+    """The header that lets a key read the usage of ``tenant``. No name is changed on its way, neither by Lua nor by
+    HTTP, which cuts spaces off.
+    """
+    return quote(truncate_name(tenant), safe="")
 
 
 def identified_callers() -> Rbac:

@@ -49,6 +49,7 @@ from extproc.api.gateway_config import Listener, ListenerTls
 from extproc.protocol import (
     ACCESS_LOG_NAME,
     CALLER_CLIENT,
+    CALLER_REPORTS,
     CALLER_TENANT,
     CALLER_USER,
     CLIENT,
@@ -56,6 +57,7 @@ from extproc.protocol import (
     DESTINATION,
     OBJECTIVE_PREFIXES,
     POLICY_HEADER,
+    REPORTS,
     RESERVED_PREFIXES,
     RETRY_AFTER,
     SERVER_HEADER,
@@ -78,9 +80,9 @@ DEFAULT_LISTENER: Final = "default"
 _ENVOYS_PREFIX: Final = "x-envoy-"
 # Only this gateway itself writes these, even if its clients are trusted.
 _OWN_HEADERS: Final = (
-    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, *SIDECAR_HEADERS),
+    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, REPORTS, *SIDECAR_HEADERS),
     # who sees whose usage; a route does not write a name that is not known
-    *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER),
+    *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER, CALLER_REPORTS),
 )
 _SERVER_NAME: Final = "attache"
 # Envoy's default; the longest hold is added.

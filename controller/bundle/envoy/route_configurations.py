@@ -57,6 +57,7 @@ from extproc.api.spec import is_attached
 from extproc.protocol import (
     BUDGET_HEADERS,
     CALLER_CLIENT,
+    CALLER_REPORTS,
     CALLER_TENANT,
     CALLER_USER,
     CLIENT,
@@ -66,6 +67,7 @@ from extproc.protocol import (
     ORGANIZATION_PATH,
     POLICY_HEADER,
     RATE_LIMIT_HEADERS,
+    REPORTS,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_HEADER,
@@ -87,7 +89,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
 
 # The gateway's own words, which no server is to read.
-_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT, USER)
+_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT, USER, REPORTS)
 # Some 100 bytes a name.
 _LARGEST_LIST: Final = 64 * 1024 * 1024
 _INVALID: Final = "invalid_request_error"
@@ -96,7 +98,7 @@ _NO_ROUTE: Final = "Nothing is served under this host and path."
 _OTHER_LISTENER: Final = "Another listener serves this host; connect to it under its own name."
 # Reports read many rows; they end by themselves before this.
 _REPORT_S: Final = 60.0
-_CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLER_USER))
+_CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLER_USER), (REPORTS, CALLER_REPORTS))
 
 
 def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:

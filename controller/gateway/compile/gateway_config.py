@@ -182,6 +182,8 @@ def _keys(ref: ApiKeySecret, secret: SecretContent | None, problems: list[str]) 
             made["user"] = user
         if ref.models is not None:
             made["models"] = list(ref.models)
+        if ref.reports is not None:
+            made["reports"] = ref.reports
         yield made
 
 

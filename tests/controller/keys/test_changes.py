@@ -126,10 +126,24 @@ def test_what_is_left_out_of_an_update_stays() -> None:
     assert after.expires_at == NOW + 2 * HOUR
 
 
+def test_a_key_reads_its_tenants_usage_only_while_somebody_lets_it() -> None:
+    store, plain = created()
+    assert [one.reports for one in usable(store).values()] == [None]
+    assert "reports" not in shown(plain, NOW)
+    store, _ = changes.update(store, "key-1", key_update({"reports": "Tenant"}), NOW)
+    store, _ = changes.rotate(store, "key-1", digest(2), NOW, overlap_s=60.0)
+    assert [one.reports for one in usable(store).values()] == ["Tenant"] * 2
+    store, _ = changes.update(store, "key-1", key_update({"reports": None}), NOW)
+    assert [one.reports for one in usable(store).values()] == [None] * 2
+    _, made = created(store, 3, reports="Tenant")
+    assert shown(made, NOW)["reports"] == "Tenant"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"tenant": ""}, "tenant"),
+        ({"reports": "bell"}, "reports: 'bell' .*Tenant"),
         ({"tenant": "a\nb"}, "tenant"),
         ({"name": "A"}, "name"),
         ({"name": "a" * 65}, "name"),

@@ -170,12 +170,15 @@ def test_the_command_makes_shows_changes_and_deletes(folder: Path, capsys: pytes
     out = run(
         *("create", "web", "--tenant", "acme", "--user", "ann", "--model", "llama", "--expires", "90d"),
         *("--rate", "minute:requests=60,burst=2", "--budget", "Month:money=25.5,currency=EUR,soft=0.8"),
+        *("--reports", "Tenant"),
     )
     assert out.splitlines()[-1].startswith("key          sk-")
     shown = json.loads(run("show", "web", "--format", "json"))
     assert shown["rateLimits"] == [{"unit": "minute", "requests": 60, "burst": 2.0, "scope": "Local"}]
     assert shown["budgets"][0]["max"] == {"money": "25.5"}
     assert (shown["models"], shown["user"], shown["status"]) == (["llama"], "ann", "active")
+    assert shown["reports"] == "Tenant"
+    assert "reports" not in json.loads(run("update", "web", "--reports", "none", "--format", "json"))
     assert "key" not in shown
     assert [line.split()[1:5] for line in run("list").splitlines()] == [
         ["name", "tenant", "user", "status"],

@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.bundle.envoy.authentication import reports_value
 from controller.usage.follow import Position
 from controller.usage.ingest import Counts
 from controller.usage.queries import BadQuery, Report, query_of, run
@@ -23,7 +24,7 @@ from controller.usage.rows import row_of
 from controller.usage.server import Database, Reports, pages
 from controller.usage.store import SqlStore, open_engine
 from extproc.api.usage import OTHERS
-from extproc.protocol import CALLER_CLIENT, CALLER_TENANT, CALLER_USER
+from extproc.protocol import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
 from tests.usage_lines import NOON_S, PRICE, context, line, text
 
 if TYPE_CHECKING:
@@ -119,7 +120,37 @@ async def test_callers_see_their_own_rows_whatever_they_ask_for(store: SqlStore)
         assert [one["results"] for one in page["data"]] == [[]]
 
 
+async def test_a_key_that_reads_its_tenants_usage_reads_no_other_tenants(store: SqlStore) -> None:
+    """Whatever it asks for, and also where its tenant's name is that of an administrator."""
+    own, path = {CALLER_CLIENT: "key-2", CALLER_REPORTS: "team-a"}, "/v1/organization/usage/completions"
+    start = {"start_time": str(NOON_S - DAY_S // 2), "limit": "1"}
+    async with serving(store, is_admin=False, admins=("team-a",)) as client:
+        found = await data_of(client, own, group_by="tenant,key")
+        assert [(one["tenant"], one["key"], one["requests"]) for one in found] == [
+            ("team-a", "key-1", 2),
+            ("team-a", "key-2", 1),
+        ]
+        assert [one["requests"] for one in await data_of(client, own, key="key-1")] == [2]
+        for asked in ({"tenant": "=team-b()"}, {"key": "key-3"}, {"tenant": ""}):
+            assert await data_of(client, own, **asked) == []
+        for asked, expected in (({}, [3]), ({"project_ids": "team-a"}, [3]), ({"project_ids": "=team-b()"}, [])):
+            page = await (await client.get(path, params={**start, **asked}, headers=own)).json()
+            assert [one["num_model_requests"] for one in page["data"][0]["results"]] == expected
+
+
 LONG = "a" * 200
+
+
+@pytest.mark.parametrize("tenant", [" team-a", "team%2Da", "m\xfcller", OTHERS, LONG])
+async def test_a_tenant_of_any_name_has_its_own_rows_read(store: SqlStore, tenant: str) -> None:
+    store.write(
+        [row_of(text(line("x", of=context(tenant=tenant, api_key="key-x"))), NOON_S)],
+        Position(1, 1, "x"),
+        Position(1, 2, "x"),
+    )
+    async with serving(store, is_admin=False) as client:
+        found = await data_of(client, {CALLER_CLIENT: "lead", CALLER_REPORTS: reports_value(tenant)}, group_by="key")
+        assert [(one["key"], one["requests"]) for one in found] == [("key-x", 1)]
 
 
 async def test_a_token_sees_the_rows_of_its_tenant_and_user_alone(store: SqlStore) -> None:
@@ -238,8 +269,9 @@ async def test_too_many_reports_at_once_are_refused_until_some_end(store: SqlSto
 
 async def test_one_tenants_users_and_keys_leave_places_for_others(store: SqlStore, go_on: threading.Event) -> None:
     """4 of 16 places are a tenant's; callers of whom no tenant is known are no tenant together."""
-    users = [{CALLER_TENANT: "team-a", CALLER_USER: name} for name in "abcdefgh"]
+    users = [{CALLER_TENANT: "team-a", CALLER_USER: name} for name in "abcd"]
     keys = [{CALLER_TENANT: "team-a", CALLER_CLIENT: name} for name in "abcdefgh"]
+    users += [{CALLER_REPORTS: "team-a", CALLER_CLIENT: name} for name in "ijkl"]
     alone = [{CALLER_TENANT: "team-b"}, {CALLER_CLIENT: "a"}, *({CALLER_USER: str(number)} for number in range(13))]
     of_tenant: list[asyncio.Task[ClientResponse]] = []
     others: list[asyncio.Task[ClientResponse]] = []

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.estimates import InputEstimate
-from extproc.admission.identity import Caller
-from extproc.admission.limits import RouteLimits, Usage
+from extproc.admission.identity import ANONYMOUS_CALLER, Caller
+from extproc.admission.limits import RouteLimits, Usage, key_charges
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.refusals import granted_headers
-from extproc.api.admission import RateLimit
+from extproc.api.admission import KeyRateLimit, RateLimit
 from extproc.api.model_route import ModelRoute, ModelRouteSpec, RouteRule, TargetModel
 from extproc.api.spec import Metadata
 from extproc.errors import RateLimited
@@ -112,7 +112,7 @@ def test_units(unit: str, rate: float) -> None:
 def test_all_charges_are_reserved_or_none() -> None:
     limits, charges = LocalLimits(), route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, USAGE)
     limits.reserve(charges, 0.0)
-    with pytest.raises(RateLimited, match="total tokens: the request needs 150, 50 of 200 are left"):
+    with pytest.raises(RateLimited, match="total tokens per minute of this tenant: the request needs 150, 50 of 200"):
         limits.reserve(charges, 0.0)
     # the refusal took no request from the other bucket
     small = route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, Usage(10.0, 10.0))
@@ -146,9 +146,44 @@ def test_a_refusal_names_the_bucket_with_the_longest_wait() -> None:
 
 def test_a_charge_beyond_the_capacity_has_no_retry_after() -> None:
     charges = route(RateLimit(output_tokens=40)).charges(ALICE, {}, USAGE)
-    with pytest.raises(RateLimited, match="no more than 40 are granted at once; shorten") as caught:
+    with pytest.raises(
+        RateLimited, match="and the limit of this tenant grants no more than 40 at once; shorten"
+    ) as caught:
         LocalLimits().reserve(charges, 0.0)
     assert caught.value.retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "caller", "begin"),
+    [
+        (RateLimit(unit="hour", requests=1), ALICE, "requests per hour of this tenant"),
+        (RateLimit(per="User", unit="day", input_tokens=100), ALICE, "input tokens per day of this user"),
+        (RateLimit(per="ApiKey", unit="second", output_tokens=50), ALICE, "output tokens per second of this API key"),
+        (RateLimit(per="Route", total_tokens=150), ALICE, "total tokens per minute of all callers of this route"),
+        (RateLimit(per="Header", header="X-Team", requests=1), ALICE, "requests per minute of this value of X-Team"),
+        # names that a caller does not have are one name
+        (RateLimit(requests=1), ANONYMOUS_CALLER, "requests per minute of all anonymous callers"),
+        (
+            RateLimit(per="User", requests=1),
+            Caller("acme"),
+            "requests per minute of all callers of this tenant without a user",
+        ),
+        (RateLimit(per="ApiKey", requests=1), Caller("acme"), "requests per minute of all callers without an API key"),
+    ],
+)
+def test_a_refusal_says_what_is_limited_and_whose_limit_it_is(limit: RateLimit, caller: Caller, begin: str) -> None:
+    limits, charges = LocalLimits(), route(limit).charges(caller, {"x-team": "secret team"}, USAGE)
+    limits.reserve(charges, 0.0)
+    with pytest.raises(RateLimited, match=rf"^Rate limit reached for {begin}: the request needs ") as caught:
+        limits.reserve(charges, 0.0)
+    assert not any(name in str(caught.value) for name in ("acme", "alice", "secret"))
+
+
+def test_a_refusal_by_a_limit_that_a_key_has_itself_says_so() -> None:
+    limits, charges = LocalLimits(), key_charges([KeyRateLimit(unit="month", requests=1)], ALICE, USAGE)
+    limits.reserve(charges, 0.0)
+    with pytest.raises(RateLimited, match=r"for requests per month of this API key on all routes: the request needs 1"):
+        limits.reserve(charges, 0.0)
 
 
 def test_headers_are_those_of_the_emptiest_bucket() -> None:

@@ -39,10 +39,11 @@ def digest(key: str) -> str:
 
 def test_each_key_of_a_secret_is_a_client_and_only_its_digest_is_handed_on() -> None:
     content = SecretContent({"web": b"sk-0123456789\n", "batch": b"sk-another-key"}, {"attache.dev/tenant": "acme"})
-    found = resolved({"apiKeySecrets": [{"name": "keys", "models": ["llama"]}]}, keys=content)
+    own: dict[str, Any] = {"models": ["llama"], "reports": "Tenant"}
+    found = resolved({"apiKeySecrets": [{"name": "keys", **own}]}, keys=content)
     assert found.authentication["apiKeys"] == [
-        {"name": "batch", "tenant": "acme", "keySHA256": digest("sk-another-key"), "models": ["llama"]},
-        {"name": "web", "tenant": "acme", "keySHA256": digest("sk-0123456789"), "models": ["llama"]},
+        {"name": "batch", "tenant": "acme", "keySHA256": digest("sk-another-key"), **own},
+        {"name": "web", "tenant": "acme", "keySHA256": digest("sk-0123456789"), **own},
     ]
     assert "sk-" not in str(found)
 
