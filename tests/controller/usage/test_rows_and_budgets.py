@@ -119,6 +119,8 @@ def test_one_answer_costs_the_same_in_its_row_and_in_budgets(
 ) -> None:
     core = process().core
     pool = core.pools["default/llama"]
+    # answers of the examples before may have opened them
+    core.reset_breakers(pool.name, "", 0.0)
     pool.table.tpot_s[:], pool.tokens_per_event = tpot_s, per_event
     fields = {} if most is None else {"max_tokens": most}
     arrival = request(core, headers={"x-attache-tenant": "a"}, stream=stream, n=answers, **fields)
