@@ -2,16 +2,19 @@
 """``python -m bench.micro.pickers``: what extproc costs beside llm-d's picker, by the endpoint picker protocol.
 
 Each stands behind an Envoy of its own with the same configuration: bodies both ways in pieces, no access log. All have
-the same engines and the same EndpointPickerConfig, and take turns. Figures are processor time, which other work on the
-machine changes less than latencies; reading the engines' metrics is in them.
+the same engines and the same EndpointPickerConfig, and take turns. Processor time changes less by other work on the
+machine than latency does. What a picker takes without requests, such as for reading the engines' metrics, is measured
+and left out. Added latency is what a request takes beyond one through an Envoy that asks no picker, in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 _ENGINES: Final = 4
 _SCORERS: Final = {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3}
-_OURS, _BEFORE, _LLM_D = "extproc", "extproc before", "llm-d"
+_OURS, _BEFORE, _LLM_D, _NONE = "extproc", "extproc before", "llm-d", "no picker"
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -47,25 +50,36 @@ LOADS: Final = (
     Load("2 KB", 2_000, 32),
     Load("100 KB", 100_000, 32),
     Load("2 KB, 80 tokens streamed", 2_000, 32, events=80),
+    Load("2 KB, one at a time", 2_000, 1),
+    Load("2 KB, 80 tokens streamed, one at a time", 2_000, 1, events=80),
 )
 
 
 class Picker(msgspec.Struct, frozen=True):
-    """One that runs. ``port``: of the Envoy in front of it."""
+    """One that runs. ``pid``: None: the Envoy asks none. ``port``: of the Envoy in front of it."""
 
     name: str
-    pid: int
+    pid: int | None
     envoy_pid: int
     port: int
 
+    def cpu_seconds(self) -> tuple[float, float]:
+        """Of the picker, and of its Envoy."""
+        return 0.0 if self.pid is None else cpu_seconds(self.pid), cpu_seconds(self.envoy_pid)
+
 
 class Cost(msgspec.Struct, frozen=True):
-    """Of one request in one round, in milliseconds of processor time."""
+    """Of one request in one round, in milliseconds: processor time, and the median of what a request took.
+    ``idle``: the share of a core that the picker takes without requests.
+    """
 
+    idle: float
     picker_ms: float
     envoy_ms: float
+    taken_ms: float
 
 
+# by load and picker, of each round
 Costs = dict[str, dict[str, list[Cost]]]
 
 
@@ -103,13 +117,10 @@ class _Stand:
         await self._processes.wait_ready("engines", Accepts(ports[-1]))
 
     async def start_picker(self, name: str, program: Sequence[str]) -> Picker:
-        """``program``: takes extproc's arguments, or llm-d's."""
+        """``program``: takes extproc's arguments, or llm-d's; empty: the Envoy asks no picker."""
         listen, admin, grpc, metrics, health = free_ports(5)
-        place, config, bundle = (
-            self._directory / name,
-            self._directory / name / "config",
-            self._directory / name / "envoy",
-        )
+        place = self._directory / name
+        config, bundle = place / "config", place / "envoy"
         config.mkdir(parents=True)
         (config / "epp.yaml").write_text(picker_config())
         gateway = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{grpc}"}
@@ -118,13 +129,15 @@ class _Stand:
         (config / "attache.yaml").write_text(text)
         # which engine is picked is nothing to Envoy's configuration
         plain = documents(self._engines, gateway=patient, alias=MODEL)
-        write_step(bundle, PublishStep(0, bundle_files(plain, bundle, in_pieces=True)))
-        if name == _LLM_D:
-            words = self._llm_d_words(place, grpc, health, metrics)
-        else:
-            words = ["--config", str(config), "--listen", f"127.0.0.1:{grpc}", "--metrics", f"127.0.0.1:{metrics}"]
-        pid = await self._processes.start(name, [*program, *words])
-        await self._processes.wait_ready(name, Accepts(grpc))
+        write_step(bundle, PublishStep(0, bundle_files(plain, bundle, in_pieces=True, asks=bool(program))))
+        pid = None
+        if program:
+            if name == _LLM_D:
+                words = self._llm_d_words(place, grpc, health, metrics)
+            else:
+                words = ["--config", str(config), "--listen", f"127.0.0.1:{grpc}", "--metrics", f"127.0.0.1:{metrics}"]
+            pid = await self._processes.start(name, [*program, *words])
+            await self._processes.wait_ready(name, Accepts(grpc))
         envoy_pid = await self._processes.start(f"envoy-{name}", envoy_command(bundle))
         await self._processes.wait_ready(f"envoy-{name}", Serves(listen, MODEL))
         return Picker(name, pid, envoy_pid, listen)
@@ -152,35 +165,57 @@ async def measure(programs: Mapping[str, Sequence[str]], rounds: int, seconds: f
             # the first round is not like the others
             for number in range(rounds + 1):
                 turn = number % len(pickers)
+                idle = await _idle(pickers, seconds)
                 for load in LOADS:
                     for picker in pickers[turn:] + pickers[:turn]:
-                        cost = await _cost(picker, load, seconds)
+                        cost = await _cost(picker, load, seconds, idle[picker.name])
                         if number:
                             costs[load.name][picker.name].append(cost)
     return costs
 
 
-async def _cost(picker: Picker, load: Load, seconds: float) -> Cost:
+async def _idle(pickers: Sequence[Picker], seconds: float) -> dict[str, float]:
+    """By picker, the share of a core that it takes without requests."""
+    before = [picker.cpu_seconds()[0] for picker in pickers]
+    began_s = time.perf_counter()
+    await asyncio.sleep(seconds)
+    each = 1 / (time.perf_counter() - began_s)
+    return {picker.name: (picker.cpu_seconds()[0] - at) * each for picker, at in zip(pickers, before, strict=True)}
+
+
+async def _cost(picker: Picker, load: Load, seconds: float, idle: float) -> Cost:
     asked = questions(load.prompt_bytes, count=64 if load.prompt_bytes < 100_000 else 16, model=MODEL)
     more = f"{EVENTS}: {load.events}\r\n" if load.events else ""
     wire = WireLoad([one.on_wire(more) for one in asked], connections=load.at_once)
-    before = cpu_seconds(picker.pid), cpu_seconds(picker.envoy_pid)
+    before, began_s = picker.cpu_seconds(), time.perf_counter()
     await wire.run("127.0.0.1", picker.port, seconds=seconds)
-    each = 1000 / len(wire.taken_s)
-    return Cost((cpu_seconds(picker.pid) - before[0]) * each, (cpu_seconds(picker.envoy_pid) - before[1]) * each)
+    took_s, after, each = time.perf_counter() - began_s, picker.cpu_seconds(), 1000 / len(wire.taken_s)
+    picker_ms = (after[0] - before[0] - idle * took_s) * each
+    return Cost(idle, picker_ms, (after[1] - before[1]) * each, statistics.median(wire.taken_s) * 1000)
 
 
 def markdown(costs: Costs) -> Iterator[str]:
-    """Lines of a table: medians, and the range over the rounds."""
-    pickers = next(iter(costs.values()))
+    """Lines of two tables: medians, and the range over the rounds."""
+    pickers = [name for name in next(iter(costs.values())) if name != _NONE]
     yield "| CPU of a request, ms | " + " | ".join(f"{name} | Envoy before it" for name in pickers) + " |"
     yield "|---" * (1 + 2 * len(pickers)) + "|"
     for load, found in costs.items():
         cells = []
-        for rounds in found.values():
-            cells.append(_spread(one.picker_ms for one in rounds))
-            cells.append(f"{statistics.median(one.envoy_ms for one in rounds):.2f}")
+        for name in pickers:
+            cells.append(_spread(one.picker_ms for one in found[name]))
+            cells.append(f"{statistics.median(one.envoy_ms for one in found[name]):.2f}")
         yield f"| {load} | {' | '.join(cells)} |"
+    idle = ((one.idle for found in costs.values() for one in found[name]) for name in pickers)
+    yield f"| without requests, share of a core | {' | | '.join(map(_spread, idle))} | |"
+    yield ""
+    yield "| added latency, ms | " + " | ".join(pickers) + " |"
+    yield "|---" * (1 + len(pickers)) + "|"
+    for load, found in costs.items():
+        added = [
+            [ours.taken_ms - none.taken_ms for ours, none in zip(found[name], found[_NONE], strict=True)]
+            for name in pickers
+        ]
+        yield f"| {load} | {' | '.join(map(_spread, added))} |"
 
 
 def _spread(values: Iterable[float]) -> str:
@@ -199,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load in a round; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench/out"), metavar="DIR")
     options = parser.parse_args(arguments)
-    programs = {_OURS: [sys.executable, "-m", "extproc"]}
+    programs = {_NONE: [], _OURS: [sys.executable, "-m", "extproc"]}
     if options.against is not None:
         programs[_BEFORE] = [sys.executable, "-m", "bench.micro.checkout", str(options.against)]
     if options.llm_d is not None:

@@ -146,13 +146,16 @@ class Servers:
         return MeasuredServer(_GATEWAY, pid, port, start_s)
 
 
-def bundle_files(text: str, bundle: Path, *, in_pieces: bool) -> dict[str, str]:
-    """The bundle as the controller writes it, and a route by which Envoy answers in the engines' place."""
+def bundle_files(text: str, bundle: Path, *, in_pieces: bool, asks: bool = True) -> dict[str, str]:
+    """The bundle as the controller writes it, and a route by which Envoy answers in the engines' place. ``asks``:
+    whether Envoy, with bodies in pieces, asks a picker.
+    """
     files = dict(build_bundle(load_snapshot({"all.yaml": text.encode()}), str(bundle)))
     configuration = json.loads(files["rds.json"])
     (host,) = (one for one in configuration["resources"][0]["virtual_hosts"] if one["domains"] == ["*"])
     if in_pieces:
-        files["lds.json"] = _in_pieces(files["lds.json"])
+        files["lds.json"] = _in_pieces(files["lds.json"], asks=asks)
+        files["cds.json"] = _without_health_checks(files["cds.json"])
         # gateways of this kind have routes of their own; extproc names no ModelServer to them
         (decided,) = (one for one in host["routes"] if "cluster_header" in one.get("route", {}))
         route = {
@@ -165,16 +168,30 @@ def bundle_files(text: str, bundle: Path, *, in_pieces: bool) -> dict[str, str]:
     return files
 
 
-def _in_pieces(listeners: str) -> str:
-    """The same listener with bodies both ways in pieces through extproc, and no access log: outcomes come with them."""
+def _in_pieces(listeners: str, *, asks: bool) -> str:
+    """The same listener as a gateway has it that we do not configure: bodies both ways in pieces through extproc, no
+    other filter of ours, and no access log. Outcomes come with the pieces.
+    """
     read = json.loads(listeners)
     manager = read["resources"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager.pop("access_log", None)
-    (ask,) = (one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.ext_proc")
-    ask["typed_config"]["processing_mode"] = {
+    filters = {one["name"]: one for one in manager["http_filters"]}
+    manager["http_filters"] = [filters[f"envoy.filters.http.{name}"] for name in ("ext_proc", "router")[not asks :]]
+    ask = filters["envoy.filters.http.ext_proc"]["typed_config"]
+    ask["processing_mode"] = {
         **{f"{side}_body_mode": "FULL_DUPLEX_STREAMED" for side in ("request", "response")},
         **{f"{side}_{part}_mode": "SEND" for side in ("request", "response") for part in ("header", "trailer")},
     }
+    # llm-d's picker writes pseudo-headers as they were, which is no error to Envoy by default
+    ask.pop("mutation_rules", None)
+    return json.dumps(read)
+
+
+def _without_health_checks(clusters: str) -> str:
+    """The same clusters: llm-d's picker has its health service on another port."""
+    read = json.loads(clusters)
+    for cluster in read["resources"]:
+        cluster.pop("health_checks", None)
     return json.dumps(read)
 
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from extproc.rpc.header_blocks import Headers
 
     Handler = Callable[["Call"], Awaitable[None]]
+    # From a message to the answer; None: the handler is to have it.
+    Relay = Callable[[bytes], bytes | None]
 
 log = logging.getLogger(__name__)
 # Whether the message is compressed, and its length.
@@ -141,20 +143,27 @@ class Call:
         # the client has sent all
         self._is_read = False
         self._problem: RpcFailed | None = None
+        self._relay: Relay | None = None
         self._is_begun = False
         # the bytes of ``_arrived``, and those for which the client's window is still to be opened again
         self._unread = self._owed = 0
         # a message may be read ahead while another is written
         self._waiters: set[asyncio.Future[None]] = set()
 
-    async def read(self) -> bytes | None:
-        """The next message; None: the client has sent its last. Raises RpcFailed."""
+    async def read(self, relay: Relay | None = None) -> bytes | None:
+        """The next message; None: the client has sent its last. Raises RpcFailed.
+
+        ``relay``: answers the messages that come while this waits, as they come, without the task's being woken. The
+        first that it does not answer is returned.
+        """
         while not self._arrived:
             if self._problem is not None:
                 raise self._problem
             if self._is_read:
                 return None
+            self._relay = relay
             await self._wait()
+        self._relay = None
         message = self._arrived.popleft()
         self._unread -= len(message)
         self._open_window()
@@ -162,13 +171,11 @@ class Call:
 
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client takes none."""
-        self._begin()
-        http2 = self._connection.http2
-        is_sent = http2.send_data(self._stream, _PREFIX.pack(0, len(message)) + message)
+        is_sent = self._send(message)
         self._connection.flush()
         while not is_sent:
             await self._wait()
-            is_sent = not http2.unsent(self._stream)
+            is_sent = not self._connection.http2.unsent(self._stream)
         if self._connection.is_full is not None:
             await self._connection.is_full.wait()
 
@@ -188,11 +195,32 @@ class Call:
         except RpcFailed as error:
             self._problem, messages = error, []
         for message in messages:
-            self._unread += len(message)
-            self._arrived.append(message)
+            if self._relay is None or not self._is_relayed(message, self._relay):
+                # those behind it are for the handler, too
+                self._relay = None
+                self._unread += len(message)
+                self._arrived.append(message)
         self._open_window()
-        if messages or self._problem is not None:
+        if self._arrived or self._problem is not None:
             self.wake()
+
+    def _is_relayed(self, message: bytes, relay: Relay) -> bool:
+        # the handler can wait until the client takes more
+        if self._connection.is_full is not None or self._connection.http2.unsent(self._stream):
+            return False
+        try:
+            answer = relay(message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the connection's other calls
+            self._connection.note_failure(error)
+            return False
+        if answer is None:
+            return False
+        self._send(answer)
+        return True
+
+    def _send(self, message: bytes) -> bool:
+        self._begin()
+        return self._connection.http2.send_data(self._stream, _PREFIX.pack(0, len(message)) + message)
 
     def take_end(self) -> None:
         """The request is whole."""
@@ -296,9 +324,13 @@ class _Connection(asyncio.Protocol):
         except DecodeError as error:
             status, why = Status.INTERNAL, f"a message of another type: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends one call
-            self._server.failures.note("a call has failed", error)
+            self.note_failure(error)
             status, why = Status.UNKNOWN, type(error).__name__
         call.end(status, why)
+
+    def note_failure(self, error: Exception) -> None:
+        """Of a call."""
+        self._server.failures.note("a call has failed", error)
 
     def flush(self) -> None:
         """Hand over what is to be sent."""

@@ -29,6 +29,7 @@ from extproc.streams.headers import (
     read_subset,
 )
 from extproc.streams.order import BodyMode
+from extproc.streams.passing import PassingPieces
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_FOREIGN_HEADERS,
@@ -89,6 +90,7 @@ class Duplex:
         self._reporters: Sequence[UsageReporter] = ()
         self._server = ""
         self.request: StreamRequest | None = None
+        self.relay: PassingPieces | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers, a body or trailers."""
@@ -116,6 +118,10 @@ class Duplex:
             return self._ended(passed, is_end=True)
         body = message.response_body
         self._answer.came(body.body, self._context.clock())
+        if body.end_of_stream:
+            self.relay = None
+        elif self.relay is None and self._answer.has_begun and self._answer_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            self.relay = PassingPieces(self._answer.take)
         return self._ended(passed, is_end=body.end_of_stream)
 
     def decision_answers(self, decision: Decision) -> list[bytes]:
@@ -241,6 +247,8 @@ class _Answer:
         self._retry_after_s: float | None = None
         self._first_at_s: float | None = None
         self._usage = UsageReader()
+        # any piece but the first
+        self.take = self._usage.feed
         # as the gateway reports; otherwise either the engine or the client may have left
         self.is_whole = False
 
@@ -251,7 +259,12 @@ class _Answer:
     def came(self, piece: bytes, now: float) -> None:
         if self._first_at_s is None and piece:
             self._first_at_s = now
-        self._usage.feed(piece)
+        self.take(piece)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a piece has come that is not empty."""
+        return self._first_at_s is not None
 
     def usage(self) -> ReportedUsage:
         """The usage that it has reported so far."""

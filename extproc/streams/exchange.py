@@ -66,6 +66,11 @@ class Conversation(Protocol):
         """Its headers, once they have come."""
         ...
 
+    @property
+    def relay(self) -> Callable[[bytes], bytes | None] | None:
+        """As of Exchange."""
+        ...
+
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Serialized answers to ``message``, a part of the request; raises a Refusal."""
         ...
@@ -135,6 +140,15 @@ class Exchange:
         """What the request waits for: the shell gets it and calls ``resume``."""
         request = self._conversation.request if self._conversation is not None else None
         return request.pending if request is not None and not self._is_answered else None
+
+    @property
+    def relay(self) -> Callable[[bytes], bytes | None] | None:
+        """Answers messages that change nothing here, as they come: from a serialized message to the answer. None
+        instead of an answer: it must be parsed and received. None instead of a function: any message must.
+        """
+        if self._conversation is None or self._is_answered or self._is_copy:
+            return None
+        return self._conversation.relay
 
     def longer_wait(self) -> bytes | None:
         """The message that makes the gateway wait longer, sent before a request is held. None: the gateway takes no
@@ -334,6 +348,7 @@ class BufferedExchange:
         self._awaits_body = False
         self.request: StreamRequest | None = None
         self.head: Head | None = None
+        self.relay: Callable[[bytes], bytes | None] | None = None
         # what is kept of it for the payload log
         self._capture: Capture | None = None
 

@@ -164,10 +164,13 @@ class Template:
     def fill(self, value: bytes) -> tuple[bytes, bytes, bytes]:
         """The message with ``value``, in parts."""
         size = len(value)
-        return self._heads.get(size) or self._head(size), value, self._tail
+        return self.head(size), value, self._tail
 
-    def _head(self, size: int) -> bytes:
+    def head(self, size: int) -> bytes:
         """All that stands before a value of ``size`` bytes: only the lengths of the fields around it depend on it."""
+        return self._heads.get(size) or self._made_head(size)
+
+    def _made_head(self, size: int) -> bytes:
         head, behind_size = b"", 0
         for before, behind in reversed(self._levels):
             head = before + varint(len(head) + size + behind_size) + head
@@ -246,7 +249,7 @@ _TICKET_METADATA: Final = {
 }
 # by whether the body ends with the piece
 _REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)}
-_RESPONSE_PIECE: Final = {
+RESPONSE_PIECE: Final = {
     end: Template(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
 }
 _REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
@@ -423,7 +426,7 @@ def response_body_answers(body: bytes, *, is_end: bool) -> list[bytes]:
     """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the
     last.
     """
-    return [b"".join(_RESPONSE_PIECE[is_end and is_last].fill(piece)) for piece, is_last in _pieces(body)]
+    return [b"".join(RESPONSE_PIECE[is_end and is_last].fill(piece)) for piece, is_last in _pieces(body)]
 
 
 def _pieces(body: bytes) -> list[tuple[bytes, bool]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision, Pending, RequestRefused
     from extproc.core.pipeline import Answer
-    from extproc.rpc.server import Call
+    from extproc.rpc.server import Call, Relay
     from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
     from extproc.streams.headers import Origin
@@ -50,10 +50,10 @@ class _Messages:
         self.call = call
         self._ahead: asyncio.Task[ProcessingRequest | None] | None = None
 
-    async def next(self) -> ProcessingRequest | None:
-        """The next message."""
+    async def next(self, relay: Relay | None) -> ProcessingRequest | None:
+        """The next message that ``relay`` does not answer."""
         if self._ahead is None:
-            return _parsed(await self.call.read())
+            return _parsed(await self.call.read(relay))
         ahead, self._ahead = self._ahead, None
         return await ahead
 
@@ -145,7 +145,7 @@ class GrpcServer:
         cast("asyncio.Task[None]", asyncio.current_task()).add_done_callback(self._one_less)
         messages = _Messages(call)
         try:
-            while (message := await messages.next()) is not None:
+            while (message := await messages.next(exchange.relay)) is not None:
                 answers = await self._received(exchange, message)
                 # bodies are not kept while the request waits, nor while the answer takes its time
                 del message

@@ -22,3 +22,14 @@ def test_envoy_answers_marked_requests_and_sends_others_to_the_server(in_pieces:
     assert (decided.get("cluster"), "cluster_header" in decided) == ((SERVER, False) if in_pieces else (None, True))
     assert ("FULL_DUPLEX_STREAMED" in files["lds.json"]) == in_pieces
     assert SERVER in {one["name"] for one in json.loads(files["cds.json"])["resources"]}
+
+
+@pytest.mark.parametrize(("asks", "names"), [(True, ["ext_proc", "router"]), (False, ["router"])])
+def test_a_gateway_of_others_has_no_other_filter_of_ours(asks: bool, names: list[str]) -> None:
+    text = documents(["127.0.0.1:8000"], gateway={"listen": "127.0.0.1:80"})
+    files = bundle_files(text, Path("/bundle"), in_pieces=True, asks=asks)
+    (listener,) = json.loads(files["lds.json"])["resources"]
+    (chain,) = listener["filter_chains"]
+    filters = chain["filters"][0]["typed_config"]["http_filters"]
+    assert [one["name"].rpartition(".")[2] for one in filters] == names
+    assert "health_checks" not in files["cds.json"], "llm-d's picker has its health service on another port"

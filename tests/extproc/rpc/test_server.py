@@ -84,6 +84,75 @@ async def test_messages_that_come_together_are_read_one_by_one() -> None:
         assert [one async for one in call] == sent
 
 
+def digits(message: bytes) -> bytes | None:
+    """A relay: numbers come back, ``boom`` is an error of ours, and other texts are the handler's."""
+    if message == b"boom":
+        raise ZeroDivisionError
+    return message if message.isdigit() else None
+
+
+async def test_what_a_relay_answers_passes_the_handler_and_stays_in_order() -> None:
+    read: list[bytes] = []
+
+    async def handler(call: Call) -> None:
+        while (message := await call.read(digits)) is not None:
+            read.append(message)
+            await asyncio.sleep(0)
+            await call.write(message)
+
+    sent = [b"%d" % number if number % 5 else b"text" * (number % 700) for number in range(3000)]
+    async with served(handler) as (_, channel, _):
+        call = channel.stream_stream(ECHO)()
+        # one by one, the handler waits for each
+        for message in (b"1", b"a", b"2"):
+            await call.write(message)
+            assert await call.read() == message
+        assert read == [b"a"]
+
+        async def send() -> None:
+            for message in sent:
+                await call.write(message)
+            await call.done_writing()
+
+        sending = asyncio.create_task(send())
+        assert [await call.read() for _ in sent] == sent, "whoever answers, and whatever waits for the client's windows"
+        await sending
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_relay_that_fails_costs_its_message_a_turn_and_no_call_its_connection() -> None:
+    async def handler(call: Call) -> None:
+        while (message := await call.read(digits)) is not None:
+            await call.write(b"read " + message)
+
+    async with served(handler) as (_, channel, _):
+        one, other = channel.stream_stream(ECHO)(), channel.stream_stream(ECHO)()
+        for message, answer in ((b"1", b"1"), (b"boom", b"read boom"), (b"2", b"2")):
+            for call in (one, other):
+                await call.write(message)
+                assert await call.read() == answer
+
+
+async def test_a_relay_is_not_asked_while_the_client_takes_nothing() -> None:
+    read: list[bytes] = []
+
+    async def handler(call: Call) -> None:
+        # each answer is larger than what the client takes unread
+        while (message := await call.read(lambda message: message * 1000)) is not None:
+            read.append(message)
+            await call.write(message)
+
+    async with served(handler) as (server, channel, _):
+        call = channel.stream_stream(ECHO)()
+        for _ in range(5):
+            await call.write(b"x" * 10_000)
+        # and the handler waits until the client takes more
+        await eventually(lambda: len(read) == 1)
+        (connection,) = server.connections
+        call.cancel()
+        await eventually(lambda: not connection.cancel_calls())
+
+
 async def test_metadata_is_read() -> None:
     read: list[tuple[str, str]] = []
 
