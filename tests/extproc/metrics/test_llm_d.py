@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.core.effects import Effect, RequestRefused
 from extproc.errors import (
@@ -19,7 +21,8 @@ from extproc.errors import (
     Shed,
 )
 from extproc.metrics.registry import Metrics
-from tests.extproc.core.test_queue import FLOW_CONTROL, one_engine, outcome, scene_of
+from tests.extproc.core.test_queue import FLOW_CONTROL, ONE, one_engine, outcome, scene_of
+from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -264,6 +267,34 @@ def test_the_pool_has_its_averages() -> None:
     assert page.value("llm_d_epp_per_endpoint_queue_size", **labels) == 4
     labels = {"name": "llama", "model_server_pod": "10.0.0.2:8000"}
     assert page.value("inference_pool_per_pod_queue_size", **labels) == 4
+
+
+def two_namesakes() -> Scene:
+    """Two pools of one name in two namespaces, and a third one."""
+    spec = f"{{model: m, endpoints: [{{address: '10.0.0.1:8000'}}], flowControl: {{{ONE_AT_A_TIME}}}}}"
+    head = "apiVersion: attache.dev/v1alpha1\nkind: ModelServer"
+    others = "\n---\n".join(
+        f"{head}\nmetadata: {{name: {name}, namespace: team}}\nspec: {spec}" for name in ("llama", "qwen")
+    )
+    return scene_of(configuration(servers={"llama": f"endpoints: [{ONE}]\n{FLOW_CONTROL}"}, others=others))
+
+
+def test_pools_of_one_name_have_series_of_their_own() -> None:
+    scene = two_namesakes()
+    page = Page(scene)
+    first, left = scene.sent(), scene.held()
+    page.count([first, *scene.core.on_disconnect(left, 0.5)])
+    families = text_string_to_metric_families("".join(page.metrics.registry.pieces()))
+    series = Counter((one.name, *sorted(one.labels.items())) for family in families for one in family.samples)
+    assert [one for one, times in series.items() if times > 1] == []
+    # with its namespace where it has to be, and else as llm-d writes it, whose picker serves one pool
+    names = ("default/llama", "team/llama", "qwen")
+    for name in names:
+        assert page.value("llm_d_epp_ready_endpoints", name=name) == 1
+        assert page.value("inference_pool_ready_pods", name=name) == 1
+        assert page.value("llm_d_epp_flow_control_pool_saturation", inference_pool=name, stage="effective") is not None
+    ended = {"inference_pool": "default/llama", "priority": "0", "outcome": "EvictedContextCancelled"}
+    assert page.value("llm_d_epp_flow_control_requests_total", **ended) == 1
 
 
 def test_without_the_option_there_is_no_such_name() -> None:
