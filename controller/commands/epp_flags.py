@@ -111,7 +111,13 @@ FLAGS: Final = (
         "attache_open_streams and attache_stream_seconds are always there",
     ),
     Flag("enable-pprof", "truth", "accepted", "there is none"),
-    Flag("tracing", "truth", "accepted", "no traces are sent"),
+    Flag(
+        "tracing",
+        "truth",
+        "obeyed",
+        "spans of requests that the gateway samples, where OpenTelemetry's variables name a collector",
+        "true",
+    ),
     Flag("emit-endpoint-scores", "truth", "obeyed", "the scores of all endpoints, in metadata of `envoy.lb`", "false"),
     Flag("allow-experimental-plugins", "truth", "accepted", "the plugins that there are may be used"),
     Flag(
