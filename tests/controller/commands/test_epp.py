@@ -148,6 +148,8 @@ def test_an_address_of_ipv6_is_listened_on() -> None:
 def test_what_has_no_effect_is_told() -> None:
     notes = read_flags(["-v=5", "--zap-log-level", "debug", "--ha-enable-leader-election"]).notes
     assert [note.partition(" ")[0] for note in notes] == ["--v", "--zap-log-level", "--ha-enable-leader-election"]
+    # who relied on a leader that knows every request has to know
+    assert "by --redis" in notes[-1]
 
 
 def test_the_first_versions_spelling_is_read() -> None:
