@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from controller.usage.ingest import Counts
 from controller.usage.metrics import UsageSeries
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
+from tests.docs_examples import EXAMPLES
+from tests.programs import program
 from tools.dashboard import FILE, dashboard
 
 MANIFESTS = Path(__file__).parent.parent / "manifests"
@@ -156,3 +159,14 @@ def test_services_with_metrics_are_scraped_by_one_monitor_each() -> None:
         assert {one["port"] for one in monitor["spec"]["endpoints"]} == {
             one["name"] for one in service["spec"]["ports"]
         }
+
+
+def test_prometheus_takes_the_configuration_of_the_page_with_its_rules(tmp_path: Path) -> None:
+    examples = [one.text for one in EXAMPLES if one.page == "operations.md"]
+    for name, first in (("prometheus.yml", "rule_files:"), ("attache.yaml", "groups:")):
+        (text,) = [one for one in examples if one.startswith(first)]
+        (tmp_path / name).write_text(text)
+    words = [program("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rules found" in done.stdout

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from controller.kube.crd_files import files as crd_files
 from controller.kube.kinds import GATEWAY_KINDS, KINDS
-from tools import architecture_tree, dashboard, envoy_messages, helm_chart
+from tools import architecture_tree, dashboard, envoy_messages, helm_chart, terminal_pictures
 from tools.reference import kinds, pages
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def generated_files() -> dict[Path, bytes]:
         dashboard.FILE: dashboard.dashboard(),
         **{path: with_lists(path.read_text(), lists) for path, lists in _LISTS.items()},
         **helm_chart.files(),
+        **terminal_pictures.pages(),
     }
     return {**envoy_messages.derived_files(), **{path: text.encode() for path, text in texts.items()}}
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ from extproc.api.errors import ConfigInvalid
 from extproc.api.files import open_regular
 from extproc.api.quantities import Duration
 from extproc.api.spec import ADVICE, HTTP_PATH, NAME, NAMESPACE
+from extproc.api.tracing import parse_otlp
 from extproc.engines.dialects import TRITON_BACKEND, engine_of
 from extproc.logs import add_log_options, log_words, start_logging
 
@@ -58,6 +60,17 @@ DESCRIPTION: Final = (
     " llm-d's endpoint picker, so that its image can be replaced by this one. With file-discovery in the"
     " EndpointPickerConfig it needs no cluster."
 )
+# OpenTelemetry's variables, the more specific ones first.
+_COLLECTORS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_INSECURE: Final = ("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
+_LOCAL_COLLECTOR: Final = "http://localhost:4317"
+_GRPC: Final[Mapping[str, str]] = MappingProxyType({"http": "grpc", "https": "grpcs"})
+_NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "OTEL_EXPORTER_OTLP_HEADERS": "collectors get no headers; let the gateway's own collector add them",
+        "OTEL_TRACES_SAMPLER": "the gateway decides which requests are sampled",
+    }
+)
 _ROLE_RETRY_S: Final = 1.0
 # Of extproc's pages, where they are guarded.
 _SOCKET: Final = "pages.sock"
@@ -70,6 +83,7 @@ class EppPlan(msgspec.Struct, frozen=True, kw_only=True):
     is given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
     ``guarded_pages``: where extproc's pages are, for those who may get them; empty: extproc serves them to all.
     ``has_cluster``: the pool's pods are its endpoints; without one a file lists them. ``environment``: of extproc.
+    ``notes``: a line for each variable that has no effect.
     """
 
     pool: str
@@ -84,13 +98,14 @@ class EppPlan(msgspec.Struct, frozen=True, kw_only=True):
     kubeconfig: str = ""
     has_cluster: bool = True
     environment: Mapping[str, str] = {}
+    notes: tuple[str, ...] = ()
 
 
 class LaunchContext(msgspec.Struct, frozen=True, kw_only=True):
     """What is not in llm-d's flags. ``namespace``: ours, empty if unknown. ``address``: where ports are opened.
     ``has_cluster``: as in EppPlan. ``fields``: of the pool's ModelServer, beside those that follow from flags.
     ``redis``: the URL of a Redis by which replicas share what they know; empty: they do not. ``options``: further ones
-    of extproc.
+    of extproc. ``variables``: of the environment; those of OpenTelemetry are used.
     """
 
     namespace: str = ""
@@ -100,6 +115,7 @@ class LaunchContext(msgspec.Struct, frozen=True, kw_only=True):
     fields: Mapping[str, Any] = {}
     redis: str = ""
     options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = {}
 
 
 def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
@@ -130,6 +146,7 @@ def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
     metrics_port = _port(values, "metrics-port", _HIGHEST_PORT - 1)
     pages = join_host_port(address, metrics_port)
     is_guarded = _guards_metrics(values, has_cluster=context.has_cluster)
+    collector, notes = otlp_of(context.variables) if is_true(values["tracing"]) else ("", ())
     return EppPlan(
         pool=pool,
         group=group,
@@ -150,6 +167,7 @@ def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
             *(("--trust-headers",) if context.trusts_headers else ()),
             *(("--redis-channel", f"attache.{pool}") if context.redis else ()),
             *tls_options(values),
+            *(("--otlp", collector) if collector else ()),
             *context.options,
         ),
         metrics=join_host_port(address, metrics_port + 1),
@@ -157,7 +175,31 @@ def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
         kubeconfig=values.get("kubeconfig", ""),
         has_cluster=context.has_cluster,
         environment={REDIS_VARIABLE: context.redis} if context.redis else {},
+        notes=notes,
     )
+
+
+def otlp_of(variables: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """The collector's URL for extproc, empty: none; and what of OpenTelemetry's variables has no effect.
+
+    As in llm-d, spans go by gRPC, and a mistake costs only the traces.
+    """
+    endpoint = next(filter(None, map(variables.get, _COLLECTORS)), "")
+    exporter = variables.get("OTEL_TRACES_EXPORTER") or ("otlp" if endpoint else "")
+    if not exporter:
+        return "", ()
+    if exporter != "otlp":
+        return "", (f"no spans are sent: OTEL_TRACES_EXPORTER is {exporter}; write otlp",)
+    scheme, separator, address = (endpoint or _LOCAL_COLLECTOR).rpartition("://")
+    if not separator:
+        is_plain = any(variables.get(name, "").lower() == "true" for name in _INSECURE)
+        scheme = "http" if is_plain else "https"
+    url = f"{_GRPC.get(scheme, scheme)}://{address.removesuffix('/')}"
+    try:
+        parse_otlp(url)
+    except ValueError as error:
+        return "", (f"no spans are sent: {error}",)
+    return url, tuple(f"{name} has no effect: {why}" for name, why in _NO_EFFECT.items() if variables.get(name))
 
 
 def for_conformance(planned: EppPlan) -> EppPlan:
@@ -356,6 +398,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
             trusts_headers=options.trust_headers == "true",
             has_cluster=discovery is None,
             fields=_fields(options.model_server),
+            variables=os.environ,
             redis=options.redis or os.environ.get(REDIS_VARIABLE, "") or _redis(config),
             options=(*(("--shadow",) if options.shadow else ()), *log_words(options)),
         )
@@ -366,7 +409,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     except FlagInvalid as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    for note in given.notes:
+    for note in (*given.notes, *planned.notes):
         log.info("%s", note)
     if discovery is not None:
         log.info("no cluster is followed: %s lists the endpoints of %s", discovery.path, planned.pool)

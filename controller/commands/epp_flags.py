@@ -98,7 +98,12 @@ FLAGS: Final = (
     Flag("health-checking", "truth", "accepted", "the gRPC port always has the health service, too"),
     Flag("lora-info-metric", "text", "accepted", "follows from the engine"),
     Flag("cache-info-metric", "text", "accepted", "follows from the engine"),
-    Flag("ha-enable-leader-election", "truth", "accepted", "every replica serves; none stands by"),
+    Flag(
+        "ha-enable-leader-election",
+        "truth",
+        "accepted",
+        "every replica serves, none stands by; they share what they know by --redis",
+    ),
     Flag("metrics-staleness-threshold", "duration", "accepted", "old readings lose weight with age"),
     Flag("refresh-prometheus-metrics-interval", "duration", "accepted", "metrics are always up to date"),
     Flag("grpc-max-recv-msg-size", "text", "accepted", "the gateway bounds what a request may have"),
@@ -111,7 +116,13 @@ FLAGS: Final = (
         "attache_open_streams and attache_stream_seconds are always there",
     ),
     Flag("enable-pprof", "truth", "accepted", "there is none"),
-    Flag("tracing", "truth", "accepted", "no traces are sent"),
+    Flag(
+        "tracing",
+        "truth",
+        "obeyed",
+        "spans of requests that the gateway samples, where OpenTelemetry's variables name a collector",
+        "true",
+    ),
     Flag("emit-endpoint-scores", "truth", "obeyed", "the scores of all endpoints, in metadata of `envoy.lb`", "false"),
     Flag("allow-experimental-plugins", "truth", "accepted", "the plugins that there are may be used"),
     Flag(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final, Literal
+from urllib.parse import unquote
 
 import msgspec
 
@@ -12,13 +14,15 @@ from extproc.api.addresses import check_endpoint, parse_endpoint
 from extproc.api.spec import NonEmpty, Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from extproc.api.errors import Finding, Path
 
 AttributeName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=patterns.NO_CONTROL)]
 AttributeValue = Annotated[str, msgspec.Meta(max_length=512, pattern=patterns.NO_CONTROL)]
 
+# OpenTelemetry's variables for the authorities of the collector's certificate.
+_CERTIFICATES: Final = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
 # OpenTelemetry's names of what is configured by fields of their own.
 _SERVICE_NAME: Final = "service.name"
 
@@ -55,14 +59,34 @@ class Tracing(Spec, frozen=True):
         return () if self.tls is None else (self.tls.ca_file,)
 
 
-def parse_otlp(url: str) -> Tracing:
-    """``http://HOST:PORT``, ``https://HOST:PORT`` or ``grpc://HOST:PORT``; raises ValueError."""
+def parse_otlp(url: str, variables: Mapping[str, str] = MappingProxyType({})) -> Tracing:
+    """``http://HOST:PORT`` or ``grpc://HOST:PORT``, with TLS ``https://`` or ``grpcs://``; raises ValueError.
+
+    ``variables``: OpenTelemetry's of the environment; those that name the service, its attributes and the authorities
+    are used.
+    """
     scheme, separator, endpoint = url.partition("://")
-    if not separator or scheme not in {"http", "https", "grpc"}:
-        raise ValueError(f"'{url}' is no collector; write http://HOST:4318, https://HOST:4318 or grpc://HOST:4317")
+    if not separator or scheme not in {"http", "https", "grpc", "grpcs"}:
+        raise ValueError(f"'{url}' is no collector; write http://HOST:4318, grpc://HOST:4317, or https:// or grpcs://")
     parse_endpoint(endpoint := endpoint.removesuffix("/"))
-    tls = CollectorTls() if scheme == "https" else None
-    return Tracing(endpoint=endpoint, protocol="grpc" if scheme == "grpc" else "http", tls=tls)
+    ca_file = next(filter(None, map(variables.get, _CERTIFICATES)), None)
+    tls = None
+    if scheme in {"https", "grpcs"}:
+        tls = CollectorTls() if ca_file is None else CollectorTls(ca_file=ca_file)
+    return Tracing(
+        endpoint=endpoint,
+        protocol="grpc" if scheme.startswith("grpc") else "http",
+        resource=_resource(variables),
+        tls=tls,
+    )
+
+
+def _resource(variables: Mapping[str, str]) -> dict[str, str]:
+    """Pairs that are none are left out, as OpenTelemetry's libraries do."""
+    pairs = [pair.partition("=") for pair in variables.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")]
+    found = {name.strip(): unquote(value.strip()) for name, _, value in pairs if name.strip() and value}
+    name = variables.get("OTEL_SERVICE_NAME")
+    return {**found, _SERVICE_NAME: name} if name else found
 
 
 def check_tracing(tracing: Tracing) -> Iterator[Finding]:

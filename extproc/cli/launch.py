@@ -98,7 +98,7 @@ def _settings(options: argparse.Namespace, config: Directory, worker: Worker | N
         redis_channel=options.redis_channel,
         has_llm_d_names=options.llm_d_metrics,
         files=options.files,
-        otlp=None if options.otlp is None else parse_otlp(options.otlp),
+        otlp=None if options.otlp is None else parse_otlp(options.otlp, os.environ),
     )
 
 

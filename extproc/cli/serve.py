@@ -229,8 +229,9 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
         "--otlp",
         metavar="URL",
         help=(
-            "send spans of sampled requests to the OpenTelemetry collector at http://HOST:PORT, https://HOST:PORT or"
-            " grpc://HOST:PORT (default: as the GatewayConfig's 'tracing' says)"
+            "send spans of sampled requests to the OpenTelemetry collector at http://HOST:PORT or grpc://HOST:PORT,"
+            " with TLS https:// or grpcs:// (default: as the GatewayConfig's 'tracing' says); $OTEL_SERVICE_NAME,"
+            " $OTEL_RESOURCE_ATTRIBUTES and $OTEL_EXPORTER_OTLP_CERTIFICATE are used"
         ),
     )
     _add_processes(made)

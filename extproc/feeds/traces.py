@@ -182,7 +182,7 @@ class TraceExporter:
 
         request = ExportTraceServiceRequest()
         of_resource = request.resource_spans.add()
-        about = {**tracing.resource, "service.name": f"{tracing.service_name}-extproc"}
+        about = {"service.name": f"{tracing.service_name}-extproc", **tracing.resource}
         _write(of_resource.resource.attributes, {**about, "service.instance.id": self._process})
         scope = of_resource.scope_spans.add()
         scope.scope.name = _SCOPE

@@ -212,6 +212,8 @@ class LlmdMetrics(PiecewiseCollector):
         self._pools, self._gates, self._clock = pools, gates, clock
         # by server, as it was when the page was read last: looking for it takes a while
         self._models: dict[str, str] = {}
+        # by server
+        self._names: dict[str, str] = {}
 
         def of_requests(
             name: str, text: str, older: str = "", labels: tuple[str, ...] = _MODELS, bounds: tuple[float, ...] = ()
@@ -327,17 +329,18 @@ class LlmdMetrics(PiecewiseCollector):
         """Read from pools and queues while the page is written."""
         pools = list(self._pools())
         self._models = {pool.name: _model_of(pool) for pool in pools}
+        self._names = _names_of(pools)
         # pools may serve one model
         running = Counter[str]()
         for pool in pools:
             running[self._model(pool.name)] += int(pool.table.in_flight[pool.table.active_rows].sum())
         yield from _RUNNING.pieces(lambda: ((_labels_of(model, 0), count) for model, count in running.items()))
-        yield from _READY.pieces(partial(_of_each, pools, lambda pool: len(pool.table.active_rows)))
+        yield from _READY.pieces(partial(self._of_each, pools, lambda pool: len(pool.table.active_rows)))
         for gauge, value in (*_MEANS, *_DEVIATIONS):
-            yield from gauge.pieces(partial(_of_each, pools, value))
+            yield from gauge.pieces(partial(self._of_each, pools, value))
         yield from _EACH_QUEUE.pieces(
             lambda: (
-                ((_short(pool.name), address), float(pool.table.waiting[row]))
+                ((self._name(pool.name), address), float(pool.table.waiting[row]))
                 for pool in pools
                 for address, row in zip(pool.table.active_addresses, pool.table.active_rows, strict=True)
             )
@@ -345,7 +348,8 @@ class LlmdMetrics(PiecewiseCollector):
         yield from self._queues()
 
     def _queues(self) -> Iterator[str]:
-        gates, now = [(_short(name), gate, self._model(name)) for name, gate in self._gates().items()], self._clock()
+        gates = [(self._name(server), gate, self._model(server)) for server, gate in self._gates().items()]
+        now = self._clock()
         for _, gate, _ in gates:
             gate.measure(now)
         bands = [(name, model, band) for name, gate, model in gates for band in gate.queue.bands]
@@ -405,11 +409,21 @@ class LlmdMetrics(PiecewiseCollector):
         """``queued``: None without flow control."""
         if queued is not None:
             priority, model = str(queued.priority), self._model(server)
-            self._ends.record(1, (end, priority, _short(server)))
-            self._waits.record(waited_s, ("", priority, end, _short(server), model, model))
+            name = self._name(server)
+            self._ends.record(1, (end, priority, name))
+            self._waits.record(waited_s, ("", priority, end, name, model, model))
 
     def _since(self, queued: QueuedRequest | None) -> float:
         return 0.0 if queued is None else max(0.0, self._clock() - queued.arrived_at_s)
+
+    def _of_each(self, pools: Iterable[Pool], value: Callable[[Pool], float]) -> Iterator[_Sample]:
+        return (((self._name(pool.name),), value(pool)) for pool in pools)
+
+    def _name(self, server: str) -> str:
+        """Of a pool, in labels."""
+        if server not in self._names:
+            self._names = _names_of(self._pools())
+        return self._names.get(server, _short(server))
 
     def _model(self, server: str) -> str:
         known = self._models.get(server)
@@ -422,8 +436,13 @@ class LlmdMetrics(PiecewiseCollector):
         return _labels_of(self._model(server), priority)
 
 
-def _of_each(pools: Iterable[Pool], value: Callable[[Pool], float]) -> Iterator[_Sample]:
-    return (((_short(pool.name),), value(pool)) for pool in pools)
+def _names_of(pools: Iterable[Pool]) -> dict[str, str]:
+    """By server: its own name, as llm-d writes it, whose picker serves one pool; with its namespace where another pool
+    has the same name, because two series with the same labels make a page invalid.
+    """
+    servers = [pool.name for pool in pools]
+    times = Counter(map(_short, servers))
+    return {server: _short(server) if times[_short(server)] == 1 else server for server in servers}
 
 
 def _end_of(refusal: Refusal, *, was_held: bool) -> str:

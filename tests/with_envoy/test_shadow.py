@@ -7,7 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import yaml
 
+from tests.docs_examples import EXAMPLES
 from tests.waiting import eventually
 from tests.with_envoy.gateways import COPIES, engines, gateway
 from tests.with_envoy.test_standard_protocol import CHAT, chat
@@ -65,6 +67,25 @@ async def test_ours_is_compared_and_changes_nothing(tmp_path: Path) -> None:
         shadows = [line for line in lines if line["kind"] == "shadow"]
         assert [line["theirs"] for line in shadows] == [second] * 6
         assert all(line["ours"]["addresses"][0] in {first, second} for line in shadows)
+
+
+async def test_the_filter_of_the_page_about_moving_sends_copies(tmp_path: Path) -> None:
+    (text,) = [one.text for one in EXAMPLES if one.page == "migrating.md" and "observability_mode" in one.text]
+    of_page = yaml.safe_load(text.replace("attache-shadow", "extproc"))
+    async with engines(2) as addresses:
+        filters = [other_picker(addresses[1]), of_page]
+        made = gateway(tmp_path, addresses, flags=["--shadow"], mode=COPIES, filters=filters)
+        async with made as running, httpx.AsyncClient() as http:
+            answer = await http.post(running.url + CHAT, content=chat(20_000))
+            assert (answer.status_code, answer.json()["served"]) == (200, addresses[1])
+
+            async def came_by_both() -> bool:
+                lines = (await http.get(f"{running.metrics}/metrics")).text.splitlines()
+                found = [line for line in lines if line.startswith("attache_shadow_picks_total{")]
+                return sum(float(line.rsplit(" ", 1)[1]) for line in found) == 2
+
+            # of the gateway of these tests, and of the page
+            await eventually(came_by_both)
 
 
 async def test_without_the_option_copies_are_not_read(tmp_path: Path) -> None:

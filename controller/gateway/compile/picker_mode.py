@@ -7,23 +7,22 @@ them, because the gateway continues to send requests.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.objects import Read
-from controller.gateway.compile.pools import KIND, server_of
+from controller.gateway.compile.pools import KIND, PoolServer, server_of
 from controller.gateway.compile.servers import compile_picker, picker_file_name
 from controller.gateway.compile.sources import source_of
 from extproc.api.picker_config import check_shape_alone
 from extproc.api.spec import NonEmpty, namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from extproc.api.picker_config import PickerCheck
 
@@ -33,6 +32,9 @@ LLM_D_OBJECTIVES: Final = "InferenceObjective.llm-d.ai"
 # As objectives, of both groups.
 REWRITES: Final = "InferenceModelRewrite"
 LLM_D_REWRITES: Final = "InferenceModelRewrite.llm-d.ai"
+# As many as a ModelServer takes.
+_MOST_REWRITES: Final = 1000
+_MOST_COMPLAINTS: Final = 5
 # Requesting usage adds a chunk to streams. Our own bundle removes it for clients that did not request it; other
 # gateways do not.
 PICKER_FIELDS: Final = MappingProxyType({"streamUsage": "AsRequested"})
@@ -86,6 +88,7 @@ class PickerCompiler:
         self._wanted: Mapping[str, Any] | None = None
         self._server: Mapping[str, Any] | None = None
         self._pool_problem: PoolProblem | None = PoolProblem("PoolNotFound", f"there is no InferencePool {pool}")
+        self._rewrite_problem: PoolProblem | None = None
         self._pickers: set[str] = set()
         # what of each of them has no effect
         self._notes: dict[str, tuple[str, ...]] = {}
@@ -110,7 +113,7 @@ class PickerCompiler:
 
     def compile(self) -> PickerOutcome:
         """The directory and statuses for the current objects."""
-        problems = [] if self._pool_problem is None else [self._pool_problem]
+        problems = [one for one in (self._pool_problem, self._rewrite_problem) if one is not None]
         problems += self._adopt()
         outcome = self._compiler.compile()
         status = outcome.statuses.get(("ModelServer", self._pool))
@@ -154,13 +157,24 @@ class PickerCompiler:
             kept = "; its pods are followed as it said last" if self._server is not None else ""
             self._pool_problem = PoolProblem("PoolNotFound", f"there is no InferencePool {self._pool}{kept}")
             return
-        named = None if self._picker_config is None else self._picker_config.partition("/")[2]
-        found = server_of(pool, prefix="", picker_config=named, fields={**self._fields, **self._rewrite_fields()})
-        complaint = found.complaint if found.server is None else source_of(found.server).complaint()
-        if found.server is None or complaint:
-            self._pool_problem = PoolProblem("PoolInvalid", complaint)
+        rewrites, complaints = model_rewrites({**self._rewrites[REWRITES], **self._rewrites[LLM_D_REWRITES]}.values())
+        found = self._server_of(pool, {"modelRewrites": rewrites} if rewrites else {})
+        if found.server is None and rewrites:
+            # whoever writes rewrites must not be able to stop the pool
+            complaints.append(f"none is used: {found.complaint}")
+            found = self._server_of(pool, {})
+        self._rewrite_problem = PoolProblem("ModelRewriteInvalid", _shortened(complaints)) if complaints else None
+        if found.server is None:
+            self._pool_problem = PoolProblem("PoolInvalid", found.complaint)
             return
         self._pool_problem, self._wanted = None, found.server
+
+    def _server_of(self, pool: Mapping[str, Any], rewrites: Mapping[str, Any]) -> PoolServer:
+        """Without a server if its spec is invalid, too."""
+        named = None if self._picker_config is None else self._picker_config.partition("/")[2]
+        found = server_of(pool, prefix="", picker_config=named, fields={**self._fields, **rewrites})
+        complaint = "" if found.server is None else source_of(found.server).complaint()
+        return PoolServer(None, complaint) if complaint else found
 
     def _picker_of(self, server: Mapping[str, Any] | None) -> str:
         """``namespace/name`` of the ConfigMap that it names, empty if it names none."""
@@ -186,10 +200,6 @@ class PickerCompiler:
         if self._pool_object is not None:
             self._put_pool(self._pool_object)
 
-    def _rewrite_fields(self) -> dict[str, Any]:
-        found = model_rewrites({**self._rewrites[REWRITES], **self._rewrites[LLM_D_REWRITES]}.values())
-        return {"modelRewrites": found} if found else {}
-
     def _put_objective(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         of_pool = thing is not None and _pool_of(thing) == self._pool
         if thing is None or not of_pool:
@@ -207,43 +217,67 @@ class _Rewritten(Read, frozen=True):
 
 
 class _AskedModel(Read, frozen=True):
-    value: str = ""
+    value: NonEmpty
+    type: Literal["Exact"] | None = None
 
 
 class _RewriteMatch(Read, frozen=True):
-    model: _AskedModel | None = None
+    model: _AskedModel
 
 
 class _RewriteRule(Read, frozen=True):
     targets: Annotated[list[_Rewritten], msgspec.Meta(min_length=1, max_length=64)]
-    matches: list[_RewriteMatch | None] | None = None
+    matches: Annotated[list[_RewriteMatch], msgspec.Meta(max_length=1000)] | None = None
 
 
-def model_rewrites(objects: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """InferenceModelRewrites as a ModelServer has them, in the order in which they count.
+def model_rewrites(objects: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """InferenceModelRewrites as a ModelServer has them, in the order in which they count; and what of them is not used
+    as it is written.
 
     Rules for one model come before those for all, then the older object's, then the first of an object. Where some
     targets have weights, only those are drawn. A rule of another shape is left out: the others of the pool hold.
     """
-    rules = [rule for one in sorted(objects, key=_age) for rule in _rules_of(one)]
-    exact, generic = [], []
-    for rule in rules:
+    exact: list[dict[str, Any]] = []
+    generic: list[dict[str, Any]] = []
+    complaints = []
+    for place, rule in _rules_of(sorted(objects, key=_age)):
+        if isinstance(rule, str):
+            complaints.append(f"{place} is left out: {rule}")
+            continue
         weighted = [one for one in rule.targets if one.weight]
         targets = [{"model": one.model_rewrite, "weight": one.weight or 1} for one in weighted or rule.targets]
-        named = [one.model.value if one and one.model else "" for one in rule.matches or ()]
-        if all(named) and named:
-            exact.append({"models": named, "targets": targets})
+        if not weighted and any(one.weight == 0 for one in rule.targets):
+            complaints.append(f"{place}: no target has a weight above 0, so that all are drawn alike; write weights")
+        elif 0 < len(weighted) < len(rule.targets):
+            complaints.append(f"{place}: targets without a weight above 0 are not drawn; give each one, or none")
+        if rule.matches:
+            exact.append({"models": [one.model.value for one in rule.matches], "targets": targets})
         else:
             generic.append({"targets": targets})
-    return [*exact, *generic]
+    found = [*exact, *generic]
+    if len(found) > _MOST_REWRITES:
+        complaints.append(f"{len(found) - _MOST_REWRITES} rules beyond {_MOST_REWRITES} are left out; merge some")
+    return found[:_MOST_REWRITES], complaints
 
 
-def _rules_of(thing: Mapping[str, Any]) -> Iterator[_RewriteRule]:
-    spec = thing.get("spec")
-    rules = spec.get("rules") if isinstance(spec, dict) else None
-    for one in rules if isinstance(rules, list) else ():
-        with contextlib.suppress(msgspec.ValidationError):
-            yield msgspec.convert(one, _RewriteRule)
+def _rules_of(objects: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, _RewriteRule | str]]:
+    """Where each rule stands, and the rule or what is wrong with it."""
+    for thing in objects:
+        name, rules = f"{REWRITES} {thing['metadata']['name']}", thing["spec"].get("rules")
+        if not isinstance(rules, list):
+            yield name, "spec.rules is no list"
+            continue
+        for number, one in enumerate(rules):
+            try:
+                yield f"{name}, rules[{number}]", msgspec.convert(one, _RewriteRule)
+            except msgspec.ValidationError as error:
+                yield f"{name}, rules[{number}]", str(error)
+
+
+def _shortened(complaints: Sequence[str]) -> str:
+    """An Event's message is short."""
+    more = len(complaints) - _MOST_COMPLAINTS
+    return "; ".join([*complaints[:_MOST_COMPLAINTS], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _age(thing: Mapping[str, Any]) -> tuple[str, str]:

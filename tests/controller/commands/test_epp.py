@@ -39,6 +39,59 @@ CHART = [
 ]
 
 
+# As llm-d-router's chart sets them with router.tracing.enabled.
+TRACING = {
+    "OTEL_SERVICE_NAME": "llm-d-router/epp",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "http://otel-collector.monitoring.svc.cluster.local:4317",
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_RESOURCE_ATTRIBUTES": "k8s.namespace.name=team,k8s.pod.name=epp-1",
+    "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+    "OTEL_TRACES_SAMPLER_ARG": "0.1",
+}
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "url"),
+    [
+        (["--tracing=true"], TRACING, "grpc://otel-collector.monitoring.svc.cluster.local:4317"),
+        # llm-d traces without the flag, too
+        ([], TRACING, "grpc://otel-collector.monitoring.svc.cluster.local:4317"),
+        (["--tracing=false"], TRACING, None),
+        ([], {}, None),
+        ([], {"OTEL_TRACES_EXPORTER": "console", ENDPOINT: "http://otel:4317"}, None),
+        ([], {"OTEL_TRACES_EXPORTER": "otlp"}, "grpc://localhost:4317"),
+        ([], {ENDPOINT: "https://otel:4317/"}, "grpcs://otel:4317"),
+        ([], {ENDPOINT: "http://a:1", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2"}, "grpc://b:2"),
+        ([], {ENDPOINT: "otel:4317", "OTEL_EXPORTER_OTLP_INSECURE": "TRUE"}, "grpc://otel:4317"),
+        ([], {ENDPOINT: "otel:4317"}, "grpcs://otel:4317"),
+        # as in llm-d, requests are served without traces
+        ([], {ENDPOINT: "http://otel"}, None),
+        ([], {ENDPOINT: "ftp://otel:1"}, None),
+    ],
+)
+def test_spans_go_where_opentelemetrys_variables_say(
+    flags: list[str], variables: dict[str, str], url: str | None
+) -> None:
+    context = LaunchContext(namespace="team", address="127.0.0.1", variables=variables)
+    found = plan_launch(read_flags(["--pool-name=llama", *flags]), context)
+    assert parser().parse_args(["--config", "x", *found.extproc]).otlp == url
+
+
+def test_variables_of_tracing_without_effect_are_reported() -> None:
+    def notes(*flags: str, **variables: str) -> list[str]:
+        context = LaunchContext(namespace="team", address="127.0.0.1", variables=variables)
+        return [
+            note.partition(":")[0] for note in plan_launch(read_flags(["--pool-name=llama", *flags]), context).notes
+        ]
+
+    assert notes(**TRACING) == ["OTEL_TRACES_SAMPLER has no effect"]
+    assert notes(**TRACING, OTEL_EXPORTER_OTLP_HEADERS="a=b")[0] == "OTEL_EXPORTER_OTLP_HEADERS has no effect"
+    assert notes(OTEL_EXPORTER_OTLP_ENDPOINT="http://otel") == ["no spans are sent"]
+    assert notes("--tracing", OTEL_TRACES_EXPORTER="console") == ["no spans are sent"]
+    assert notes("--tracing=false", **TRACING) == notes() == []
+
+
 def test_the_charts_command_line_runs_as_it_stands() -> None:
     found = planned(*CHART)
     assert found.pool == "team/llama"
@@ -95,6 +148,8 @@ def test_an_address_of_ipv6_is_listened_on() -> None:
 def test_what_has_no_effect_is_told() -> None:
     notes = read_flags(["-v=5", "--zap-log-level", "debug", "--ha-enable-leader-election"]).notes
     assert [note.partition(" ")[0] for note in notes] == ["--v", "--zap-log-level", "--ha-enable-leader-election"]
+    # who relied on a leader that knows every request has to know
+    assert "by --redis" in notes[-1]
 
 
 def test_the_first_versions_spelling_is_read() -> None:

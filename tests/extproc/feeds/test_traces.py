@@ -133,6 +133,40 @@ async def test_without_a_collector_nothing_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "protocol", "ca_file"),
+    [
+        ("http://otel:4318", "http", None),
+        ("https://otel:4318/", "http", "/ca.pem"),
+        ("grpc://otel:4317", "grpc", None),
+        ("grpcs://otel:4317", "grpc", "/ca.pem"),
+    ],
+)
+def test_opentelemetrys_variables_complete_a_url(url: str, protocol: str, ca_file: str | None) -> None:
+    variables = {
+        "OTEL_SERVICE_NAME": "llm-d-router/epp",
+        "OTEL_RESOURCE_ATTRIBUTES": "k8s.pod.name=epp-1, team=a%2Cb,broken,=x,service.name=other",
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": "/ca.pem",
+    }
+    found = parse_otlp(url, variables)
+    assert (found.protocol, found.tls and found.tls.ca_file) == (protocol, ca_file)
+    assert found.resource == {"k8s.pod.name": "epp-1", "team": "a,b", "service.name": "llm-d-router/epp"}
+    assert parse_otlp(url).resource == {}
+
+
+async def test_a_service_name_of_opentelemetrys_variables_is_sent_as_it_is(tmp_path: Path) -> None:
+    made = Exporter(tmp_path)
+    async with collector() as collecting:
+        made.tracing = parse_otlp(f"grpc://{collecting.grpc}", {"OTEL_SERVICE_NAME": "llm-d-router/epp"})
+        running = asyncio.create_task(made.exporter.run())
+        await eventually(lambda: made.exporter.is_on)
+        made.exporter.add(trace())
+        await collecting.until(lambda: collecting.spans)
+        running.cancel()
+        await made.exporter.close()
+    assert collecting.spans[0].resource["service.name"] == "llm-d-router/epp"
+
+
+@pytest.mark.parametrize(
     "url", ["127.0.0.1:4318", "ftp://127.0.0.1:1", "http://127.0.0.1", "http://127.0.0.1:4318/v1/traces", "grpc://:1"]
 )
 def test_a_url_that_is_no_collectors_is_refused(url: str) -> None:

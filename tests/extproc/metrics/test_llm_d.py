@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.core.effects import Effect, RequestRefused
 from extproc.errors import (
@@ -19,13 +24,18 @@ from extproc.errors import (
     Shed,
 )
 from extproc.metrics.registry import Metrics
-from tests.extproc.core.test_queue import FLOW_CONTROL, one_engine, outcome, scene_of
+from tests.extproc.core.test_queue import FLOW_CONTROL, ONE, one_engine, outcome, scene_of
+from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tests.extproc.scenes import Scene
 
+DOCS = Path(__file__).parents[3] / "docs" / "migrating.md"
+# Recorded from the source of llm-d's picker, which has the repository and the commit. ``newer``: the name of a family
+# of today, of one that llm-d writes for older dashboards.
+RECORDED = json.loads(Path(__file__).with_name("llm_d_metrics.json").read_bytes())["families"]
 MODELS = {"model_name": "m", "target_model_name": "m"}
 QUEUE = {"inference_pool": "llama", "priority": "0", "fairness_id": "", **MODELS}
 REQUEST = {**MODELS, "fairness_id": "", "priority": "0"}
@@ -63,10 +73,30 @@ class Page:
             if line.startswith((f"{series}{{", f"{series} "))
         ]
 
-    def bounds(self, family: str) -> list[float]:
-        """Of a histogram with one series."""
-        found = [one.partition('le="')[2].partition('"')[0] for one in self.labels(f"{family}_bucket")]
-        return [float(one) for one in found if one != "+Inf"]
+    def families(self) -> dict[str, dict[str, object]]:
+        """Those under llm-d's names, as in the record: kind, labels, and bounds of buckets."""
+        found: dict[str, dict[str, object]] = {}
+        for family in text_string_to_metric_families("".join(self.metrics.registry.pieces())):
+            if not family.name.startswith(("llm_d_", "inference_")):
+                continue
+            samples = [one for one in family.samples if not one.name.endswith("_created")]
+            assert samples, f"{family.name} has no series in this test"
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found[name] = {"kind": family.type, "labels": sorted(set(samples[0].labels) - {"le"})}
+            bounds = {float(one.labels["le"]) for one in samples if "le" in one.labels} - {float("inf")}
+            if bounds:
+                found[name]["bounds"] = sorted(bounds)
+        return found
+
+
+def without_series() -> set[str]:
+    """The metrics of llm-d that the page about moving lists with what is used instead."""
+    table = DOCS.read_text().partition("These metrics of llm-d have no series here")[2].partition("\n\nIn a cluster")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    assert all(instead.strip() for _, instead in rows)
+    names = [name for listed, _ in rows for name in re.findall("`([a-z0-9_]+)`", listed)]
+    assert len(names) == len(set(names))
+    return {one if one.startswith("inference_objective_") else f"llm_d_epp_{one}" for one in names}
 
 
 def answered(scene: Scene, page: Page) -> None:
@@ -125,8 +155,6 @@ def test_the_sizes_of_requests_are_those_of_their_bodies() -> None:
     page.count([sent])
     assert page.value("llm_d_epp_request_size_bytes_sum", **REQUEST) == sent.size_bytes
     assert page.value("inference_objective_request_sizes_sum", **MODELS) == sent.size_bytes
-    assert page.bounds("llm_d_epp_request_size_bytes")[0] == 64
-    assert page.bounds("llm_d_epp_request_size_bytes")[-1] == 1073741824
 
 
 @pytest.mark.parametrize(("is_streamed", "ttft_s"), [(True, 0.5), (False, 1.0)])
@@ -146,22 +174,33 @@ def test_the_time_between_tokens_is_measured_on_streams_alone() -> None:
         assert page.value("llm_d_epp_request_streaming_tpot_seconds_sum", **REQUEST) == tpot_s
 
 
-def test_histograms_have_llm_ds_buckets() -> None:
-    scene = scene_of(stream=True)
+def every_family() -> dict[str, dict[str, object]]:
+    """Of a page on which each has a series."""
+    scene = scene_of(one_engine(flow_control=f"{FLOW_CONTROL}  maxRequests: 10\n  maxBytes: 1Mi\n"), stream=True)
     page = Page(scene)
     answered(scene, page)
-    for family, count, last in (
-        ("request_duration_seconds", 35, 3600),
-        ("request_ttft_seconds", 24, 120),
-        ("request_streaming_tpot_seconds", 19, 2),
-        ("request_ntpot_seconds", 13, 10),
-        ("request_input_tokens", 19, 1048576),
-        ("request_output_tokens", 12, 8192),
-        ("response_size_bytes", 15, 65536),
-        ("flow_control_request_queue_duration_seconds", 16, 60),
-    ):
-        found = page.bounds(f"llm_d_epp_{family}")
-        assert (len(found), found[-1], found == sorted(found)) == (count, last, True), family
+    sent = scene.sent()
+    page.count([sent])
+    scene.core.on_stream_closed(sent.ticket, 1.0)
+    page.count(scene.core.on_outcome(msgspec.structs.replace(outcome(sent.ticket), status=500, cached_tokens=3), 1.0))
+    page.metrics.observe_pick_seconds(0.25)
+    return page.families()
+
+
+def test_every_series_is_one_of_llm_ds_with_its_kind_labels_and_buckets() -> None:
+    served = every_family()
+    recorded = {
+        name: {**{key: one[key] for key in ("kind", "bounds") if key in one}, "labels": sorted(one["labels"])}
+        for name, one in RECORDED.items()
+    }
+    assert {name: recorded.get(name) for name in served} == served
+
+
+def test_whatever_of_llm_d_has_no_series_is_listed_with_what_is_instead() -> None:
+    # one that is only written under an older name is listed under its name of today
+    served = every_family()
+    missing = {name: one for name, one in RECORDED.items() if name not in served}
+    assert without_series() == {name for name, one in missing.items() if one.get("newer") not in missing}
 
 
 def test_every_request_of_flow_control_is_counted_by_its_end() -> None:
@@ -264,6 +303,34 @@ def test_the_pool_has_its_averages() -> None:
     assert page.value("llm_d_epp_per_endpoint_queue_size", **labels) == 4
     labels = {"name": "llama", "model_server_pod": "10.0.0.2:8000"}
     assert page.value("inference_pool_per_pod_queue_size", **labels) == 4
+
+
+def two_namesakes() -> Scene:
+    """Two pools of one name in two namespaces, and a third one."""
+    spec = f"{{model: m, endpoints: [{{address: '10.0.0.1:8000'}}], flowControl: {{{ONE_AT_A_TIME}}}}}"
+    head = "apiVersion: attache.dev/v1alpha1\nkind: ModelServer"
+    others = "\n---\n".join(
+        f"{head}\nmetadata: {{name: {name}, namespace: team}}\nspec: {spec}" for name in ("llama", "qwen")
+    )
+    return scene_of(configuration(servers={"llama": f"endpoints: [{ONE}]\n{FLOW_CONTROL}"}, others=others))
+
+
+def test_pools_of_one_name_have_series_of_their_own() -> None:
+    scene = two_namesakes()
+    page = Page(scene)
+    first, left = scene.sent(), scene.held()
+    page.count([first, *scene.core.on_disconnect(left, 0.5)])
+    families = text_string_to_metric_families("".join(page.metrics.registry.pieces()))
+    series = Counter((one.name, *sorted(one.labels.items())) for family in families for one in family.samples)
+    assert [one for one, times in series.items() if times > 1] == []
+    # with its namespace where it has to be, and else as llm-d writes it, whose picker serves one pool
+    names = ("default/llama", "team/llama", "qwen")
+    for name in names:
+        assert page.value("llm_d_epp_ready_endpoints", name=name) == 1
+        assert page.value("inference_pool_ready_pods", name=name) == 1
+        assert page.value("llm_d_epp_flow_control_pool_saturation", inference_pool=name, stage="effective") is not None
+    ended = {"inference_pool": "default/llama", "priority": "0", "outcome": "EvictedContextCancelled"}
+    assert page.value("llm_d_epp_flow_control_requests_total", **ended) == 1
 
 
 def test_without_the_option_there_is_no_such_name() -> None:

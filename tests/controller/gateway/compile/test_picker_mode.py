@@ -222,17 +222,62 @@ def test_model_rewrites_of_the_pool_are_taken_in_llm_ds_order() -> None:
         "text",
         {"targets": "b"},
         {"targets": []},
+        {},
         {"targets": ["b"]},
         {"targets": [{"modelRewrite": ""}]},
         {"targets": [{"modelRewrite": "b", "weight": -1}]},
         {"targets": [{"modelRewrite": "b"}] * 65},
         {"targets": [{"modelRewrite": "b"}], "matches": [{"model": "chat"}]},
+        # these match no request in llm-d, and must not match all of them
+        {"targets": [{"modelRewrite": "b"}], "matches": [{}]},
+        {"targets": [{"modelRewrite": "b"}], "matches": [None]},
+        {"targets": [{"modelRewrite": "b"}], "matches": [{"model": {"value": ""}}]},
+        {"targets": [{"modelRewrite": "b"}], "matches": [{"model": {"type": "Prefix", "value": "gpt"}}]},
+        {"targets": [{"modelRewrite": "b"}], "matches": [{"model": {"value": "gpt"}}] * 1001},
     ],
 )
 def test_a_rule_of_a_rewrite_that_cannot_be_is_left_out_and_the_pool_is_served(broken: Any) -> None:  # noqa: ANN401 - of any shape
     made = compiler("a")
     made.put(REWRITES, "team/odd", rewrite(broken, rule("v2", models=("chat",))))
     assert rewrites(made) == [(("chat",), [("v2", 1)])]
+    (problem,) = made.compile().problems
+    assert problem.reason == "ModelRewriteInvalid"
+    assert problem.message.startswith("InferenceModelRewrite r, rules[0] is left out: ")
+    made.put(REWRITES, "team/odd", rewrite(rule("v2")))
+    assert made.compile().problems == ()
+
+
+@pytest.mark.parametrize(
+    ("targets", "drawn", "complaint"),
+    [
+        ([("a", 0), ("b", 0)], [("a", 1), ("b", 1)], "all are drawn alike"),
+        ([("a", 3), ("b", 0)], [("a", 3)], "targets without a weight above 0 are not drawn"),
+        ([("a", 3), "b"], [("a", 3)], "targets without a weight above 0 are not drawn"),
+    ],
+)
+def test_weights_that_llm_d_does_not_allow_are_taken_as_it_takes_them_and_reported(
+    targets: list[str | tuple[str, int]], drawn: list[tuple[str, int]], complaint: str
+) -> None:
+    made = compiler("a")
+    made.put(LLM_D_REWRITES, "team/r", rewrite(rule(*targets)))
+    assert rewrites(made) == [((), drawn)]
+    assert complaint in made.compile().problems[0].message
+
+
+def test_rewrites_cannot_stop_a_pool() -> None:
+    made = compiler("a")
+    made.put(REWRITES, "team/many", rewrite(*[rule("b", models=(f"m{number}",)) for number in range(1001)]))
+    assert len(rewrites(made)) == 1000
+    assert "1 rules beyond 1000 are left out" in made.compile().problems[0].message
+    made.put(REWRITES, "team/many", {**rewrite(), "spec": {"poolRef": {"name": "llama"}, "rules": "text"}})
+    assert made.compile().problems[0].message == "InferenceModelRewrite r is left out: spec.rules is no list"
+    made.put(REWRITES, "team/many", rewrite(*[{}] * 7))
+    assert made.compile().problems[0].message.endswith("; and 2 more")
+    # a pool whose engines have no such API
+    made = compiler("a", thing=pool(annotation="protocol: V2"))
+    made.put(REWRITES, "team/r", rewrite(rule("b")))
+    assert rewrites(made) == []
+    assert "none is used: " in made.compile().problems[0].message
 
 
 @pytest.mark.parametrize("spec", ["text", [], {"poolRef": "llama"}, {"poolRef": {"name": "llama"}, "rules": {"a": 1}}])
