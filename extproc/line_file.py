@@ -7,6 +7,7 @@ that is renamed or removed, as logrotate does, is opened anew.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable
     from pathlib import Path
 
@@ -25,6 +27,18 @@ _MOST_LINES: Final = 4096
 _MOST_BYTES: Final = 16 << 20
 _BATCH_BYTES: Final = 1 << 20
 _MODE: Final = 0o600
+
+
+def on_loop(loop: AbstractEventLoop, counted: Callable[[LineResult, int], None]) -> Callable[[LineResult, int], None]:
+    """``counted``, called by ``loop``. Nothing is counted once the loop has ended: the thread outlives it if the file
+    is a pipe that nobody reads.
+    """
+
+    def call(result: LineResult, number: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(counted, result, number)
+
+    return call
 
 
 class LineFile:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Effect
     from extproc.core.shadow import ShadowPick
     from extproc.errors import Refusal
+    from extproc.line_file import LineResult
     from extproc.metrics.decision_log import DecisionLog
     from extproc.scheduling.pool import Pool
 
@@ -85,12 +86,14 @@ class ShadowShare:
 class Metrics:
     """All series of one extproc process, in a registry of their own."""
 
+    # none is kept unless one is set
+    decision_log: DecisionLog | None = None
+
     def __init__(
         self,
         pools: Callable[[], Iterable[Pool]],
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
-        log: DecisionLog | None = None,
         gates: Callable[[], Mapping[str, Gate]] = dict,
         at_zero: Callable[[], Mapping[str, ZeroDemand]] = dict,
         *,
@@ -101,7 +104,7 @@ class Metrics:
         requests held at zero. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names
         of llm-d's picker, too.
         """
-        self.decision_log, self.recent, self.shadow = log, RecentRequests(), ShadowShare()
+        self.recent, self.shadow = RecentRequests(), ShadowShare()
         self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock))
@@ -145,11 +148,15 @@ class Metrics:
                 ),
             )
         )
-        self._traces = Counters(
-            "attache_traces",
-            "Decisions of sampled requests, by what became of their spans: sent, failed, dropped.",
-            ["result"],
-            self.registry,
+        self._traces, self._log_lines = (
+            Counters(name, text, ["result"], self.registry)
+            for name, text in (
+                (
+                    "attache_traces",
+                    "Decisions of sampled requests, by what became of their spans: sent, failed, dropped.",
+                ),
+                ("attache_decision_log_lines", "Lines of the decision log: written, dropped, failed."),
+            )
         )
         self._pick_seconds = DeferredHistogram(
             "attache_pick_seconds",
@@ -327,6 +334,10 @@ class Metrics:
     def count_traces(self, result: str, count: int) -> None:
         """Spans of ``count`` decisions were sent to the collector, failed to be sent, or did not fit its queue."""
         self._traces.add_amount(count, result)
+
+    def count_log_lines(self, result: LineResult, count: int) -> None:
+        """Lines of the decision log were written, could not be written, or did not fit its queue."""
+        self._log_lines.add_amount(count, result)
 
     def outcomes(self) -> dict[str, int]:
         """Requests by what was decided."""
