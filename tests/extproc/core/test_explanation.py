@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from bench.stack.stack import documents
 from extproc.__main__ import main
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
@@ -331,6 +332,25 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
         for kind in ("prompt", "cached", "output")
     }
     assert used == {"prompt": 700, "cached": 64, "output": 5}
+
+
+def test_a_request_is_explained_by_its_best_thousand_endpoints_so_that_others_need_not_wait() -> None:
+    addresses = [f"10.0.{number // 256}.{number % 256}:8000" for number in range(3_000)]
+    core = Core(
+        load_snapshot({"a.yaml": documents(addresses, gateway={}, alias="chat").encode()}),
+        rng=random.Random(0),
+        ticket_prefix="t",
+    )
+    table = core.pools["default/llama"].table
+    # the last endpoint costs the least
+    table.in_flight[:-1] = 5
+    made = explained(core).explanation
+    assert made is not None
+    (profile,) = made.profiles
+    assert (profile.candidates, len(profile.endpoints)) == (3_000, 1_000)
+    assert made.addresses[0] == profile.endpoints[0].address == addresses[-1]
+    # who asks for an explanation gets all
+    assert len(core.explain(arrival_of(core), 0.0).profiles[0].endpoints) == 3_000
 
 
 def test_only_the_share_is_written() -> None:
