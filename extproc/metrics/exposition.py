@@ -11,6 +11,8 @@ decision costs. Here one thread writes, and it is the one that reads.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from prometheus_client.metrics_core import Metric
 
+log = logging.getLogger(__name__)
 _FAMILIES: Final = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 # A piece takes a millisecond or less.
 _LINES: Final = 1_000
@@ -136,6 +139,10 @@ def number(value: float) -> str:
     return text
 
 
+def _leave_out(name: str, value: float) -> None:
+    log.warning("%s: values that are negative or not finite are left out, such as %s", name, value)
+
+
 class Counters(PiecewiseCollector):
     """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who
     adds.
@@ -152,8 +159,11 @@ class Counters(PiecewiseCollector):
         self._counts[values] += 1
 
     def add_amount(self, amount: float, *values: str) -> None:
-        """So much more."""
-        self._counts[values] += amount
+        """So much more; an amount that would spoil the sum is left out, and logged."""
+        if 0 <= amount < math.inf:
+            self._counts[values] += amount
+        else:
+            _leave_out(self._family.name, amount)
 
     def items(self) -> list[tuple[tuple[str, ...], float]]:
         """All label values, and what is counted under them."""
@@ -193,7 +203,10 @@ class DeferredHistograms(PiecewiseCollector):
         registry.register(self)
 
     def observe(self, seconds: float, *values: str) -> None:
-        """One more value under these label values."""
+        """One more value under these label values; one that would spoil their sum is left out, and logged."""
+        if not 0 <= seconds < math.inf:
+            _leave_out(self._family.name, seconds)
+            return
         buckets = self._series.get(values)
         if buckets is None:
             buckets = self._series[values] = _Buckets(self._bounds)

@@ -130,6 +130,24 @@ def test_counts_by_label() -> None:
     assert b'asked_total{by="one"} 2.0' in generate_latest(registry)
 
 
+@pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])
+def test_an_amount_that_would_spoil_a_series_for_ever_is_left_out_and_logged(
+    amount: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = CollectorRegistry()
+    counts = Counters("cost", "Seconds.", [], registry)
+    counts.add_amount(2.0)
+    counts.add_amount(amount)
+    assert registry.get_sample_value("cost_total") == 2
+    spread = DeferredHistogram("took", "Seconds.", BOUNDS, registry)
+    spread.observe(0.2)
+    spread.observe(amount)
+    assert registry.get_sample_value("took_sum") == 0.2
+    assert registry.get_sample_value("took_bucket", {"le": "+Inf"}) == 1
+    for name in ("cost", "took"):
+        assert f"{name}: values that are negative or not finite are left out, such as {amount}" in caplog.text
+
+
 def test_a_name_is_taken_once() -> None:
     registry = CollectorRegistry()
     Counters("asked", "Questions.", [], registry)
