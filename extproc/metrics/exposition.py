@@ -15,7 +15,7 @@ import logging
 import math
 from collections import defaultdict
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -83,6 +83,9 @@ class PiecewiseCollector(Collector):
         """All families, each piece a number of whole lines."""
         raise NotImplementedError
 
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """End the series with another ``label`` than one of ``names``. Nothing to do for what keeps no series."""
+
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for clashes."""
         return ()
@@ -107,6 +110,12 @@ class Registry(CollectorRegistry):
         """As the library's."""
         super().register(collector)
         self._in_order.append(collector)
+
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """End the series of all families with this ``label`` and another value than one of ``names``."""
+        for collector in self._in_order:
+            if isinstance(collector, PiecewiseCollector):
+                collector.keep(label, names)
 
     def pieces(self) -> Iterator[str]:
         """The page. Families of the library's own collectors have a handful of samples, and are one piece each."""
@@ -137,6 +146,13 @@ def number(value: float) -> str:
         return repr(float(value))
     text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # the library leaves its annotation out
     return text
+
+
+def _keep(series: dict[tuple[str, ...], Any], family: MetricFamily, label: str, names: Collection[str]) -> None:
+    if label in family.labels:
+        at = family.labels.index(label)
+        for gone in [one for one in series if one[at] not in names]:
+            del series[gone]
 
 
 def _leave_out(name: str, value: float) -> None:
@@ -176,6 +192,10 @@ class Counters(PiecewiseCollector):
         at = self._family.labels.index(label)
         self._counts = defaultdict(int, {one: count for one, count in self._counts.items() if one[at] not in names})
 
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """As ``forget``, of all other names."""
+        _keep(self._counts, self._family, label, names)
+
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
         self._counts.setdefault(values, 0)
@@ -211,6 +231,18 @@ class DeferredHistograms(PiecewiseCollector):
         if buckets is None:
             buckets = self._series[values] = _Buckets(self._bounds)
         buckets.observe(seconds)
+
+    def has(self, *values: str) -> bool:
+        """Whether there is a series with these label values."""
+        return values in self._series
+
+    def __len__(self) -> int:
+        """Number of series."""
+        return len(self._series)
+
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """End the series with another ``label`` than one of ``names``."""
+        _keep(self._series, self._family, label, names)
 
     @property
     def pending(self) -> int:

@@ -255,7 +255,6 @@ class AnswerTimes:
             return DeferredHistograms(f"attache_request_{what}_seconds", text, bounds, _ANSWER_LABELS, registry)
 
         self._gates = gates
-        self._known: set[tuple[str, str, str]] = set()
         self._ttft = histograms("ttft", "Until the first content of streamed answers.", _TIMES)
         self._tpot = histograms("tpot", "For each further token of streamed answers.", _TOKEN_TIMES)
         self._duration = histograms("duration", "Until the end of whole answers.", _TIMES)
@@ -276,11 +275,8 @@ class AnswerTimes:
 
     def _labels(self, settled: RequestSettled) -> tuple[str, str, str]:
         labels = truncate_name(settled.model) or _OTHER, settled.server, self._class_of(settled)
-        if labels not in self._known:
-            if len(self._known) >= MOST_ANSWER_SERIES:
-                return OTHERS
-            self._known.add(labels)
-        return labels
+        is_known = self._duration.has(*labels) or len(self._duration) < MOST_ANSWER_SERIES
+        return labels if is_known else OTHERS
 
     def _class_of(self, settled: RequestSettled) -> str:
         if settled.objectives is not None:

@@ -34,7 +34,14 @@ from extproc.metrics.endpoints import EndpointSeries
 from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
 from extproc.metrics.llm_d import LlmdMetrics
 from extproc.metrics.objectives import AnswerTimes, ObjectiveSeries
-from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics, BudgetSeries, PrefillMetrics
+from extproc.metrics.queues import (
+    OTHERS,
+    ActivationMetrics,
+    AdapterMetrics,
+    AdmissionMetrics,
+    BudgetSeries,
+    PrefillMetrics,
+)
 from extproc.metrics.recent import RecentRequests
 
 if TYPE_CHECKING:
@@ -123,7 +130,7 @@ class Metrics:
             )
             for state in sorted(WAITING - {State.QUEUED})
         }
-        self._wall_clock, self._clock = wall_clock, clock
+        self._wall_clock, self._clock, self._pools = wall_clock, clock, pools
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
         self._picks = Counters("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
@@ -412,7 +419,10 @@ class Metrics:
         self._log_entries.add("unknown_ticket" if has_ticket else "no_ticket")
 
     def config_applied(self) -> None:
-        """A new configuration is in use."""
+        """A new configuration is in use. Series of ModelServers that it does not have end; one that returns begins at
+        0, as after a restart.
+        """
+        self.registry.keep("server", {OTHERS, "", *(pool.name for pool in self._pools())})
         self._config_reloads.add("applied")
         self._config_valid.set(1)
         self._applied_at = self._wall_clock()

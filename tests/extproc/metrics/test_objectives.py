@@ -200,3 +200,9 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     assert sum(
         line.startswith("attache_request_ttft_seconds_count") for line in "".join(registry.pieces()).split("\n")
     ) == (MOST_ANSWER_SERIES + 1)
+    # places of a ModelServer that has left are free
+    registry.keep("server", {"default/other", "(others)"})
+    times.observe(msgspec.structs.replace(settled, server="default/other"))
+    new = {"model": "m", "server": "default/other", "class": ""}
+    assert registry.get_sample_value("attache_request_ttft_seconds_count", new) == 1
+    assert registry.get_sample_value("attache_request_ttft_seconds_count", others) == 51
