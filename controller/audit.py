@@ -32,7 +32,7 @@ _LEFT_OUT: Final = ("leases", "events", "reviews")
 _MOST_CHANGE_BYTES: Final = 16_384
 _MOST_MESSAGE: Final = 2_048
 _HIDDEN: Final = "***"
-_VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
 class Cause(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,7 +133,7 @@ class Audit:
             )
             sent = None if body is None or method == "DELETE" else body
             self._add(
-                actor, _VERBS.get(method, method), outcome, object_ref=place, change=_bounded(sent, place.resource)
+                actor, VERBS.get(method, method), outcome, object_ref=place, change=_bounded(sent, place.resource)
             )
 
     def record_file(self, actor: str, file: Path, content: bytes | None) -> None:

@@ -7,6 +7,7 @@ that is renamed or removed, as logrotate does, is opened anew.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable
     from pathlib import Path
 
@@ -25,6 +27,18 @@ _MOST_LINES: Final = 4096
 _MOST_BYTES: Final = 16 << 20
 _BATCH_BYTES: Final = 1 << 20
 _MODE: Final = 0o600
+
+
+def on_loop(loop: AbstractEventLoop, counted: Callable[[LineResult, int], None]) -> Callable[[LineResult, int], None]:
+    """``counted``, called by ``loop``. Nothing is counted once the loop has ended: the thread outlives it if the file
+    is a pipe that nobody reads.
+    """
+
+    def call(result: LineResult, number: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(counted, result, number)
+
+    return call
 
 
 class LineFile:
@@ -86,19 +100,10 @@ class LineFile:
         return self._bytes + len(line) <= self._most_bytes
 
     def _run(self) -> None:
+        # the file is there, or what is wrong with it is in the log, before the first line
+        self._save([])
         while lines := self._next():
-            try:
-                self._write(b"".join(lines))
-            except OSError as error:
-                self._counted("failed", len(lines))
-                if not self._is_failing:
-                    log.error("%s cannot be written, lines are lost: %s", self._path or "standard output", error)
-                self._is_failing = True
-            else:
-                self._counted("written", len(lines))
-                if self._is_failing:
-                    log.info("%s can be written again", self._path or "standard output")
-                self._is_failing = False
+            self._save(lines)
         if self._path is not None and self._descriptor >= 0:
             os.close(self._descriptor)
 
@@ -113,6 +118,20 @@ class LineFile:
                 size += len(lines[-1])
             self._bytes -= size
             return lines
+
+    def _save(self, lines: list[bytes]) -> None:
+        try:
+            self._write(b"".join(lines))
+        except OSError as error:
+            if not self._is_failing:
+                log.error("%s cannot be written, lines are lost: %s", self._path or "standard output", error)
+            self._is_failing = True
+        else:
+            if self._is_failing:
+                log.info("%s can be written again", self._path or "standard output")
+            self._is_failing = False
+        if lines:
+            self._counted("failed" if self._is_failing else "written", len(lines))
 
     def _write(self, text: bytes) -> None:
         self._open()

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of every command: lines of text, or JSON objects, one a line. No value that is logged can forge a line.
 
-Fields of a line are the ``extra`` of a call: ``log.warning("engine is avoided", extra={"engine": key})``.
+Fields of a line are the ``extra`` of a call: ``log.warning("engine is avoided", extra={"engine": key})``. A thread of
+its own writes them: whoever logs never waits for a reader of standard error.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import threading
 import time
+from contextlib import suppress
 from functools import partial
+from logging.handlers import QueueHandler
+from queue import Full, Queue
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -24,6 +30,8 @@ _MOST_CHARACTERS: Final = 16_384
 # A traceback has its cause at its end.
 _MOST_TRACEBACK: Final = 65_536
 _MOST_FIELDS: Final = 64
+_MOST_WAITING: Final = 1024
+_END_S: Final = 2.0
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Attributes that every record has: all others are fields.
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -99,6 +107,60 @@ def _cut(text: str) -> str:
     return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}... ({more} characters more)"
 
 
+class BackgroundHandler(QueueHandler):
+    """Lines wait for a thread that writes them, at most 1,024; others are lost, and counted in a line of their own.
+
+    At the end of the process it has two seconds to write those that wait.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._lines: Queue[logging.LogRecord | None] = Queue(_MOST_WAITING)
+        super().__init__(self._lines)
+        self._descriptor = descriptor
+        self._lost = 0
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Never waits."""
+        try:
+            self._lines.put_nowait(record)
+        except Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Called by ``logging`` at the end of the process."""
+        super().close()
+        with suppress(Full):
+            self._lines.put(None, timeout=_END_S)
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while (record := self._lines.get()) is not None:
+            # as this handler has formatted it
+            self._write(record.getMessage())
+            if self._lost and self._lines.empty():
+                lost, self._lost = self._lost, 0
+                self._write(self._lost_line(lost))
+
+    def _lost_line(self, lost: int) -> str:
+        """Made without the logger: the end of the process holds this handler's lock while it waits for the thread."""
+        text = f"{lost} lines of this log are lost: nobody read them as fast as they came"
+        level = {"levelno": logging.WARNING, "levelname": "WARNING"}
+        record = logging.makeLogRecord({"name": __name__, "msg": text, **level})
+        self.filter(record)
+        return self.format(record)
+
+    def _write(self, line: str) -> None:
+        rest = f"{line}\n".encode(errors="backslashreplace")
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            # whom could it be told?
+            self._lost += 1
+
+
 _FORMATTERS: Final[dict[str, type[logging.Formatter]]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
@@ -123,7 +185,10 @@ def start_logging(options: argparse.Namespace, **fields: object) -> None:
     """Log to standard error as ``options`` say; in JSON also an exception that ends the process. ``fields``: of every
     line of this process.
     """
-    handler = logging.StreamHandler()
+    if logging.root.handlers or sys.__stderr__ is None:
+        # another program's handlers; or nowhere to write to, as standard error is closed
+        return
+    handler = BackgroundHandler(sys.__stderr__.fileno())
     handler.setFormatter(_FORMATTERS[options.log_format]())
     handler.addFilter(partial(_add_fields, fields))
     logging.basicConfig(level=options.log_level.upper(), handlers=[handler])

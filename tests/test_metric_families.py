@@ -19,7 +19,8 @@ from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleSeries
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
-from controller.kube.metrics import ManagerMetrics
+from controller.kube.metrics import ManagerMetrics, observe_api_calls
+from controller.models.metrics import ModelMetrics
 from extproc.api.load import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
 from extproc.metrics.registry import Metrics, TlsMetrics
@@ -61,6 +62,9 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
     yield extproc
     manager, gateway = ManagerMetrics().registry, GatewayMetrics().registry
     ScalingMetrics(manager).follow(lambda: [BINDING])
+    ModelMetrics(manager)
+    observe_api_calls(manager)
+    observe_api_calls(gateway)
     yield manager
     PickerMetrics(gateway, "default/llama")
     yield gateway

@@ -15,16 +15,20 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleSeries
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
+from controller.kube.metrics import ManagerMetrics, observe_api_calls
+from controller.models.metrics import ModelMetrics
 from controller.usage.ingest import Counts
 from controller.usage.metrics import UsageSeries
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
 from tests.docs_examples import EXAMPLES
 from tests.programs import program
+from tests.test_metric_families import BINDING
 from tools.dashboard import FILE, dashboard
 
 MANIFESTS = Path(__file__).parent.parent / "manifests"
@@ -42,8 +46,13 @@ def exported(folder: Path) -> dict[str, set[str]]:
     acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
     follower.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     follower.register(UsageSeries(Counts(), lambda: 0.0))
+    manager = ManagerMetrics().registry
+    ScalingMetrics(manager).follow(lambda: [BINDING])
+    one = {"metadata": {"namespace": "default", "name": "llama"}, "spec": {}, "status": {"phase": "Loaded"}}
+    ModelMetrics(manager).follow(lambda: ([one], []))
+    observe_api_calls(manager)
     found: dict[str, set[str]] = {}
-    for registry in (extproc, follower, gateway.registry):
+    for registry in (extproc, follower, gateway.registry, manager):
         for collector in list(registry._collector_to_names):
             families: list[Any] = list(collector.collect())
             for family in families:
@@ -86,7 +95,7 @@ def used_labels(expression: str) -> set[str]:
     grouped = re.findall(r"\bby \(([^)]*)\)", expression)
     matched = re.findall(r"\{([^}]*)\}", expression)
     found = {label.strip() for group in grouped for label in group.split(",")}
-    return found | {pair.partition("=")[0].strip() for group in matched for pair in group.split(",")}
+    return found | {re.split("[=!]", pair)[0].strip() for group in matched for pair in group.split(",")}
 
 
 @pytest.mark.parametrize(("what", "expression"), sorted(expressions().items()))
@@ -146,6 +155,25 @@ def test_every_port_with_metrics_is_scraped() -> None:
     (selected,) = of_gateways["spec"]["selector"]["matchExpressions"]
     also = of_manager["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
     assert {*selected["values"], also} == deployed
+
+
+def test_the_agents_of_models_are_scraped_under_the_label_and_the_port_that_their_pods_have() -> None:
+    golden = Path(__file__).parent / "controller" / "models" / "model" / "golden"
+    pods = [
+        template
+        for document in yaml.safe_load_all((golden / "multi-node.children.yaml").read_text())
+        if document["kind"] == "ModelInfer"
+        for role in document["spec"]["template"]["roles"]
+        for template in [role["entryTemplate"]]
+    ]
+    (monitor,) = monitors("pod-monitor", "agents.yaml")
+    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
+    (asked,) = monitor["spec"]["podMetricsEndpoints"]
+    assert pods
+    for pod in pods:
+        assert (selected["operator"], selected["key"] in pod["metadata"]["labels"]) == ("Exists", True)
+        containers = [*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"]]
+        assert asked["port"] in {port["name"] for one in containers for port in one.get("ports") or ()}
 
 
 def monitors(folder: str, file: str) -> list[dict[str, Any]]:

@@ -193,6 +193,76 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
         ),
     ),
     (
+        "Models and rollouts",
+        (
+            Panel("Models by phase", "short", (("sum by (phase) (attache_model_phase)", "{{phase}}"),)),
+            Panel(
+                "Not ready",
+                "short",
+                (("1 - max by (namespace, model) (attache_model_ready)", "{{namespace}}/{{model}}"),),
+                "Lines above 0.",
+            ),
+            Panel(
+                "Replicas",
+                "short",
+                (
+                    (
+                        "max by (namespace, model) (attache_model_wanted_replicas)",
+                        "{{namespace}}/{{model}} wanted",
+                    ),
+                    ("max by (namespace, model) (attache_model_ready_replicas)", "{{namespace}}/{{model}} ready"),
+                ),
+            ),
+            Panel(
+                "Reconciles",
+                "ops",
+                ((_rate("attache_manager_reconciles_total", "kind, outcome"), "{{kind}} {{outcome}}"),),
+                "Without an error and with nothing to do an object is settled.",
+            ),
+            Panel(
+                "Objects that wait or fail",
+                "short",
+                (
+                    ("max by (pod) (attache_manager_queue_depth)", "{{pod}} waiting"),
+                    ("max by (pod) (attache_manager_queue_failing)", "{{pod}} failing"),
+                ),
+            ),
+            Panel(
+                "Writes of the manager",
+                "ops",
+                ((_rate("attache_manager_writes_total", "kind, verb"), "{{verb}} {{kind}}"),),
+            ),
+            Panel("Calls to the Kubernetes API", "s", _quantiles("attache_api_call_seconds", "verb")),
+            Panel(
+                "Calls that failed",
+                "ops",
+                (
+                    (
+                        _rate(
+                            "attache_api_call_seconds_count", "verb, resource, code_class", where='{code_class!="2xx"}'
+                        ),
+                        "{{verb}} {{resource}} {{code_class}}",
+                    ),
+                ),
+                "4xx are also what is not there, and conflicts.",
+            ),
+            Panel(
+                "Replicas that start, or cannot be had",
+                "short",
+                (
+                    (
+                        "max by (namespace, variant_name) (attache_scaling_pending_replicas)",
+                        "{{namespace}}/{{variant_name}} starting",
+                    ),
+                    (
+                        "max by (namespace, variant_name) (attache_scaling_blocked)",
+                        "{{namespace}}/{{variant_name}} blocked",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (
         "Objectives",
         (
             Panel(

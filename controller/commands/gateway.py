@@ -257,13 +257,15 @@ def _own_address() -> str:
 async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
+    from controller.kube.metrics import observe_api_calls  # noqa: PLC0415
     from controller.kube.pages import pages  # noqa: PLC0415
 
     metrics = GatewayMetrics()
     manager = _LEASE if options.pool is None else "attache-picker"
     async with contextlib.AsyncExitStack() as opened:
         audit = opened.enter_context(opened_audit(options.audit_log, metrics.registry))
-        client = await opened.enter_async_context(connect(access, manager=manager, audit=audit))
+        observed = observe_api_calls(metrics.registry)
+        client = await opened.enter_async_context(connect(access, manager=manager, audit=audit, observed=observed))
         make = _gateway_role if options.pool is None else _picker_role
         role = make(options, client, metrics, check_picker)
         async with pages(options.metrics, metrics.registry, role.ready.is_set, extprocs=options.extproc):

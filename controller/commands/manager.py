@@ -275,7 +275,7 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
     from controller.commands.gateway import until_signalled  # noqa: PLC0415
     from controller.kube.authorizer import RequestAuthorizer, guarded_by  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
-    from controller.kube.metrics import ManagerMetrics  # noqa: PLC0415
+    from controller.kube.metrics import ManagerMetrics, observe_api_calls  # noqa: PLC0415
     from controller.kube.pages import pages  # noqa: PLC0415
     from controller.manager.role import (  # noqa: PLC0415
         CONTROLLER,
@@ -287,7 +287,8 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
     metrics = ManagerMetrics()
     async with AsyncExitStack() as opened:
         audit = opened.enter_context(opened_audit(options.audit_log, metrics.registry))
-        client = await opened.enter_async_context(connect(access, manager=CONTROLLER, audit=audit))
+        observed = observe_api_calls(metrics.registry)
+        client = await opened.enter_async_context(connect(access, manager=CONTROLLER, audit=audit, observed=observed))
         callers = RequestAuthorizer(client, asyncio.get_running_loop().time)
         exports = _exports(options, client, callers)
         page_tls = ServerTls() if options.metrics_auth else None

@@ -7,20 +7,24 @@ The client retries nothing: a decision made from an old state must be made again
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import aiohttp
 import msgspec
 
+from controller.audit import VERBS, place_of
 from controller.kube.errors import ClusterError, Expired, NotFound, Unreachable, error_for, error_in_watch
 from controller.kube.resources import PODS, Object, Resource, split_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
     from controller.audit import Audit
     from controller.kube.access import ClusterAccess
+
+    Observed = Callable[["ApiCall", float], None]
 
 ADDED: Final = "ADDED"
 MODIFIED: Final = "MODIFIED"
@@ -31,6 +35,16 @@ _MERGE: Final = "application/merge-patch+json"
 _APPLY: Final = "application/apply-patch+yaml"  # JSON is YAML
 _JSON: Final = "application/json"
 _MAX_ERROR_BYTES: Final = 100_000
+
+
+class ApiCall(NamedTuple):
+    """``verb``: as in Kubernetes' roles. ``resource``: such as ``pods`` or ``pods/log``, empty of other paths.
+    ``code_class``: of the status, such as ``4xx``; ``none`` without an answer.
+    """
+
+    verb: str
+    resource: str
+    code_class: str
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
@@ -87,17 +101,26 @@ class Client:
         manager: str,
         timeout_s: float = 30.0,
         audit: Audit | None = None,
+        observed: Observed | None = None,
     ) -> None:
         self.access = access
         self.manager = manager
         self.audit = audit
+        self._observed = observed
         self._http = http
         self._tls = access.tls()
         self._timeout_s = timeout_s
 
     def as_manager(self, manager: str) -> Client:
         """The same server and session under another field manager's name."""
-        return Client(self.access, self._http, manager=manager, timeout_s=self._timeout_s, audit=self.audit)
+        return Client(
+            self.access,
+            self._http,
+            manager=manager,
+            timeout_s=self._timeout_s,
+            audit=self.audit,
+            observed=self._observed,
+        )
 
     async def get(
         self, resource: Resource, name: str, namespace: str | None = None, *, subresource: str | None = None
@@ -319,6 +342,7 @@ class Client:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = self.access.headers() | {"accept": _JSON, "content-type": content_type}
         url = self.access.server + path
+        began_s, status, is_watch = asyncio.get_running_loop().time(), 0, "watch" in (query or ())
         try:
             async with self._http.request(
                 method,
@@ -331,25 +355,53 @@ class Client:
                 timeout=timeout or aiohttp.ClientTimeout(total=self._timeout_s),
                 allow_redirects=False,
             ) as answer:
+                status = answer.status
+                if is_watch:
+                    # it goes on for minutes
+                    self._observe(method, path, query, status, asyncio.get_running_loop().time() - began_s)
                 if answer.status >= 300:
                     said = await answer.content.read(_MAX_ERROR_BYTES)
                     raise error_for(answer.status, said, answer.headers.get("retry-after"))
                 yield answer
         except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
             raise Unreachable(f"{method} {url}: {error!r}") from error
+        finally:
+            if not (is_watch and status):
+                self._observe(method, path, query, status, asyncio.get_running_loop().time() - began_s)
+
+    def _observe(self, method: str, path: str, query: Mapping[str, str] | None, status: int, seconds: float) -> None:
+        if self._observed is not None:
+            self._observed(call_of(method, path, query, status), seconds)
+
+
+def call_of(method: str, path: str, query: Mapping[str, str] | None, status: int) -> ApiCall:
+    """Names of a call. Paths that name no objects, such as those of discovery and health, have no resource."""
+    try:
+        place = place_of(path)
+        resource, name = f"{place.resource}/{place.subresource}".rstrip("/"), place.name
+    except LookupError:
+        resource, name = "", path
+    reads = "watch" if "watch" in (query or ()) else "get" if name else "list"
+    return ApiCall(VERBS.get(method, reads), resource, f"{status // 100}xx" if status else "none")
 
 
 @contextlib.asynccontextmanager
 async def connect(
-    access: ClusterAccess, *, manager: str, timeout_s: float = 30.0, audit: Audit | None = None
+    access: ClusterAccess,
+    *,
+    manager: str,
+    timeout_s: float = 30.0,
+    audit: Audit | None = None,
+    observed: Observed | None = None,
 ) -> AsyncIterator[Client]:
     """A client with a session of its own. ``manager``: the name under which fields are owned. ``audit``: records what
-    is written.
+    is written. ``observed``: called with each call that has ended, and the seconds that it took; a watch has when it
+    has begun.
     """
     # watches hold a connection each: no limit; no cookies, no proxies of the environment
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as http:
-        yield Client(access, http, manager=manager, timeout_s=timeout_s, audit=audit)
+        yield Client(access, http, manager=manager, timeout_s=timeout_s, audit=audit, observed=observed)
 
 
 def _path(resource: Resource, thing: Object, subresource: str | None) -> str:

@@ -10,6 +10,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from controller.kube.client import ApiCall
+
+
+def observe_api_calls(registry: CollectorRegistry) -> Callable[[ApiCall, float], None]:
+    """What ``connect`` calls: a histogram in ``registry``."""
+    seconds = Histogram(
+        "attache_api_call_seconds",
+        "Calls to the Kubernetes API, by how they ended; of a watch, until it has begun",
+        ("verb", "resource", "code_class"),
+        buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+        registry=registry,
+    )
+    return lambda call, took_s: seconds.labels(*call).observe(took_s)
+
 
 class ManagerMetrics:
     """In a registry of its own."""

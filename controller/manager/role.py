@@ -20,6 +20,7 @@ from controller.kube.resources import (
     SERVING_RUNTIMES,
 )
 from controller.models.controller import ModelController
+from controller.models.metrics import ModelMetrics
 
 if TYPE_CHECKING:
     from controller.autoscaler.export.role import ExportRole
@@ -91,6 +92,7 @@ class Leader:
         self._source = source
         self._loads = loads
         self._scaling = scaling
+        self._models = ModelMetrics(metrics.registry)
         metrics.leader.set_function(lambda: float(election.is_leader))
 
     def leads(self) -> bool:
@@ -108,7 +110,7 @@ class Leader:
                 tasks.create_task(_awaited(self._scaling(self._client)), name="scaling")
 
     async def _work(self) -> None:
-        await ModelController(
+        controller = ModelController(
             self._client,
             self._settings,
             self._metrics,
@@ -116,7 +118,12 @@ class Leader:
             decisions=self._decisions,
             source=self._source,
             loads=self._loads,
-        ).run()
+        )
+        self._models.follow(controller.objects)
+        try:
+            await controller.run()
+        finally:
+            self._models.follow()
 
 
 class ManagerRole:

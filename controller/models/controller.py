@@ -13,7 +13,7 @@ from controller.kube.controller import Controller, ControllerSettings, Reconcile
 from controller.kube.executor import ObjectRefused
 from controller.kube.informer import trimmed_pod, without_managed_fields
 from controller.kube.plan import KubeEvent
-from controller.kube.resources import PODS, Object, split_key
+from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
 from controller.models.adapter import GatewayLoads, KindAdapter, Loads, PodLoads, WorkKey
 from controller.models.model.model_state import ModelSettings
 from controller.models.model_adapter import ModelAdapter, SharedNamespaces
@@ -21,6 +21,8 @@ from controller.models.model_infer_adapter import ModelInferAdapter
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
     from controller.kube.plan import Plan
@@ -116,6 +118,11 @@ class ModelController:
                 trusted = self._settings.gateway_namespaces
                 self._loads = GatewayLoads(http, self._gateways, self._infer_pods.get, trusted)
             await self._controller.run()
+
+    def objects(self) -> tuple[Collection[Object], Collection[Object]]:
+        """All Models and ModelInfers, as the informers have them now."""
+        models, infers = (self._adapters[one.kind].informer.objects.values() for one in (MODELS, MODEL_INFERS))
+        return models, infers
 
     def enqueue(self, kind: str, key: str) -> None:
         """An object of a kind may have changed."""

@@ -110,6 +110,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--workers, --duplex-choices and --buffered-choices take 1 or more")
     if not 0 <= options.decision_sample <= 1:
         raise ValueError("--decision-sample is a share from 0 to 1")
+    if options.decision_log is not None and not options.decision_log.parent.is_dir():
+        raise ValueError(f"--decision-log: there is no folder {options.decision_log.parent}")
     for option, is_given in (("--wait-for-pool", options.wait_for_pool), ("--shadow", options.shadow)):
         if is_given and options.pool is None:
             raise ValueError(f"{option} needs --pool")

@@ -9,15 +9,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
+from extproc.api.status_pages import ConfigReport
 from extproc.cli.system import printable, read_page
-from extproc.cli.top_view import UNBOUNDED, MetricsSnapshot, render
+from extproc.cli.top_view import MODEL_MISSING, UNBOUNDED, MetricsSnapshot, render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 _TIMEOUT_S: Final = 5.0
@@ -128,6 +130,18 @@ def _read(pages: list[str]) -> MetricsSnapshot:
                     reading.add(sample.name, sample.labels, sample.value)
         except (OSError, ValueError) as error:
             raise _Unread(f"no metrics at {page}: {getattr(error, 'reason', error)}") from error
+        if one.get(MODEL_MISSING):
+            reading.wrong_models |= _wrong_models(page)
         if not one.is_of_extproc:
             raise _Unread(f"the page at {page} is not of extproc: its metrics are on 127.0.0.1:9003 by default")
     return reading
+
+
+def _wrong_models(page: str) -> Mapping[str, str]:
+    """What engines list instead, which metrics do not have: names of engines may be any text."""
+    try:
+        text = read_page(f"http://{page}/config", timeout_s=_TIMEOUT_S)
+        return msgspec.json.decode(text, type=ConfigReport).wrong_models
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # its metrics name the engines all the same
+        return {}

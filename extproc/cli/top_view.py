@@ -26,6 +26,7 @@ _Series = tuple[dict[str, str], float]
 
 _Index = dict[tuple[str, ...], list[_Series]]
 
+MODEL_MISSING: Final = "attache_engine_model_missing"
 # Metrics that every process reports for all processes, not for its own part.
 _SEEN_BY_ALL: Final = frozenset(
     {
@@ -41,7 +42,7 @@ _SEEN_BY_ALL: Final = frozenset(
         "attache_endpoint_failed_ratio",
         "attache_endpoint_role",
         "attache_endpoint_ttft_seconds",
-        "attache_engine_model_missing",
+        MODEL_MISSING,
         "attache_budget_used_ratio",
     }
 )
@@ -127,7 +128,7 @@ class EngineState(msgspec.Struct, frozen=True):
     state, as the metric has it.
 
     ``report_age_s``: age of its last report, None if there was none. ``is_read``: whether extproc reads its metrics at
-    all. ``interval_s``: between two reads. ``missing_model``: its ModelServer's, if the engine lists others, and those.
+    all. ``interval_s``: between two reads. ``missing_model``: its ModelServer's, if the engine lists others alone.
     ``role``: such as ``prefill``; empty if it has none.
     """
 
@@ -138,7 +139,7 @@ class EngineState(msgspec.Struct, frozen=True):
     report_age_s: float | None = None
     is_read: bool = True
     interval_s: float = 0.0
-    missing_model: tuple[str, ...] = ()
+    missing_model: str = ""
     role: str = ""
     breaker: float = 0.0
 
@@ -179,7 +180,7 @@ def _state(now: MetricsSnapshot, server: str, endpoint: str) -> EngineState:
         now.get("attache_engine_report_age_seconds", **where),
         is_read=now.sum("attache_engine_reports_total", server=server) > 0,
         interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
-        missing_model=next(iter(now.values_of("attache_engine_model_missing", "model", "lists", **where)), ()),
+        missing_model=next((model for (model,) in now.values_of(MODEL_MISSING, "model", **where)), ""),
         role=next((role for (role,) in now.values_of("attache_endpoint_role", "role", **where)), ""),
         breaker=now.get("attache_breaker_state", **where) or 0.0,
     )
@@ -212,8 +213,7 @@ def _ailment(one: EngineState, wall_now_s: float) -> str:
     else:
         report = f"it last said how it is {_ago(one.report_age_s)}"
     if not one.reasons and not one.is_silent:
-        model, lists = one.missing_model
-        return f"lists {lists} and not '{model}', the model of its ModelServer; write one of its names as 'model'"
+        return f"lists other models than '{one.missing_model}', that of its ModelServer"
     if not one.reasons:
         return f"is silent: {report}; see that it runs, and that its metrics page answers"
     since = ""
@@ -309,6 +309,7 @@ def render(
         "",
         *_refused_directory(now, width),
         *_failing_servers(now, width),
+        *_wrong_models(now, width),
         *ailments(states, wall_now_s=wall_now_s, width=width),
         *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
@@ -318,6 +319,13 @@ def render(
         *_budgets(now, tenants, width),
     ]
     return "\n".join(lines)
+
+
+def _wrong_models(now: MetricsSnapshot, width: int) -> list[str]:
+    """A paragraph for each ModelServer whose engines all lack its model, and an empty line."""
+    found = [f"{server}: {problem}" for server, problem in sorted(now.wrong_models.items())]
+    lines = [line for one in found for line in textwrap.wrap(one, width, subsequent_indent="  ")]
+    return [*lines, ""] if lines else []
 
 
 def _refused_directory(now: MetricsSnapshot, width: int) -> list[str]:
@@ -444,6 +452,8 @@ class MetricsSnapshot:
     """
 
     def __init__(self) -> None:
+        # by ModelServer, as the page of the configuration has them
+        self.wrong_models: dict[str, str] = {}
         self._values: dict[str, dict[_Labels, float]] = {}
         self._indexes: dict[str, dict[_Names, _Index]] = {}
 

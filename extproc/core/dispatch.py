@@ -17,7 +17,7 @@ from extproc.api.used_tokens import Expected
 from extproc.core.breakers import check_server
 from extproc.core.demand import count_dispatch, count_refusal
 from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused, with_fault
-from extproc.core.explanation import Explanation, explain_pick
+from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
 from extproc.core.feedback import OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
@@ -321,7 +321,13 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
     arrival, explanation = record.arrived, None
     if record.wants_reasons:
         explanation = explain_pick(
-            considered, arrival, record.trace, record.placement, record.forecast, guarded=record.guarded
+            considered,
+            arrival,
+            record.trace,
+            record.placement,
+            record.forecast,
+            guarded=record.guarded,
+            most=MOST_EXPLAINED,
         )
     adds_usage = "stream_options" in base.fields
     return PendingDecision(adds_usage, explanation, whole)

@@ -290,11 +290,12 @@ class RequestSettled(msgspec.Struct, frozen=True):
 
     ``is_ours``: this process decided the request of ``tenant``. ``used``: its tokens, as limits count them.
     ``service``: its cost in weighted tokens. ``priority``: of its queue's band, 0 without a queue. ``currency``: of
-    what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
-    extproc held it. ``times``: of its answer, None if it got none. ``leg``: the end of the prefill beside it, if that
-    has ended. ``prefilled_by``: the engine that computed its prompt on a leg of its own, empty if none did.
-    ``is_streamed``: the client asked for a stream. ``fell_back_from``: the ModelServer that it was sent to, if Envoy
-    has gone on to a fallback; ``server``, ``assignment`` and ``model`` are of that.
+    what was used, empty if the ModelServer had no price. ``model``: as its engine was asked, empty if the configuration
+    does not have that name. ``waited_s``: how long extproc held it. ``times``: of its answer, None if it got none.
+    ``leg``: the end of the prefill beside it, if that has ended. ``prefilled_by``: the engine that computed its prompt
+    on a leg of its own, empty if none did. ``is_streamed``: the client asked for a stream. ``fell_back_from``: the
+    ModelServer that it was sent to, if Envoy has gone on to a fallback; ``server``, ``assignment`` and ``model`` are of
+    that.
     """
 
     server: str

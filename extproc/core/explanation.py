@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from extproc.admission.refusals import amount_text
 from extproc.api.budgets import title
@@ -45,6 +46,8 @@ _FORECAST: Final[Mapping[str, str]] = MappingProxyType(
         "refused": "it is refused",
     }
 )
+# Endpoints of a profile that a request's own explanation has. Each takes 5 µs, for which other requests wait.
+MOST_EXPLAINED: Final = 1_000
 # Beside an address and a total, in a terminal of 80 columns.
 _WIDEST_HEADS: Final = 48
 
@@ -161,14 +164,17 @@ def explain_pick(
     *,
     guarded: str = "",
     fallbacks: tuple[FallbackState, ...] = (),
+    most: int | None = None,
 ) -> Explanation:
     """The reasons of a pick that was made with ``wants_reasons``. ``trace``: of the request, if it is sampled.
     ``placement``: among the tiers of its rule. ``forecast``: of its TTFT. ``guarded``: what its guard said.
-    ``fallbacks``: those of its rule.
+    ``fallbacks``: those of its rule. ``most``: endpoints of a profile that have scores, the best, and the one that
+    was chosen; None: all.
     """
     pool, caller = arrival.pool, arrival.caller
     pick, expectation, addresses = considered.pick, considered.expectation, pool.table.addresses
     prefilled_by = pick.rows[0] if pick.prefill_row is None else pick.prefill_row
+    chosen = {pick.rows[0], prefilled_by}
     return Explanation(
         server=pool.name,
         model=considered.view.request.model,
@@ -178,7 +184,7 @@ def explain_pick(
         cost_s=round(pick.cost_s, 6),
         prefill=None if pick.prefill_row is None else addresses[pick.prefill_row],
         stage=pick.stage,
-        profiles=tuple(_profile(reasons, addresses) for reasons in pick.reasons),
+        profiles=tuple(_profile(reasons, addresses, chosen, most) for reasons in pick.reasons),
         failed={one.plugin: str(one) for one in considered.view.failed},
         tenant=caller.tenant,
         user=caller.user,
@@ -252,13 +258,20 @@ def _tier_line(one: TierState) -> str:
     return f"  tier {one.server}: {one.cost}, TTFT {ttft}, TPOT {tpot}; {one.why}"
 
 
-def _profile(reasons: Reasons, addresses: list[str]) -> ProfileExplanation:
-    endpoints = []
-    for position, row in enumerate(reasons.rows):
-        scores = {one.name: round(float(one.values[position]), 6) for one in reasons.scored}
-        total = sum(one.weight * float(one.values[position]) for one in reasons.scored)
-        endpoints.append(EndpointScores(addresses[row], scores, round(total, 6)))
-    endpoints.sort(key=lambda one: -one.total)
+def _profile(reasons: Reasons, addresses: list[str], chosen: Collection[int], most: int | None) -> ProfileExplanation:
+    totals = np.zeros(len(reasons.rows))
+    for one in reasons.scored:
+        totals += one.weight * one.values
+    best = np.argsort(-totals, kind="stable").tolist()
+    beyond = () if most is None else [position for position in best[most:] if reasons.rows[position] in chosen]
+    endpoints = [
+        EndpointScores(
+            addresses[reasons.rows[position]],
+            {one.name: round(float(one.values[position]), 6) for one in reasons.scored},
+            round(float(totals[position]), 6),
+        )
+        for position in [*best[:most], *beyond]
+    ]
     return ProfileExplanation(
         profile=reasons.profile,
         candidates=len(reasons.candidates),

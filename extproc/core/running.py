@@ -160,7 +160,7 @@ class RunningRequests:
                 service,
                 priority,
                 currency="" if run.price is None else run.price.currency,
-                model=run.model,
+                model=run.model if run.pool.has_name(run.model) else "",
                 waited_s=run.sent.waited_s,
                 times=times_of(run, outcome) if record.is_ours and _is_answered(outcome) else None,
                 objectives=run.objectives,

@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections import deque
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -20,7 +19,7 @@ import msgspec
 
 from extproc.core.payloads import Capacity, Capture, capture_of, events_of, is_sampled
 from extproc.failures import Backoff
-from extproc.line_file import LineFile
+from extproc.line_file import LineFile, on_loop
 from extproc.metrics.exposition import Counters
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class PayloadExporter:
     async def _append(self, path: str, events: list[Event]) -> None:
         if self._file is None or self._file[0] != path:
             await self._close_sink()
-            self._file = path, LineFile(Path(path), partial(self._lines_were, asyncio.get_running_loop()))
+            self._file = path, LineFile(Path(path), on_loop(asyncio.get_running_loop(), self._count_lines))
         for event in events:
             data = b"" if event.data is None else b',"data":' + event.data
             self._file[1].put(msgspec.json.encode(event.attributes)[:-1] + data + b"}\n")
@@ -154,10 +153,8 @@ class PayloadExporter:
     def _count(self, result: str, number: int) -> None:
         self._counts.add_amount(number, result)
 
-    def _lines_were(self, loop: asyncio.AbstractEventLoop, result: LineResult, number: int) -> None:
-        """Called by the file's thread, which may outlive the loop if the file is a pipe that nobody reads."""
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._count, "sent" if result == "written" else result, number)
+    def _count_lines(self, result: LineResult, number: int) -> None:
+        self._count("sent" if result == "written" else result, number)
 
     async def _post(self, url: str, events: list[Event]) -> None:
         results = await asyncio.gather(*(self._post_one(url, event) for event in events), return_exceptions=True)

@@ -7,15 +7,13 @@ Not to Envoy's: it writes a line in several pieces, and ours would come between 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from extproc.api.usage import LEFT_SUFFIX
-from extproc.line_file import LineFile
+from extproc.line_file import LineFile, on_loop
 from extproc.metrics.exposition import Counters
 
 if TYPE_CHECKING:
@@ -65,12 +63,7 @@ class UsageLines:
     def _begin(self, path: str) -> None:
         if self._file is not None:
             self._closing = self._loop.run_in_executor(None, self._file[1].close)
-        self._file = path, LineFile(Path(f"{path}{LEFT_SUFFIX}"), self._lines_were)
-
-    def _lines_were(self, result: LineResult, number: int) -> None:
-        """Called by the file's thread, which may outlive the loop."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(partial(self._count, result, number))
+        self._file = path, LineFile(Path(f"{path}{LEFT_SUFFIX}"), on_loop(self._loop, self._count))
 
     def _count(self, result: LineResult, number: int) -> None:
         self._counts.add_amount(number, result)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -17,18 +16,16 @@ if TYPE_CHECKING:
     from extproc.core.effects import Decision, RequestSettled
     from extproc.core.shadow import ShadowPick
 
-log = logging.getLogger(__name__)
-
 # Sampled requests whose end has not been reported.
 _MOST_OPEN: Final = 65_536
 
 
 class DecisionLog:
-    """Writes to ``file``; ``share`` of all requests, 0 to 1. A disk that is full ends the log, not the requests."""
+    """``put``: takes a line and never waits. ``share``: of all requests, 0 to 1."""
 
     def __init__(
         self,
-        file: TextIO,
+        put: Callable[[bytes], None],
         *,
         share: float,
         rng: random.Random,
@@ -37,7 +34,7 @@ class DecisionLog:
     ) -> None:
         """``explains_all``: every decision has an explanation, whether it is sampled or not."""
         self._explains_all = explains_all
-        self._file: TextIO | None = file
+        self._put = put
         self._share = share
         self._rng = rng
         self._wall_clock = wall_clock
@@ -46,11 +43,11 @@ class DecisionLog:
 
     def samples(self) -> bool:
         """Whether the next request is to be written down."""
-        return self._file is not None and (self._share >= 1 or self._rng.random() < self._share)
+        return self._share >= 1 or self._rng.random() < self._share
 
     def log_decision(self, decision: Decision) -> None:
         """A decision with an explanation was sampled."""
-        if self._file is None or decision.explanation is None or (self._explains_all and not self.samples()):
+        if decision.explanation is None or (self._explains_all and not self.samples()):
             return
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)))
@@ -80,7 +77,7 @@ class DecisionLog:
 
     def log_shadow(self, pick: ShadowPick) -> None:
         """A comparison with another picker was sampled."""
-        if self._file is None or not self.samples():
+        if not self.samples():
             return
         ours = None if pick.ours is None else msgspec.to_builtins(pick.ours)
         line = {"kind": "shadow", "at": self._wall_clock(), "verdict": pick.verdict, "theirs": pick.theirs}
@@ -90,7 +87,7 @@ class DecisionLog:
         """The outcome of a sampled request."""
         outcome = settled.outcome
         caller = self._open.pop(outcome.ticket, None)
-        if self._file is None or caller is None:
+        if caller is None:
             return
         assignment = settled.assignment
         line = {
@@ -107,11 +104,4 @@ class DecisionLog:
         self._write(line)
 
     def _write(self, line: dict[str, object]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(msgspec.json.encode(line).decode() + "\n")
-            self._file.flush()
-        except OSError as error:
-            log.error("the decision log ends here: %s", error)
-            self._file = None
+        self._put(msgspec.json.encode(line) + b"\n")

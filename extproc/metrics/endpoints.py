@@ -9,7 +9,6 @@ import numpy as np
 
 from extproc.core.breakers import breakers_of
 from extproc.metrics.exposition import MetricFamily, PiecewiseCollector, escape_label, number
-from extproc.scheduling.model_check import quoted_names
 from extproc.scheduling.plugins.label_plugins import ROLE_LABEL
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ _BREAKER: Final = MetricFamily(
 )
 _MISSING: Final = MetricFamily(
     "attache_engine_model_missing",
-    "1 while it lists models (`lists`) and not the ModelServer's (`model`); no series otherwise.",
-    (*_LABELS, "model", "lists"),
+    "1 while it lists models and not the ModelServer's (`model`); no series otherwise.",
+    (*_LABELS, "model"),
 )
 _ROLE: Final = MetricFamily(
     "attache_endpoint_role",
@@ -170,7 +169,7 @@ def _missing_lines(pool: Pool) -> Iterator[str]:
     table = pool.table
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
         if model := table.healths[row].lacks_model:
-            yield _MISSING.line((pool.name, address, model, quoted_names(table.loras[row].base)), 1)
+            yield _MISSING.line((pool.name, address, model), 1)
 
 
 def _role_lines(pool: Pool) -> Iterator[str]:

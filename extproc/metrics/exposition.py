@@ -11,9 +11,11 @@ decision costs. Here one thread writes, and it is the one that reads.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from prometheus_client.metrics_core import Metric
 
+log = logging.getLogger(__name__)
 _FAMILIES: Final = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 # A piece takes a millisecond or less.
 _LINES: Final = 1_000
@@ -80,6 +83,9 @@ class PiecewiseCollector(Collector):
         """All families, each piece a number of whole lines."""
         raise NotImplementedError
 
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """End the series with another ``label`` than one of ``names``. Nothing to do for what keeps no series."""
+
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for clashes."""
         return ()
@@ -104,6 +110,12 @@ class Registry(CollectorRegistry):
         """As the library's."""
         super().register(collector)
         self._in_order.append(collector)
+
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """End the series of all families with this ``label`` and another value than one of ``names``."""
+        for collector in self._in_order:
+            if isinstance(collector, PiecewiseCollector):
+                collector.keep(label, names)
 
     def pieces(self) -> Iterator[str]:
         """The page. Families of the library's own collectors have a handful of samples, and are one piece each."""
@@ -136,6 +148,17 @@ def number(value: float) -> str:
     return text
 
 
+def _keep(series: dict[tuple[str, ...], Any], family: MetricFamily, label: str, names: Collection[str]) -> None:
+    if label in family.labels:
+        at = family.labels.index(label)
+        for gone in [one for one in series if one[at] not in names]:
+            del series[gone]
+
+
+def _leave_out(name: str, value: float) -> None:
+    log.warning("%s: values that are negative or not finite are left out, such as %s", name, value)
+
+
 class Counters(PiecewiseCollector):
     """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who
     adds.
@@ -152,8 +175,11 @@ class Counters(PiecewiseCollector):
         self._counts[values] += 1
 
     def add_amount(self, amount: float, *values: str) -> None:
-        """So much more."""
-        self._counts[values] += amount
+        """So much more; an amount that would spoil the sum is left out, and logged."""
+        if 0 <= amount < math.inf:
+            self._counts[values] += amount
+        else:
+            _leave_out(self._family.name, amount)
 
     def items(self) -> list[tuple[tuple[str, ...], float]]:
         """All label values, and what is counted under them."""
@@ -165,6 +191,10 @@ class Counters(PiecewiseCollector):
         """
         at = self._family.labels.index(label)
         self._counts = defaultdict(int, {one: count for one, count in self._counts.items() if one[at] not in names})
+
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """As ``forget``, of all other names."""
+        _keep(self._counts, self._family, label, names)
 
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
@@ -193,11 +223,26 @@ class DeferredHistograms(PiecewiseCollector):
         registry.register(self)
 
     def observe(self, seconds: float, *values: str) -> None:
-        """One more value under these label values."""
+        """One more value under these label values; one that would spoil their sum is left out, and logged."""
+        if not 0 <= seconds < math.inf:
+            _leave_out(self._family.name, seconds)
+            return
         buckets = self._series.get(values)
         if buckets is None:
             buckets = self._series[values] = _Buckets(self._bounds)
         buckets.observe(seconds)
+
+    def has(self, *values: str) -> bool:
+        """Whether there is a series with these label values."""
+        return values in self._series
+
+    def __len__(self) -> int:
+        """Number of series."""
+        return len(self._series)
+
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """End the series with another ``label`` than one of ``names``."""
+        _keep(self._series, self._family, label, names)
 
     @property
     def pending(self) -> int:

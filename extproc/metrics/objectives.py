@@ -16,6 +16,7 @@ from extproc.api.objectives import LONGEST_WINDOW_S
 from extproc.api.status_pages import ObjectiveCounts
 from extproc.core.effects import RequestUnmeetable
 from extproc.metrics.exposition import DeferredHistograms, MetricFamily, PiecewiseCollector
+from extproc.protocol import truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,7 +62,8 @@ _TOKEN_TIMES: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07
 _ANSWER_LABELS: Final = ("model", "server", "class")
 # Combinations of labels; adapters and routes of a large cluster may be thousands.
 MOST_ANSWER_SERIES: Final = 300
-OTHERS: Final = ("(others)", "(others)", "(others)")
+_OTHER: Final = "(others)"
+OTHERS: Final = (_OTHER, _OTHER, _OTHER)
 
 
 class _Hours:
@@ -253,7 +255,6 @@ class AnswerTimes:
             return DeferredHistograms(f"attache_request_{what}_seconds", text, bounds, _ANSWER_LABELS, registry)
 
         self._gates = gates
-        self._known: set[tuple[str, str, str]] = set()
         self._ttft = histograms("ttft", "Until the first content of streamed answers.", _TIMES)
         self._tpot = histograms("tpot", "For each further token of streamed answers.", _TOKEN_TIMES)
         self._duration = histograms("duration", "Until the end of whole answers.", _TIMES)
@@ -273,12 +274,9 @@ class AnswerTimes:
             self._tpot.observe(times.tpot_s, *labels)
 
     def _labels(self, settled: RequestSettled) -> tuple[str, str, str]:
-        labels = settled.model, settled.server, self._class_of(settled)
-        if labels not in self._known:
-            if len(self._known) >= MOST_ANSWER_SERIES:
-                return OTHERS
-            self._known.add(labels)
-        return labels
+        labels = truncate_name(settled.model) or _OTHER, settled.server, self._class_of(settled)
+        is_known = self._duration.has(*labels) or len(self._duration) < MOST_ANSWER_SERIES
+        return labels if is_known else OTHERS
 
     def _class_of(self, settled: RequestSettled) -> str:
         if settled.objectives is not None:

@@ -18,7 +18,7 @@ from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHist
 from extproc.metrics.largest import LargestNames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
 
@@ -156,7 +156,7 @@ class PrefillMetrics:
     """Prefills that extproc requests itself, and requests for which it does not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        # no ModelServer is forgotten: a gauge that vanishes would not be 0
+        # while a ModelServer is configured, it is not forgotten: a gauge that vanishes would not be 0
         self._in_flight = Counter[str]()
         registry.register(_PrefillSeries(self._in_flight))
         self._legs = Counters(
@@ -222,8 +222,14 @@ class _PrefillSeries(PiecewiseCollector):
 
     families = (_PREFILLS_IN_FLIGHT,)
 
-    def __init__(self, in_flight: Mapping[str, int]) -> None:
+    def __init__(self, in_flight: dict[str, int]) -> None:
         self._in_flight = in_flight
+
+    def keep(self, label: str, names: Collection[str]) -> None:
+        """Those with a prefill that has not ended stay, too."""
+        if label == "server":
+            for gone in [one for one, count in self._in_flight.items() if not count and one not in names]:
+                del self._in_flight[gone]
 
     def pieces(self) -> Iterator[str]:
         """Of ModelServers that have had a prefill requested."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from extproc.core.effects import Decision, RequestRefused
-from extproc.core.explanation import why_chosen
+from extproc.core.explanation import MOST_EXPLAINED, why_chosen
 from extproc.core.states import STEP_NAMES, StepName
 from extproc.protocol import REQUEST_ID
 
@@ -32,8 +32,6 @@ MOST: Final = 1_000
 # Between two explanations at the least, and for each endpoint that one compares, which takes 5 µs.
 _EXPLAIN_EACH_S: Final = 0.5
 _EXPLAIN_EACH_ENDPOINT_S: Final = 0.001
-# With more of them, other requests would wait for an explanation.
-_MOST_EXPLAINED: Final = 1_000
 _MOST_ENDPOINTS: Final = 5
 _MOST_TEXT: Final = 300
 # Clients choose the names of models.
@@ -127,7 +125,7 @@ class RecentRequests:
 
     def wants_reasons(self, endpoints: int, now: float) -> bool:
         """Whether the pick of the request that arrives now is explained. ``endpoints``: of its ModelServer."""
-        if now < self._explain_at_s or endpoints > _MOST_EXPLAINED:
+        if now < self._explain_at_s or endpoints > MOST_EXPLAINED:
             return False
         self._explain_at_s = now + max(_EXPLAIN_EACH_S, _EXPLAIN_EACH_ENDPOINT_S * endpoints)
         return True

@@ -34,7 +34,14 @@ from extproc.metrics.endpoints import EndpointSeries
 from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
 from extproc.metrics.llm_d import LlmdMetrics
 from extproc.metrics.objectives import AnswerTimes, ObjectiveSeries
-from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics, BudgetSeries, PrefillMetrics
+from extproc.metrics.queues import (
+    OTHERS,
+    ActivationMetrics,
+    AdapterMetrics,
+    AdmissionMetrics,
+    BudgetSeries,
+    PrefillMetrics,
+)
 from extproc.metrics.recent import RecentRequests
 
 if TYPE_CHECKING:
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Effect
     from extproc.core.shadow import ShadowPick
     from extproc.errors import Refusal
+    from extproc.line_file import LineResult
     from extproc.metrics.decision_log import DecisionLog
     from extproc.scheduling.pool import Pool
 
@@ -85,12 +93,14 @@ class ShadowShare:
 class Metrics:
     """All series of one extproc process, in a registry of their own."""
 
+    # none is kept unless one is set
+    decision_log: DecisionLog | None = None
+
     def __init__(
         self,
         pools: Callable[[], Iterable[Pool]],
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
-        log: DecisionLog | None = None,
         gates: Callable[[], Mapping[str, Gate]] = dict,
         at_zero: Callable[[], Mapping[str, ZeroDemand]] = dict,
         *,
@@ -101,7 +111,7 @@ class Metrics:
         requests held at zero. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names
         of llm-d's picker, too.
         """
-        self.decision_log, self.recent, self.shadow = log, RecentRequests(), ShadowShare()
+        self.recent, self.shadow = RecentRequests(), ShadowShare()
         self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock))
@@ -120,7 +130,7 @@ class Metrics:
             )
             for state in sorted(WAITING - {State.QUEUED})
         }
-        self._wall_clock, self._clock = wall_clock, clock
+        self._wall_clock, self._clock, self._pools = wall_clock, clock, pools
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
         self._picks = Counters("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
@@ -145,11 +155,15 @@ class Metrics:
                 ),
             )
         )
-        self._traces = Counters(
-            "attache_traces",
-            "Decisions of sampled requests, by what became of their spans: sent, failed, dropped.",
-            ["result"],
-            self.registry,
+        self._traces, self._log_lines = (
+            Counters(name, text, ["result"], self.registry)
+            for name, text in (
+                (
+                    "attache_traces",
+                    "Decisions of sampled requests, by what became of their spans: sent, failed, dropped.",
+                ),
+                ("attache_decision_log_lines", "Lines of the decision log: written, dropped, failed."),
+            )
         )
         self._pick_seconds = DeferredHistogram(
             "attache_pick_seconds",
@@ -328,6 +342,10 @@ class Metrics:
         """Spans of ``count`` decisions were sent to the collector, failed to be sent, or did not fit its queue."""
         self._traces.add_amount(count, result)
 
+    def count_log_lines(self, result: LineResult, count: int) -> None:
+        """Lines of the decision log were written, could not be written, or did not fit its queue."""
+        self._log_lines.add_amount(count, result)
+
     def outcomes(self) -> dict[str, int]:
         """Requests by what was decided."""
         return {outcome: int(count) for (outcome,), count in self._requests.items()}
@@ -401,7 +419,10 @@ class Metrics:
         self._log_entries.add("unknown_ticket" if has_ticket else "no_ticket")
 
     def config_applied(self) -> None:
-        """A new configuration is in use."""
+        """A new configuration is in use. Series of ModelServers that it does not have end; one that returns begins at
+        0, as after a restart.
+        """
+        self.registry.keep("server", {OTHERS, "", *(pool.name for pool in self._pools())})
         self._config_reloads.add("applied")
         self._config_valid.set(1)
         self._applied_at = self._wall_clock()

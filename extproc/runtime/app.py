@@ -47,6 +47,7 @@ from extproc.feeds.tokens import Tokenizers
 from extproc.feeds.traces import TraceExporter
 from extproc.feeds.usage_lines import UsageLines
 from extproc.feeds.usage_rollups import UsageRollups
+from extproc.line_file import LineFile, on_loop
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.notify import ALIVE, READY, STOPPING, notify, watchdog_s
@@ -166,8 +167,8 @@ class App:
             recent=self._recent_grants(origin),
         )
         core.on_wall_clock(wall_clock(), clock())
-        self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
         metrics = self._metrics = self._make_metrics()
+        self._log_file = self._open_decision_log(metrics)
         access = self._access = EngineAccess(os.environ, clock, settings.files or settings.config.path)
         self._tokenizers, source = Tokenizers(metrics, access), f"urn:attache:{socket.gethostname()}"
         self._guards = Guards(access, clock=clock, source=source)
@@ -271,20 +272,11 @@ class App:
         return buses
 
     def _make_metrics(self) -> Metrics:
-        core, settings, decisions = self._core, self._settings, None
-        if self._log_file is not None:
-            decisions = DecisionLog(
-                self._log_file,
-                share=settings.decision_share,
-                rng=random.Random(),
-                wall_clock=self._wall_clock,
-                explains_all=settings.gateway.emits_scores,
-            )
+        core, settings = self._core, self._settings
         made = Metrics(
             lambda: list(core.pools.values()),
             self._wall_clock,
             self._clock,
-            decisions,
             lambda: core.admission.gates,
             core.at_zero,
             budget_levels=self._budget_levels,
@@ -292,6 +284,20 @@ class App:
         )
         made.objectives.follow(core.objective_classes)
         return made
+
+    def _open_decision_log(self, metrics: Metrics) -> LineFile | None:
+        settings = self._settings
+        if settings.decision_log is None:
+            return None
+        file = LineFile(settings.decision_log, on_loop(asyncio.get_running_loop(), metrics.count_log_lines))
+        metrics.decision_log = DecisionLog(
+            file.put,
+            share=settings.decision_share,
+            rng=random.Random(),
+            wall_clock=self._wall_clock,
+            explains_all=settings.gateway.emits_scores,
+        )
+        return file
 
     def _load_saved(self, number: int) -> dict[str, SavedLevels | SavedObjectives]:
         """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no
@@ -439,7 +445,7 @@ class App:
                 if begun is not None:
                     await begun.close()
             if self._log_file is not None:
-                self._log_file.close()
+                await asyncio.to_thread(self._log_file.close)
             await self._health_port.stop()
             if pages is not None:
                 await pages.cleanup()

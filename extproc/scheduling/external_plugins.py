@@ -119,8 +119,8 @@ class Guard:
             some = _short(np.flatnonzero(candidates).tolist())
             self.refuse("run", f"the rows {_short([*rows, *prefill])}", f"some of {some}")
         cost_s: object = pick.cost_s
-        if not isinstance(cost_s, int | float) or not math.isfinite(cost_s):
-            self.refuse("run", f"a cost_s of {_short(cost_s)}", "a finite number of seconds")
+        if not isinstance(cost_s, int | float) or not 0 <= cost_s < math.inf:
+            self.refuse("run", f"a cost_s of {_short(cost_s)}", "a finite number of seconds, 0 or more")
         return msgspec.structs.replace(pick, rows=rows[: view.choices])
 
     def admit(self, view: View, rng: random.Random) -> None:

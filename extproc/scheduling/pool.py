@@ -175,6 +175,7 @@ class Pool:
         if spec.model != self.spec.model:
             self.apis_without_model.clear()
         self.spec, self.picker = spec, picker
+        self._rewritten_models = frozenset(to.model for one in spec.model_rewrites for to in one.targets)
         prices = compile_prices(spec.pricing)
         if prices != self.prices.list:
             self.prices = Prices(prices)
@@ -228,6 +229,12 @@ class Pool:
         self.adapters, self.is_asked_by_model = adapters, is_asked_by_model
         if self.slots is not None:
             self.slots.fixed = adapters - self.slots.sources.keys()
+
+    def has_name(self, model: str) -> bool:
+        """Whether the configuration has that name of a model: this ModelServer's, an adapter's, or one that it writes
+        for its engines. HTTPRoutes and other gateways pass on any other that a client writes.
+        """
+        return model == self.spec.model or model in self.adapters or model in self._rewritten_models
 
     def stages(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
         """The rows of prefill and of decode endpoints, and the group of each row; None: every endpoint does both."""

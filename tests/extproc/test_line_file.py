@@ -7,9 +7,13 @@ import os
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from extproc.line_file import LineFile
 from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Counts:
@@ -30,6 +34,17 @@ def test_lines_are_appended_in_their_order(tmp_path: Path) -> None:
             lines.put(b"%d\n" % number)
     assert file.read_bytes() == b"".join(b"%d\n" % number for number in range(1000))
     assert counts.found == {"written": 999}
+
+
+async def test_the_file_is_there_before_the_first_line_or_the_log_says_why_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LineFile(tmp_path / "lines", Counts()):
+        await eventually((tmp_path / "lines").exists)
+    counts = Counts()
+    with LineFile(tmp_path / "none" / "lines", counts):
+        await eventually(lambda: f"{tmp_path / 'none' / 'lines'} cannot be written, lines are lost" in caplog.text)
+    assert counts.found == {}
 
 
 async def test_a_file_that_is_renamed_is_opened_anew(tmp_path: Path) -> None:

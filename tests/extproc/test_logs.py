@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from typing import Final
 
 import pytest
@@ -84,6 +85,55 @@ def test_the_options_are_passed_on_to_other_programs() -> None:
     options = made.parse_args(["--log-format", "json", "--log-level", "error"])
     assert log_words(options) == ("--log-format", "json", "--log-level", "error")
     assert made.parse_args(log_words(made.parse_args([]))) == made.parse_args([])
+
+
+NOBODY_READS: Final = """
+import argparse, logging
+from extproc.logs import add_log_options, start_logging
+made = argparse.ArgumentParser()
+add_log_options(made)
+start_logging(made.parse_args([]))
+for number in range(20_000):
+    logging.getLogger("a").info("line %d", number)
+print("goes on", flush=True)
+input()
+logging.getLogger("a").info("the last line")
+"""
+
+
+def test_a_pipe_that_nobody_reads_holds_up_nobody_and_lost_lines_are_counted() -> None:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", NOBODY_READS], text=True, **streams) as process:
+        deadline = threading.Timer(60, process.kill)
+        deadline.start()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "goes on\n", "it waits for a reader"
+        lines = []
+        while " lines of this log are lost" not in (line := process.stderr.readline()):
+            lines.append(line)
+        assert lines[0].endswith(" INFO a: line 0\n")
+        assert f" {20_000 - len(lines)} lines of this log are lost" in line
+        # of the end, none is lost
+        assert process.communicate("\n", timeout=60)[1].endswith(" INFO a: the last line\n")
+        deadline.cancel()
+
+
+def test_a_process_ends_though_nobody_reads_its_log() -> None:
+    script = NOBODY_READS.replace("input()", "")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, **streams) as process:
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_a_process_whose_standard_error_is_closed_runs_without_a_log() -> None:
+    script = NOBODY_READS.replace("input()", "")
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, script]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
 SCRIPT: Final = """

@@ -102,7 +102,9 @@ async def test_a_wrong_model_is_told_in_the_404_the_log_and_on_the_screen_with_w
         assert f"list '{MODEL}'" in report["wrongModels"]["default/llama"]
         lines = await screen(two)
         assert lines[1] == "engines: 2 no model"
-        assert any(f"lists '{MODEL}' and not 'llama-alias'" in line for line in lines)
+        assert any(
+            line.startswith(f"default/llama: its engines list '{MODEL}' and not 'llama-alias'") for line in lines
+        )
         log = two.directory / "extproc.log"
         assert log.read_text().count(f"lists '{MODEL}' and not 'llama-alias', the model of its ModelServer") == 1
         file.write_text(before)

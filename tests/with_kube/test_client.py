@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
 from controller.kube.access import ClusterAccess
@@ -24,6 +25,7 @@ from controller.kube.errors import (
     Unauthorized,
     Unreachable,
 )
+from controller.kube.metrics import observe_api_calls
 from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
@@ -68,6 +70,48 @@ async def test_a_server_that_is_away_is_unreachable() -> None:
         with pytest.raises(Unreachable):
             await client.list(CONFIG_MAPS)
         assert not await client.is_ready()
+
+
+async def test_calls_are_measured_by_verb_resource_and_class_of_status(kube: Kube, namespace: str) -> None:
+    registry = CollectorRegistry()
+    observed = observe_api_calls(registry)
+
+    def counts() -> dict[tuple[str, str, str], float]:
+        (family,) = registry.collect()
+        names = ("verb", "resource", "code_class")
+        found = [one for one in family.samples if one.name.endswith("_count")]
+        return {tuple(one.labels[name] for name in names): one.value for one in found}  # type: ignore[misc]
+
+    async with connect(kube.admin, manager="test", observed=observed) as client:
+        made = await client.create(CONFIG_MAPS, config_map(namespace))
+        same = client.as_manager("other")
+        await same.merge_patch(CONFIG_MAPS, "one", namespace, {"data": {"colour": "blue"}})
+        await client.find(CONFIG_MAPS, "one", namespace)
+        await client.find(CONFIG_MAPS, "none", namespace)
+        since = (await client.list(CONFIG_MAPS, namespace)).resource_version
+        watch = client.watch(CONFIG_MAPS, namespace, since=made["metadata"]["resourceVersion"])
+        await anext(watch)
+        # it has begun, and goes on
+        assert counts()["watch", "configmaps", "2xx"] == 1
+        await watch.aclose()
+        assert since
+        assert await client.serves(DEPLOYMENTS)
+        await client.delete(CONFIG_MAPS, "one", namespace)
+    assert counts() == {
+        ("create", "configmaps", "2xx"): 1,
+        ("patch", "configmaps", "2xx"): 1,
+        ("get", "configmaps", "2xx"): 1,
+        ("get", "configmaps", "4xx"): 1,
+        ("list", "configmaps", "2xx"): 1,
+        ("watch", "configmaps", "2xx"): 1,
+        ("get", "", "2xx"): 1,
+        ("delete", "configmaps", "2xx"): 1,
+    }
+    (port,) = free_ports(1)
+    async with connect(ClusterAccess(f"http://127.0.0.1:{port}"), manager="test", observed=observed) as away:
+        with pytest.raises(Unreachable):
+            await away.get(PODS, "one", namespace)
+    assert counts()["get", "pods", "none"] == 1
 
 
 async def test_a_write_based_on_an_old_version_is_a_conflict(client: Client, namespace: str) -> None:

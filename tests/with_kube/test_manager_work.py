@@ -405,6 +405,14 @@ async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube
             return len(await children()) == len(kinds)
 
         await eventually(are_made)
+        own = {"namespace": namespace, "model": "llama"}
+        phases = ("Pending", "Standby", "Loading", "Loaded", "FailedToLoad")
+
+        def has_series() -> bool:
+            wanted = manager.metric("attache_model_wanted_replicas", own)
+            return wanted == sum(manager.metric("attache_model_phase", {**own, "phase": one}) for one in phases) == 1
+
+        await eventually(has_series)
         (server,) = (await client.list(MODEL_SERVERS, namespace)).items
         wrong = {"spec": {"workloadPort": {"port": 1}}}
         await client.merge_patch(MODEL_SERVERS, server["metadata"]["name"], namespace, wrong)
@@ -426,6 +434,8 @@ async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube
         writes, seen = manager.writes(), looks()
         await eventually(lambda: looks() >= seen + 3)
         assert manager.writes() == writes
+    # of the replica that leads, and of no other
+    assert not has_series()
 
 
 @pytest.mark.parametrize("kube", ["fake"], indirect=True)

@@ -55,14 +55,13 @@ def test_an_engine_that_lists_other_models_is_named_with_what_to_write() -> None
         now.add(f"attache_{name}", where, 1)
     # two processes that know the same
     for _ in range(2):
-        labels = {**where, "model": "qwen3-8b", "lists": "'Qwen/Qwen3-8B'"}
-        now.add("attache_engine_model_missing", labels, 1)
+        now.add("attache_engine_model_missing", {**where, "model": "qwen3-8b"}, 1)
+    problem = "its engines list 'Qwen/Qwen3-8B' and not 'qwen3-8b'; write one of the engines' names as 'model'"
+    now.wrong_models["default/qwen"] = problem
     lines = render(MetricsSnapshot(), now, seconds=1.0, tenants=0, width=UNBOUNDED).splitlines()
     assert lines[1] == "engines: 1 no model"
-    assert (
-        "10.0.0.1:8000 of default/qwen lists 'Qwen/Qwen3-8B' and not 'qwen3-8b', the model of its ModelServer; "
-        "write one of its names as 'model'"
-    ) in lines
+    assert "10.0.0.1:8000 of default/qwen lists other models than 'qwen3-8b', that of its ModelServer" in lines
+    assert f"default/qwen: {problem}" in lines
     assert any("NO MODEL" in line for line in lines)
 
 

@@ -52,9 +52,9 @@ async def test_a_worker_that_hangs_before_its_first_report_is_killed(
     monkeypatch.setattr(supervisor, "_START_S", 2.0)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "all.yaml").write_text(CONFIG)
-    # nobody reads it, so whoever opens it to write waits for ever
-    os.mkfifo(tmp_path / "decisions")
-    words = ["--config", str(tmp_path / "config"), "--metrics", "off", "--decision-log", str(tmp_path / "decisions")]
+    # nobody writes it, so whoever opens it to read waits for ever
+    os.mkfifo(pipe := tmp_path / "pipe")
+    words = ["--config", str(tmp_path / "config"), "--metrics", "off", "--tls-cert", str(pipe), "--tls-key", str(pipe)]
     address = f"unix:{tmp_path / 'streams'}"
     with closing(listen(address)) as listening:
         run = asyncio.create_task(_supervise([*words, "--listen", address, "--workers", "1"], 1, [[listening], [], []]))

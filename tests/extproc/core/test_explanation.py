@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import random
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from bench.stack.stack import documents
 from extproc.__main__ import main
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
@@ -306,9 +306,10 @@ def test_a_sentence_tells_why_an_endpoint_was_chosen(one: Explanation, sentence:
 
 
 def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
-    core, file = core_of(configured=True), io.StringIO()
-    log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
-    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0, log)
+    core, lines = core_of(configured=True), list[bytes]()
+    log = DecisionLog(lines.append, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
+    metrics.decision_log = log
     assert log.samples()
     headers = {"x-attache-tenant": "acme", "x-attache-user": "ann", "x-request-id": "5e1f"}
     decision = explained(core, msgspec.structs.replace(HEAD, headers=headers, is_trusted=True))
@@ -317,7 +318,7 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     settled = settle(core, Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
     assert settled is not None
     metrics.count_effect(settled)
-    made, came = map(json.loads, file.getvalue().splitlines())
+    made, came = map(json.loads, lines)
     assert (made["kind"], came["kind"], made["ticket"]) == ("decision", "outcome", came["ticket"])
     assert made["profiles"][0]["weights"] == {"queue-scorer": 2.0, "prefix-cache-scorer": 3.0}
     assert (came["cached_tokens"], came["predicted_cached_tokens"], came["at"]) == (64, 0.0, 17.0)
@@ -333,16 +334,25 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     assert used == {"prompt": 700, "cached": 64, "output": 5}
 
 
-def test_only_the_share_is_written_and_a_full_disk_ends_the_log_alone() -> None:
-    class Full(io.StringIO):
-        def write(self, _: str) -> int:
-            raise OSError(28, "No space left on device")
+def test_a_request_is_explained_by_its_best_thousand_endpoints_so_that_others_need_not_wait() -> None:
+    addresses = [f"10.0.{number // 256}.{number % 256}:8000" for number in range(3_000)]
+    core = Core(
+        load_snapshot({"a.yaml": documents(addresses, gateway={}, alias="chat").encode()}),
+        rng=random.Random(0),
+        ticket_prefix="t",
+    )
+    table = core.pools["default/llama"].table
+    # the last endpoint costs the least
+    table.in_flight[:-1] = 5
+    made = explained(core).explanation
+    assert made is not None
+    (profile,) = made.profiles
+    assert (profile.candidates, len(profile.endpoints)) == (3_000, 1_000)
+    assert made.addresses[0] == profile.endpoints[0].address == addresses[-1]
+    # who asks for an explanation gets all
+    assert len(core.explain(arrival_of(core), 0.0).profiles[0].endpoints) == 3_000
 
-    rng = random.Random(1)
-    log = DecisionLog(io.StringIO(), share=0.1, rng=rng, wall_clock=lambda: 0.0)
+
+def test_only_the_share_is_written() -> None:
+    log = DecisionLog(list[bytes]().append, share=0.1, rng=random.Random(1), wall_clock=lambda: 0.0)
     assert 60 < sum(log.samples() for _ in range(1000)) < 140
-    assert not DecisionLog(None, share=1.0, rng=rng, wall_clock=lambda: 0.0).samples()
-    core = core_of(configured=True)
-    log = DecisionLog(Full(), share=1.0, rng=rng, wall_clock=lambda: 0.0)
-    log.log_decision(explained(core))
-    assert not log.samples()

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from bench.sizes.configuration import GatewayPorts, Sizes, address_of, configuration
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
+from extproc.core.states import State
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.exposition import (
@@ -30,6 +31,7 @@ from extproc.metrics.exposition import (
     Registry,
 )
 from extproc.metrics.registry import Metrics
+from tests.extproc import scenes
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -128,6 +130,56 @@ def test_counts_by_label() -> None:
     assert registry.get_sample_value("asked_total", {"by": "one"}) == 2
     assert registry.get_sample_value("asked_total", {"by": "nobody"}) == 0
     assert b'asked_total{by="one"} 2.0' in generate_latest(registry)
+
+
+def test_series_of_model_servers_end_when_they_leave_the_configuration() -> None:
+    def core_with(*names: str) -> Core:
+        return scenes.core_of(servers=dict.fromkeys(names, "endpoints: [{address: '10.0.0.1:8000'}]"))
+
+    core = core_with("stays", "leaves")
+    metrics = Metrics(lambda: list(core.pools.values()), lambda: 0.0, lambda: 0.0)
+
+    def counted(name: str) -> list[float | None]:
+        labels = {"server": f"default/{name}"}
+        series = [
+            ("attache_picks_total", {}),
+            ("attache_engine_reports_total", {"result": "read"}),
+            ("attache_engine_wait_seconds_count", {}),
+            ("attache_prefill_legs_in_flight", {}),
+        ]
+        return [metrics.registry.get_sample_value(one, {**labels, **more}) for one, more in series]
+
+    for name in ("stays", "leaves"):
+        server = f"default/{name}"
+        metrics._picks.add(server)
+        metrics.observe_scrape(server)
+        metrics._waits[State.AWAITING_ENGINE].observe(1.0, server)
+        metrics._prefills._in_flight[server] += 0
+    metrics.config_applied()
+    assert counted("stays") == counted("leaves") == [1, 1, 1, 0]
+    core = core_with("stays")
+    metrics.config_applied()
+    assert counted("stays") == [1, 1, 1, 0]
+    assert counted("leaves") == [None] * 4
+    assert "default/leaves" not in "".join(metrics.registry.pieces())
+
+
+@pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])
+def test_an_amount_that_would_spoil_a_series_for_ever_is_left_out_and_logged(
+    amount: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = CollectorRegistry()
+    counts = Counters("cost", "Seconds.", [], registry)
+    counts.add_amount(2.0)
+    counts.add_amount(amount)
+    assert registry.get_sample_value("cost_total") == 2
+    spread = DeferredHistogram("took", "Seconds.", BOUNDS, registry)
+    spread.observe(0.2)
+    spread.observe(amount)
+    assert registry.get_sample_value("took_sum") == 0.2
+    assert registry.get_sample_value("took_bucket", {"le": "+Inf"}) == 1
+    for name in ("cost", "took"):
+        assert f"{name}: values that are negative or not finite are left out, such as {amount}" in caplog.text
 
 
 def test_a_name_is_taken_once() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,10 +12,11 @@ import pytest
 from extproc.admission.objectives import ObjectiveClass
 from extproc.core.effects import Decision, RequestJudged, RequestSettled
 from extproc.core.objectives import Times, Verdict
-from extproc.core.record import Outcome
+from extproc.core.record import Head, Outcome
 from extproc.metrics import objectives as module
 from extproc.metrics.exposition import Registry
 from extproc.metrics.objectives import MOST_ANSWER_SERIES, AnswerTimes, ObjectiveSeries
+from tests.extproc.conftest import settle
 from tests.extproc.scenes import core_of, request
 
 if TYPE_CHECKING:
@@ -153,6 +155,30 @@ def test_hours_are_kept_of_a_bounded_number_of_objectives(monkeypatch: pytest.Mo
     assert counted.sample("attache_slo_requests_total", route="default/29", result="good") == 1
 
 
+def test_a_client_adds_no_series_where_an_http_route_passes_on_the_name_that_it_wrote() -> None:
+    server = "endpoints: [{address: '10.0.0.1:8000'}]\nmodelRewrites: [{models: [old], targets: [{model: new}]}]"
+    route = "modelName: chat\nloraAdapters: [sql]"
+    core, registry = core_of(servers={"llama": server}, routes={"chat": route}), Registry()
+    times = AnswerTimes(registry, dict)
+    for name in ("m", "sql", "old", "x" * 10_000, "y"):
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "hi"}]}).encode()
+        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+        own, _ = core.arrive(core.builder.to_server("default/llama", head, body), 0.0)
+        assert isinstance(own, Decision)
+        core.on_stream_closed(own.ticket, 4.0)
+        served = own.assignment.endpoint.address
+        settled = settle(core, Outcome(own.ticket, 200, served, 4.0, 0.3, 10, 5, 0), 4.0)
+        assert settled is not None
+        times.observe(settled)
+    found = {
+        name: registry.get_sample_value(
+            "attache_request_duration_seconds_count", {"model": name, "server": "default/llama", "class": ""}
+        )
+        for name in ("m", "sql", "new", "(others)")
+    }
+    assert found == {"m": 1, "sql": 1, "new": 1, "(others)": 2}
+
+
 def test_answers_are_measured_by_model_server_and_class() -> None:
     core, registry = core_of(servers={"llama": "endpoints: [{address: '10.0.0.1:8000'}]"}), Registry()
     own, _ = core.arrive(request(core), 0.0)
@@ -174,3 +200,9 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     assert sum(
         line.startswith("attache_request_ttft_seconds_count") for line in "".join(registry.pieces()).split("\n")
     ) == (MOST_ANSWER_SERIES + 1)
+    # places of a ModelServer that has left are free
+    registry.keep("server", {"default/other", "(others)"})
+    times.observe(msgspec.structs.replace(settled, server="default/other"))
+    new = {"model": "m", "server": "default/other", "class": ""}
+    assert registry.get_sample_value("attache_request_ttft_seconds_count", new) == 1
+    assert registry.get_sample_value("attache_request_ttft_seconds_count", others) == 51

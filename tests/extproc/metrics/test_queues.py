@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 
@@ -33,12 +32,12 @@ def test_who_waits_how_long_and_what_a_start_took() -> None:
 
 
 def test_a_line_of_the_decision_log_says_how_long_a_request_waited_for_an_engine() -> None:
-    zero, file = Zero(), io.StringIO()
-    log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 0.0)
+    zero, lines = Zero(), list[bytes]()
+    log = DecisionLog(lines.append, share=1.0, rng=random.Random(0), wall_clock=lambda: 0.0)
     zero.explains = True
     zero.ask(1)
     zero.passes(7.0)
     zero.have(SMALL, engine(1))
     for end in zero.decisions():
         log.log_decision(end)
-    assert json.loads(file.getvalue())["engine_wait_s"] == 7.0
+    assert json.loads(b"".join(lines))["engine_wait_s"] == 7.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import grpc
@@ -29,7 +31,6 @@ from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
     from bench.stack.guard import Guard
 
@@ -168,6 +169,40 @@ async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path
     one.process.kill()
     await one.process.wait()
     guard.remove(one.process.pid)
+
+
+async def end(one: ExtprocProcess, guard: Guard) -> None:
+    one.process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(one.process.wait(), 120) == 0
+    guard.remove(one.process.pid)
+    await one.channel.close()
+
+
+async def decide_one(one: ExtprocProcess) -> None:
+    stream = one.open_stream()
+    assert (await decide(stream, CHAT)).WhichOneof("response") == "request_body"
+    stream.cancel()
+
+
+async def test_a_decision_log_that_nobody_reads_or_that_is_full_costs_lines_alone(tmp_path: Path, guard: Guard) -> None:
+    config, full, pipe = tmp_path / "config", Path("/dev/full"), tmp_path / "pipe"
+    config.mkdir()
+    (config / "all.yaml").write_bytes(CONFIG)
+    os.mkfifo(pipe)
+    more = ("--decision-sample", "1", "--decision-log")
+    one = await start(config, f"127.0.0.1:{free_port()}", guard, more=(*more, str(full)))
+    for _ in range(2):
+        await decide_one(one)
+
+    async def are_counted() -> bool:
+        return 'attache_decision_log_lines_total{result="failed"} 2.0' in (await one.page("/metrics")).text
+
+    await eventually(are_counted)
+    await end(one, guard)
+    two = await start(config, f"127.0.0.1:{free_port()}", guard, more=(*more, str(pipe)))
+    await decide_one(two)
+    assert 'attache_requests_total{outcome="picked"} 1.0' in (await two.page("/metrics")).text
+    await end(two, guard)
 
 
 async def test_a_client_that_leaves_frees_its_place(extproc: ExtprocProcess) -> None:

@@ -199,6 +199,7 @@ def test_a_decider_that_fails_leaves_prefill_with_decode() -> None:
         lambda *_: Pick([-1], 0.0),
         lambda *_: Pick(["0"], 0.0),  # type: ignore[list-item]
         lambda *_: Pick([0], float("nan")),
+        lambda *_: Pick([0], -1.0),
         lambda *_: Pick([0], 0.0, prefill_row=99),
     ],
 )
