@@ -310,7 +310,7 @@ metadata: {name: rewrite}
 spec:
   poolRef: {name: pool}
   rules:
-  - {matches: [{model: {type: Exact, value: a}}], targets: [{modelRewrite: b, weight: 1}, {modelRewrite: c}]}
+  - {matches: [{model: {type: Exact, value: a}}], targets: [{modelRewrite: b, weight: 1}, {modelRewrite: c, weight: 2}]}
 """
 
 
