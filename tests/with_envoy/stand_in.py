@@ -96,6 +96,19 @@ class Gateway(msgspec.Struct, frozen=True):
         lines = [json.loads(line) for line in self.decisions.read_text().splitlines()]
         return [{kind: one[f"{kind}_tokens"] for kind in TOKEN_KINDS} for one in lines if one["kind"] == "outcome"]
 
+    async def logged(self, field: str) -> list[dict[str, Any]]:
+        """Lines of the decision log that have the field, once there is one: they may come after the answer."""
+
+        def found() -> list[dict[str, Any]]:
+            lines = [json.loads(line) for line in self.decisions.read_text().splitlines()]
+            return [one for one in lines if field in one]
+
+        async def is_there() -> bool:
+            return bool(found())
+
+        await eventually(is_there)
+        return found()
+
     async def outcomes_since(self, before: int, answers: int = 1) -> list[dict[str, int | None]]:
         """Those of ``answers`` answers after the first ``before``."""
 

@@ -288,8 +288,10 @@ async def test_nothing_is_in_flight_in_the_end(gateway: Gateway) -> None:
     await gateway.heal()
     for name in ("a1", "a2"):
         gateway.engines[name].does = "reset"
-    for answer in await asyncio.gather(*(gateway.ask() for _ in range(20))):
-        assert answer.status_code == 200
+    for _ in range(3):
+        # no more at once than Envoy's budget for retries and the fallback's allow
+        for answer in await asyncio.gather(*(gateway.ask() for _ in range(8))):
+            assert answer.status_code == 200
 
     async def is_idle() -> bool:
         found = await gateway.values("attache_in_flight")
@@ -358,37 +360,40 @@ async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_bud
     engines = {name: Engine(name, log) for name in ("a1", "b1")}
     for one in engines.values():
         await one.start()
-    budget = 10
+    # more than 50 a second of 50 ms are at once, also where this machine is slow
+    budget = 20
     rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
     documents = [
         server("a", "big/model", [engines["a1"]]),
         server("b", "small", [engines["b1"]]),
         route("m", {**rule, "retry": {"minConcurrency": budget}}),
     ]
-    async with running(tmp_path / "stack", documents, engines, log) as gateway:
-        assert (await gateway.ask()).status_code == 200
+    try:
+        async with running(tmp_path / "stack", documents, engines, log) as gateway:
+            assert (await gateway.ask()).status_code == 200
 
-        async def load(seconds: float) -> Counter[int]:
-            asked = []
-            for _ in range(int(50 * seconds)):
-                asked.append(asyncio.create_task(gateway.ask()))
-                await asyncio.sleep(0.02)
-            return Counter(answer.status_code for answer in await asyncio.gather(*asked))
+            async def load(seconds: float) -> Counter[int]:
+                asked = []
+                for _ in range(int(50 * seconds)):
+                    asked.append(asyncio.create_task(gateway.ask()))
+                    await asyncio.sleep(0.02)
+                return Counter(answer.status_code for answer in await asyncio.gather(*asked))
 
-        engines["a1"].does, engines["b1"].takes_s = 503, 0.05
-        assert set(await load(4)) == {200}
-        engines["b1"].takes_s, engines["b1"].most = 1.0, 0
-        found = await load(4)
-        # the others get the refusal of their own
-        assert set(found) == {200, 503}
-        assert found[200] >= budget
-        assert engines["b1"].most <= 1.2 * budget
+            engines["a1"].does, engines["b1"].takes_s = 503, 0.05
+            assert set(await load(4)) == {200}
+            engines["b1"].takes_s, engines["b1"].most = 1.0, 0
+            found = await load(4)
+            # the others get the refusal of their own
+            assert set(found) == {200, 503}
+            assert found[200] >= budget
+            assert engines["b1"].most <= 1.2 * budget
 
-        async def is_idle() -> bool:
-            return not any((await gateway.values("attache_in_flight")).values())
+            async def is_idle() -> bool:
+                return not any((await gateway.values("attache_in_flight")).values())
 
-        await eventually(is_idle)
-        counted = await gateway.values("attache_fallbacks_total")
-        assert {reason for labels in counted for reason in labels} >= {"failed", "no_endpoint"}
-    for one in engines.values():
-        await one.stop()
+            await eventually(is_idle)
+            counted = await gateway.values("attache_fallbacks_total")
+            assert {reason for labels in counted for reason in labels} >= {"failed", "no_endpoint"}
+    finally:
+        for one in engines.values():
+            await one.stop()

@@ -562,7 +562,7 @@ async def test_a_leg_uses_the_tls_and_the_key_of_its_servers_connection(tmp_path
                 headers={"authorization": "Bearer of-the-client"},
             )
             assert answer.status_code == 200
-            (leg,) = [json.loads(line) for line in gateway.decisions.read_text().splitlines() if "prefill_leg" in line]
+            (leg,) = await gateway.logged("prefill_leg")
     known = (SecuredPair.NAME, "gateway", f"Bearer {SecuredPair.KEY}")
     ((*how, body),) = secured.calls["decode"]
     assert tuple(how) == known
