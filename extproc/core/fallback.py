@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.api.fallback import attempts_name
 from extproc.core import breakers
-from extproc.core.breakers import may_probe
 from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, constraints_of, prompt_of
 from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
 from extproc.errors import Refusal
@@ -116,7 +115,7 @@ class FallbackPlanner:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
         is_for_failure = waited_s is None and in_time is None
-        if is_for_failure and (is_waiting or (pool.is_ready(now) and (is_drawn or may_probe(pool, now)))):
+        if is_for_failure and (is_waiting or (pool.is_ready(now) and (is_drawn or breakers.may_probe(pool, now)))):
             return None
         for one in fallbacks.chain:
             if waited_s is not None and (one.after_queue_s is None or waited_s < one.after_queue_s):
@@ -125,7 +124,7 @@ class FallbackPlanner:
                 other = self.builder.at(arrival, one)
             except Refusal:
                 continue
-            is_let_in = may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
+            is_let_in = breakers.may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
             if is_let_in and not self._why_not(pool, other, fallbacks, now) and (in_time is None or in_time(other)):
                 return other
         return None

@@ -311,13 +311,11 @@ class AdmissionPipeline:
         forecast = None
         if foreseen is not None:
             arrival, placement, forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
-        why = "no_endpoint"
-        instead = self._fallbacks.instead(arrival, attachment, now)
-        if foreseen is not None:
-            in_time = self._in_time_elsewhere(foreseen, attachment, now, wall_s=wall_s, waited_s=0.0)
-            if in_time is not None:
-                forecast = msgspec.structs.replace(foreseen.forecast, result="fallback")
-                instead, why = in_time, "late"
+        instead, why = self._in_time_elsewhere(foreseen, attachment, now, wall_s=wall_s, waited_s=0.0), "late"
+        if foreseen is not None and instead is not None:
+            forecast = msgspec.structs.replace(foreseen.forecast, result="fallback")
+        if instead is None:
+            instead, why = self._fallbacks.instead(arrival, attachment, now), "no_endpoint"
         arrival = arrival if instead is None else instead
         if arrival.pool is not first.pool:
             tokens = None
@@ -486,27 +484,24 @@ class AdmissionPipeline:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
-        arrival, attachment, wall_s, waited_s = (
-            record.arrived,
-            record.attachment,
-            record.wall_s,
-            now - record.arrived_at_s,
-        )
+        arrival, waited_s = record.arrived, now - record.arrived_at_s
         foresee = partial(
             self._forecaster.foresee,
             self._builder,
             arrival,
-            attachment,
+            record.attachment,
             now,
             placement=record.placement,
-            wall_s=wall_s,
+            wall_s=record.wall_s,
             waited_s=waited_s,
         )
         found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
         forecast = found.forecast
-        fall_back = partial(self._in_time_elsewhere, found, attachment, now, wall_s=wall_s, waited_s=waited_s)
+        fall_back = partial(
+            self._in_time_elsewhere, found, record.attachment, now, wall_s=record.wall_s, waited_s=waited_s
+        )
         instead = with_fault(out, _FALLBACK_FAILED, fall_back)
         if instead is not None:
             forecast = msgspec.structs.replace(forecast, result="fallback")
@@ -522,12 +517,12 @@ class AdmissionPipeline:
             record.placement = found.placement
 
     def _in_time_elsewhere(
-        self, late: Foreseen, attachment: Attachment, now: float, *, wall_s: float, waited_s: float
+        self, late: Foreseen | None, attachment: Attachment, now: float, *, wall_s: float, waited_s: float
     ) -> Arrival | None:
         """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
         refused, or there is none.
         """
-        if late.refusal is None:
+        if late is None or late.refusal is None:
             return None
         in_time = partial(self._forecaster.is_in_time, late.forecast, attachment, now, wall_s=wall_s, waited_s=waited_s)
         return self._fallbacks.instead(late.arrival, attachment, now, in_time=in_time)

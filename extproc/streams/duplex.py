@@ -29,7 +29,7 @@ from extproc.streams.headers import (
     read_subset,
 )
 from extproc.streams.order import BodyMode
-from extproc.streams.passing import PassingPieces
+from extproc.streams.relay import BodyRelay
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_FOREIGN_HEADERS,
@@ -90,7 +90,7 @@ class Duplex:
         self._reporters: Sequence[UsageReporter] = ()
         self._server = ""
         self.request: StreamRequest | None = None
-        self.relay: PassingPieces | None = None
+        self.relay: BodyRelay | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers, a body or trailers."""
@@ -121,7 +121,7 @@ class Duplex:
         if body.end_of_stream:
             self.relay = None
         elif self.relay is None and self._answer.has_begun and self._answer_mode is BodyMode.FULL_DUPLEX_STREAMED:
-            self.relay = PassingPieces(self._answer.take)
+            self.relay = BodyRelay(self._answer.take)
         return self._ended(passed, is_end=body.end_of_stream)
 
     def decision_answers(self, decision: Decision) -> list[bytes]:

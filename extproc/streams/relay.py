@@ -24,7 +24,7 @@ _PIECE: Final = Template(ProcessingRequest(response_body=HttpBody(body=MARK.enco
 _LONGEST_HEAD: Final = 8
 
 
-class PassingPieces:
+class BodyRelay:
     """Answers the messages of one stream from its answer's first piece on. ``take``: gets each piece."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:

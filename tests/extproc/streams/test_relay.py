@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.passing import PassingPieces
+from extproc.streams.relay import BodyRelay
 from extproc.streams.responses import MOST_BODY_BYTES, response_body_answers
 from tests.extproc.conftest import CONFIG
 from tests.extproc.streams.test_duplex import CHAT, Gateway
@@ -121,9 +121,9 @@ MEANT = [
 @pytest.mark.parametrize("message", MEANT)
 def test_what_means_more_than_a_piece_is_left_to_the_parser(message: bytes) -> None:
     taken: list[bytes] = []
-    passing = PassingPieces(taken.append)
-    assert [passing(message), passing(message)] == [None, None]
-    assert passing(piece(b"next")) == response_body_answers(b"next", is_end=False)[0]
+    relay = BodyRelay(taken.append)
+    assert [relay(message), relay(message)] == [None, None]
+    assert relay(piece(b"next")) == response_body_answers(b"next", is_end=False)[0]
     assert taken == [b"next"]
 
 
@@ -131,9 +131,9 @@ def test_what_means_more_than_a_piece_is_left_to_the_parser(message: bytes) -> N
 @example(b"", fields(8, b""))
 def test_any_bytes_that_pass_are_a_piece_and_known_metadata(body: bytes, more: bytes) -> None:
     taken: list[bytes] = []
-    passing = PassingPieces(taken.append)
+    relay = BodyRelay(taken.append)
     message = piece(body) + more
-    answers = [passing(message), passing(message)]
+    answers = [relay(message), relay(message)]
     if answers[-1] is None:
         return
     read = ProcessingRequest.FromString(message)
