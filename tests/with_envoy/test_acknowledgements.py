@@ -56,8 +56,9 @@ class Writer:
         """The exit status and the output of the command, which ends."""
         return await output_of(self.command(*words), self._directory)
 
-    def log(self) -> str:
-        return (self._directory / "bundle.log").read_text()
+    async def logs(self, *texts: str) -> None:
+        """Its log has all of these, at once or soon: a thread of its own writes it."""
+        await eventually(lambda: all(text in (self._directory / "bundle.log").read_text() for text in texts))
 
     async def status(self) -> str:
         """What the metrics say that Envoy does."""
@@ -107,11 +108,10 @@ async def test_a_refused_listener_is_said_with_the_file_and_the_reason(writer: W
         taken.listen()
         writer.write(listen=f"127.0.0.1:{taken.getsockname()[1]}")
         await writer.until("Refused")
-    assert "Envoy refused lds.json" in writer.log()
-    assert "Address already in use" in writer.log()
+    await writer.logs("Envoy refused lds.json", "Address already in use")
     writer.write()
     await writer.until("Taken")
-    assert "Envoy uses the bundle as it is" in writer.log()
+    await writer.logs("Envoy uses the bundle as it is")
 
 
 async def test_an_envoy_whose_port_is_taken_at_its_start_is_not_ready_and_serves_nothing(writer: Writer) -> None:
