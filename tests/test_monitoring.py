@@ -128,6 +128,20 @@ def test_names_of_alerts_differ() -> None:
     assert len(names) == len(set(names)) >= 10
 
 
+def test_the_example_of_receivers_names_alerts_that_there_are() -> None:
+    page = (MANIFESTS.parent / "docs" / "operations.md").read_text()
+    (text,) = re.findall(r"```yaml\n(route:.*?)```", page, re.DOTALL)
+    example = yaml.safe_load(text)
+    matchers = [
+        one for rule in example["inhibit_rules"] for side in ("source", "target") for one in rule[f"{side}_matchers"]
+    ]
+    named = {name for one in matchers for name in re.findall(r"\w+", one.partition("=")[2])}
+    assert len(named) >= 4
+    assert named <= {rule["alert"] for rule in alerts()}
+    receivers = {example["route"]["receiver"], *(one["receiver"] for one in example["route"]["routes"])}
+    assert receivers == {one["name"] for one in example["receivers"]}
+
+
 def test_panels_do_not_lie_on_each_other() -> None:
     cells: set[tuple[int, int]] = set()
     for panel in json.loads(dashboard())["panels"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus itself evaluates the shipped rules for objectives, over days of counters."""
+"""Prometheus itself evaluates the shipped rules for objectives, over days of counters, and those for Models."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def traffic(*parts: tuple[int, float], pod: str = "a", per_minute: float = 1000)
     ]
 
 
-def firing(folder: Path, inputs: Sequence[dict[str, str]], expected: dict[int, set[str]]) -> None:
-    """Alerts that fire, by minute."""
+def firing(
+    folder: Path, inputs: Sequence[dict[str, str]], expected: dict[int, set[str]], group: str = "attache-slo"
+) -> None:
+    """Alerts of the group that fire, by minute."""
     groups = yaml.safe_load(ALERTS.read_text())["spec"]["groups"]
-    (folder / "rules.yaml").write_text(
-        yaml.safe_dump({"groups": [one for one in groups if one["name"] == "attache-slo"]})
-    )
+    (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": [one for one in groups if one["name"] == group]}))
     checks: list[dict[str, Any]] = [
         {
             "eval_time": f"{minute}m",
@@ -119,3 +119,29 @@ def test_a_restart_is_no_outage(tmp_path: Path, begins_at: str) -> None:
 
 def test_no_requests_are_no_alert(tmp_path: Path) -> None:
     firing(tmp_path, traffic((DAY, 0.0), per_minute=0), {HOUR: set(), DAY - 1: set()})
+
+
+def of_model(ready: str, wanted: str, replicas: str, failed: str) -> list[dict[str, str]]:
+    where = '{namespace="default",model="llama"'
+    return [
+        {"series": f"attache_model_ready{where}}}", "values": ready},
+        {"series": f"attache_model_wanted_replicas{where}}}", "values": wanted},
+        {"series": f"attache_model_ready_replicas{where}}}", "values": replicas},
+        {"series": f'attache_model_phase{where},phase="FailedToLoad"}}', "values": failed},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (of_model("1x60", "2x60", "2x60", "0x60"), set()),
+        (of_model("0x60", "0x60", "0x60", "0x60"), set()),
+        (of_model("0x60", "2x60", "0x60", "1x60"), {"AttacheModelFailsToLoad"}),
+        (of_model("0x60", "2x60", "0x60", "0x60"), {"AttacheModelNotReady"}),
+        (of_model("1x60", "2x60", "1x60", "0x60"), {"AttacheReplicasMissing"}),
+    ],
+    ids=["ready", "without replicas", "failed", "loading for an hour", "one of two"],
+)
+def test_a_model_that_does_not_serve_is_told(tmp_path: Path, model: list[dict[str, str]], expected: set[str]) -> None:
+    early = expected & {"AttacheModelFailsToLoad"}
+    firing(tmp_path, model, {0: set(), 10: early, 50: expected}, "attache-models")
