@@ -70,3 +70,13 @@ def _is_safe(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_from_this_machine(request: web.Request) -> bool:
+    """Whether the connection's other end is on this machine, or in this pod. A forwarded port of kubectl is."""
+    try:
+        address = ip_address(request.remote or "")
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, RESET_PATH, SLO_PATH
-from extproc.browsers import protect
+from extproc.browsers import is_from_this_machine, protect
 from extproc.core.effects import BreakerChanged
 from extproc.core.record import BUNDLE, Attachment, Head
 from extproc.core.running import add_part
@@ -181,9 +181,14 @@ def objectives_page(report: Callable[[], Iterator[ObjectiveCounts]]) -> web.Rout
 
 
 def reset_page(core: Core, clock: Callable[[], float], perform: Callable[[list[Effect]], None]) -> web.RouteDef:
-    """The page RESET_PATH: a POST closes the breakers of a ModelServer, or that of one of its engines."""
+    """The page RESET_PATH: a POST closes the breakers of a ModelServer, or that of one of its engines. It changes what
+    requests get, so it is for this machine alone, wherever the other pages are served.
+    """
 
     async def reset(request: web.Request) -> web.Response:
+        if not is_from_this_machine(request):
+            text = "breakers are reset from the machine or the pod of extproc alone; run attache reset there\n"
+            return web.Response(text=text, status=403)
         server, engine = request.query.get("server", ""), request.query.get("engine", "")
         pool = core.pools.get(server)
         if pool is None or (engine and pool.table.row_of(engine) is None):

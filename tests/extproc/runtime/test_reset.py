@@ -7,9 +7,12 @@ import asyncio
 import contextlib
 import random
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from bench.stack.processes import free_ports
 from extproc.__main__ import main
@@ -94,3 +97,26 @@ async def test_no_page_of_another_site_closes_breakers(headers: dict[str, str]) 
         async with client.get(url) as answer:
             assert answer.status == 405, "no link and no reader changes anything"
         assert not performed
+
+
+@pytest.mark.parametrize(
+    ("peer", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("::1", 200),
+        ("::ffff:127.0.0.1", 200),
+        ("10.0.0.9", 403),
+        ("::ffff:10.0.0.9", 403),
+        ("", 403),
+    ],
+)
+async def test_breakers_are_reset_from_this_machine_alone(peer: str, status: int) -> None:
+    core = Core(load_snapshot({"all.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
+    trip(core.pools[SERVER].table, 0, 0.0)
+    performed: list[Effect] = []
+    page = reset_page(core, lambda: 0.0, performed.extend)
+    transport = mock.Mock(**{"get_extra_info.return_value": (peer, 4711)})
+    answer = await page.handler(make_mocked_request("POST", f"{RESET_PATH}?server={SERVER}", transport=transport))
+    assert isinstance(answer, web.Response)
+    assert answer.status == status
+    assert bool(performed) == (status == 200)
