@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -281,6 +282,10 @@ def main(words: list[str], prog: str = "attache serve") -> int:
     envoy = find()
     if envoy is None:
         return _refuse("there is no Envoy; run: attache envoy --fetch, or set ENVOY to the path of the binary")
+    if gateway.usage_log is not None and find_spec("sqlalchemy") is None:
+        return _refuse(
+            "'usageLog' of the GatewayConfig needs the Python package 'sqlalchemy'; run: pip install 'attache[usage]'"
+        )
     start_logging(options)
     with tempfile.TemporaryDirectory(prefix="attache-serve-") as folder:
         planned = plan_programs(options, gateway, envoy, options.bundle or Path(folder) / "bundle")

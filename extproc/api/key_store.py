@@ -131,7 +131,9 @@ def check_known_keys(store: KeyStore, found: DirectoryObjects) -> Iterator[Findi
     """They are used, and none has the name or the digest of a key of the GatewayConfig."""
     given = next((gateway.spec.authentication for _, gateway in found.of(GatewayConfig)), None)
     if given is None or given.virtual_keys is None:
-        if store.spec.keys:
+        # a mistake in the GatewayConfig is told by itself
+        is_unread = not found.of(GatewayConfig) and bool(found.unread.files)
+        if store.spec.keys and not is_unread:
             message = "are used by nobody; write authentication: {virtualKeys: {}} in the GatewayConfig, or remove them"
             yield ("spec", "keys"), message
         return

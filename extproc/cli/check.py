@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from extproc.api.admission import RateLimit
-    from extproc.api.authentication import Authentication
+    from extproc.api.authentication import ApiKey, Authentication
     from extproc.api.budgets import Budget
-    from extproc.api.model_route import RouteRule
+    from extproc.api.model_route import ModelRouteSpec, RouteRule
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.objectives import Slo
     from extproc.api.picker_config import PickerCheck, PickerFile
@@ -334,8 +334,15 @@ def _summary(snapshot: Snapshot) -> str:
     if snapshot.gateway.listeners:
         parts.append(pluralize(len(snapshot.gateway.listeners), "listener"))
     authentication = snapshot.gateway.authentication
-    if authentication is not None and authentication.api_keys:
-        parts.append(pluralize(len({one.name for one in authentication.api_keys}), "API key"))
+    # one that is being rotated is there twice
+    keys = {} if authentication is None else {one.name: one for one in authentication.api_keys}
+    owners: list[ModelRouteSpec | ApiKey] = [*(route.spec for route in snapshot.routes), *keys.values()]
+    counted = {
+        "API key": len(keys),
+        "rate limit": sum(len(one.rate_limits) for one in owners),
+        "budget": len(snapshot.gateway.budgets) + sum(len(one.budgets) for one in owners),
+    }
+    parts.extend(pluralize(count, name) for name, count in counted.items() if count)
     return ", ".join(parts)
 
 

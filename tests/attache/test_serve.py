@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from attache.serve import TOKEN_FILE, ServePlan, make_token, parser, plan_programs
+from attache.serve import TOKEN_FILE, ServePlan, main, make_token, parser, plan_programs
 from bench.stack.processes import Processes, free_ports
 from extproc.api.authentication import Authentication, VirtualKeys
 from extproc.api.gateway_config import GatewayConfigSpec, UsageLog
@@ -91,6 +91,20 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert file.read_text() == first
     with pytest.raises(OSError, match="No such file"):
         make_token(tmp_path / "missing" / TOKEN_FILE)
+
+
+def test_nothing_starts_without_the_package_of_the_usage_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = f"{{usageLog: {{path: {tmp_path}/usage/usage.log}}}}"
+    (tmp_path / "a.yaml").write_text(
+        f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {spec}\n"
+    )
+    monkeypatch.setattr("attache.serve.find", lambda: Path("envoy"))
+    monkeypatch.setattr("attache.serve.find_spec", lambda _: None)
+    assert main(["--config", str(tmp_path)]) == 2
+    assert "run: pip install 'attache[usage]'" in capsys.readouterr().err
+    assert not (tmp_path / "usage").exists()
 
 
 async def test_the_api_of_keys_answers_who_has_the_token(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ PROGRAMS: Final = {
         "systemctl",
         "systemd-sysusers",
     ),
-    *("tar", "vllm"),
+    *("tail", "tar", "vllm"),
 }
 _SEPARATORS: Final = frozenset({"&&", "||", "|", ";", "&", "(", ")", "|&"})
 _KEYWORDS: Final = frozenset({"do", "then", "else", "if", "while", "until", "!"})

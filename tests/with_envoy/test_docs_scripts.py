@@ -25,9 +25,9 @@ SAYS = {
     "README.md": ['"finish_reason":"length"'],
     "engines.md": ['"sql"', '"law"'],
     "teams.md": [
-        *('"rate_limit_exceeded"', '"insufficient_quota"', '"invalid_api_key"', "revoked"),
+        *('"rate_limit_exceeded"', '"insufficient_quota"', '"invalid_api_key"', "revoked", "status 429", "status 401"),
         # who sees what, without the columns that a loaded machine changes
-        *("\ncove,cove-web,", "\nacme,acme-web,", "\nbell,bell-web,", "\ncove    llama"),
+        *("\ncove,cove-web,", "\nacme,acme-web,3,", "\nbell,bell-web,", "\ncove    llama"),
     ],
     "on-demand.md": ["sql: 200 after", "law: 200 after", "tax: 200 after", "attache_adapter_loads_total"],
 }

@@ -83,6 +83,13 @@ def test_mistakes_say_what_to_do_and_show_no_secret(
     assert "sk-" not in str(caught.value)
 
 
+def test_keys_are_not_called_unused_where_the_gateway_cannot_be_read() -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        snapshot(key(), gateway={"budgets": [{"name": "a", "window": "Day", "max": {"monye": "1"}}]})
+    (mistake,) = caught.value.mistakes
+    assert "did you mean 'money'?" in str(mistake)
+
+
 def test_a_directory_has_one_store() -> None:
     gateway = document("GatewayConfig", {"authentication": {"virtualKeys": {}}})
     store = document("KeyStore", {})

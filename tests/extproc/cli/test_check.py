@@ -30,6 +30,33 @@ spec:
   failureMode: Open
   authentication: {apiKeys: [{name: a, key: sk-0123456789, tenant: acme}]}
 """
+LIMITED = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: m, endpoints: []}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: llama}
+spec:
+  modelName: llama
+  rules: [{targetModels: [{modelServerName: llama}]}]
+  rateLimits: [{unit: hour, requests: 3}]
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  budgets: [{name: team, window: Month, max: {tokens: 5}}]
+  authentication:
+    apiKeys:
+    - name: a
+      key: sk-0123456789
+      tenant: acme
+      rateLimits: [{unit: hour, requests: 3}]
+      budgets: [{window: Day, max: {tokens: 5}}]
+"""
 RESTRICTED = """
 apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig
@@ -55,6 +82,12 @@ def test_what_is_valid_and_has_no_effect_is_noted(tmp_path: Path, capsys: pytest
     assert "note: ModelServer default/llama: cacheIsolation Tenant has no effect while extproc is down" in said
     assert said.count("note:") == 2
     assert "sk-0123456789" not in said
+
+
+def test_limits_and_budgets_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(LIMITED)
+    assert main([str(tmp_path)]) == 0
+    assert "1 ModelServer with 0 endpoints, 1 API key, 2 rate limits, 2 budgets\n" in capsys.readouterr().out
 
 
 def test_waits_that_are_longer_together_than_envoy_waits_are_noted(
