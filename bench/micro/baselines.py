@@ -57,22 +57,28 @@ _CHOICES: Final = 4
 _ASKED, _RENAMED = f'"model": "{ALIAS}"'.encode(), f'"model": "{MODEL}"'.encode()
 
 
-def _naming_the_server() -> bytes:
+def _naming_the_server(part: str) -> bytes:
     answer = ProcessingResponse()
-    common = answer.request_body.response
+    common = getattr(answer, part).response
     common.clear_route_cache = True
     header = common.header_mutation.set_headers.add().header
     header.key, header.raw_value = SERVER_HEADER, SERVER.encode()
     return answer.SerializeToString()
 
 
-_PASS_BODY: Final = _naming_the_server()
+_PASS_BODY: Final = _naming_the_server("request_body")
+# Where no body comes.
+_PASS_ALL: Final = _naming_the_server("request_headers")
 
 
 async def _process(_: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
     first = await context.read()
     if not _is_end(first) and first.protocol_config.request_body_mode == BodyMode.FULL_DUPLEX_STREAMED:
         await _process_pieces(first, context)
+        return
+    if not _is_end(first) and first.protocol_config.request_body_mode == BodyMode.NONE:
+        await context.write(_PASS_ALL)
+        await context.read()
         return
     await context.write(PASS_HEADERS)
     await context.read()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.micro.servers import ANSWER_BY_ENVOY, MeasuredCase, Servers
-from bench.micro.wire import WireLoad, questions
+from bench.micro.wire import WireLoad
 from bench.reporting.results import nearest_rank
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
@@ -29,6 +29,8 @@ CASES: Final = (
     MeasuredCase(2_000, 8, renamed=False),
     MeasuredCase(2_000, 100, renamed=False, in_pieces=True),
     MeasuredCase(400_000, 100, renamed=False, in_pieces=True),
+    MeasuredCase(2_000, 8, by_path=True),
+    MeasuredCase(400_000, 8, by_path=True),
 )
 QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
 
@@ -99,9 +101,9 @@ async def measure(case: MeasuredCase, directory: Path, effort: Effort, *, agains
     others = {} if against is None else {"extproc before": ["bench.micro.checkout", str(against)]}
     async with Processes(directory) as processes:
         servers = await Servers(case, directory, processes, others).start(
-            with_gateway=case.endpoints == 8 and case.renamed
+            with_gateway=case.endpoints == 8 and case.renamed and not case.by_path
         )
-        asked = questions(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
+        asked = case.requests(64 if case.prompt_bytes < 100_000 else 16)
         direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
         prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}
         loads: dict[str, dict[str, list[PhaseLoad]]] = {server.name: {} for server in servers}

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from bench.micro.baselines import SERVER
+from bench.micro.wire import CHAT_PATH, infer_path, questions, tensors
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build_bundle
@@ -24,6 +25,8 @@ from extproc.api.load import load_snapshot
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
+
+    from bench.micro.wire import WireRequest
 
 GATEWAY_PYTHON: Final = ROOT / ".tools/sglang-router/bin/python"
 GATEWAY_MISSING: Final = "NOT MEASURED: SGLang's gateway; `make sglang-gateway` installs it"
@@ -42,23 +45,31 @@ class MeasuredCase(msgspec.Struct, frozen=True):
 
     ``renamed``: requests have a short model name, as in the README, so the body is rewritten with the engines' name.
     ``in_pieces``: bodies and answers pass in pieces (FULL_DUPLEX_STREAMED), as in the endpoint picker protocol.
+    ``by_path``: the path names the model (V2), and extproc gets no body.
     """
 
     prompt_bytes: int
     endpoints: int
     renamed: bool = True
     in_pieces: bool = False
+    by_path: bool = False
 
     @property
     def name(self) -> str:
         """As it stands in tables, such as ``2 KB, 8``."""
-        more = f"{'' if self.renamed else ', own name'}{', in pieces' if self.in_pieces else ''}"
+        words = {", own name": not self.renamed, ", in pieces": self.in_pieces, ", V2": self.by_path}
+        more = "".join(word for word, holds in words.items() if holds)
         return f"{self.prompt_bytes // 1000} KB, {self.endpoints}{more}"
 
     @property
     def model(self) -> str:
         """The model name in requests."""
         return ALIAS if self.renamed else MODEL
+
+    def requests(self, count: int) -> list[WireRequest]:
+        """``count`` different ones."""
+        make = tensors if self.by_path else questions
+        return make(self.prompt_bytes, count=count, model=self.model)
 
 
 class MeasuredServer(msgspec.Struct, frozen=True):
@@ -97,7 +108,8 @@ class Servers:
         command = [sys.executable, "-m", "bench.micro.instant_engine", "--ports", ",".join(map(str, ports))]
         pid, start_s = await self._start("engine", command, Accepts(ports[-1]))
         servers = [MeasuredServer("engine", pid, ports[0], start_s)]
-        names = ["no-op", *self._extprocs] if self._case.in_pieces else ["no-op", "answering", *self._extprocs]
+        has_body = not (self._case.in_pieces or self._case.by_path)
+        names = ["no-op", *(["answering"] if has_body else []), *self._extprocs]
         servers.extend([await self._start_behind_envoy(name, engines) for name in names])
         if with_gateway and GATEWAY_PYTHON.is_file():
             servers.append(await self._start_gateway(engines))
@@ -116,7 +128,7 @@ class Servers:
         address = f"127.0.0.1:{grpc}"
         gateway = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": address}
         # the cost of scraping engines is measured separately
-        more = {"scrapeInterval": "0s"}
+        more = {"scrapeInterval": "0s", **({"protocol": "V2", "model": "llama-2"} if self._case.by_path else {})}
         # what Envoy does without an answer is not measured; where bodies come in pieces it can do nothing
         patient = {**gateway, "messageTimeout": "30s", "failureMode": "Close" if self._case.in_pieces else "Open"}
         text = documents(engines, gateway=patient, alias=self._case.model, more=more)
@@ -131,7 +143,9 @@ class Servers:
             **{name: [*module, *words] for name, module in self._extprocs.items()},
         }[name]
         pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], Accepts(grpc))
-        envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), Serves(listen, self._case.model))
+        path = infer_path(self._case.model) if self._case.by_path else CHAT_PATH
+        is_served = Serves(listen, self._case.model, path)
+        envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), is_served)
         return MeasuredServer(name, pid, listen, start_s, envoy_pid)
 
     async def _start_gateway(self, engines: list[str]) -> MeasuredServer:
@@ -216,10 +230,10 @@ class Accepts:
 
 
 class Serves:
-    """Whether a chat is answered with 200."""
+    """Whether a chat, or what else ``path`` takes, is answered with 200."""
 
-    def __init__(self, port: int, model: str) -> None:
-        self._url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    def __init__(self, port: int, model: str, path: str = CHAT_PATH) -> None:
+        self._url = f"http://127.0.0.1:{port}{path}"
         self._body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
 
     async def __call__(self) -> bool:

@@ -22,17 +22,20 @@ from bench.workload.sessions import text_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_HEAD: Final = "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+CHAT_PATH: Final = "/v1/chat/completions"
+_HEAD: Final = "HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
 
 
 class WireRequest(msgspec.Struct, frozen=True):
     """A request as it goes over the wire, but for headers that depend on what is measured."""
 
     body: bytes
+    path: str = CHAT_PATH
 
     def on_wire(self, extra_headers: str = "") -> bytes:
         """Head and body; ``extra_headers``: whole lines, each with its line end."""
-        return f"{_HEAD}{extra_headers}content-length: {len(self.body)}\r\n\r\n".encode() + self.body
+        head = f"POST {self.path} {_HEAD}{extra_headers}content-length: {len(self.body)}\r\n\r\n"
+        return head.encode() + self.body
 
 
 def questions(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
@@ -45,6 +48,21 @@ def questions(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[Wire
             {"role": "user", "content": text_of(f"user/{number}", half)},
         ]
         made.append(WireRequest(json.dumps({"model": model, "messages": messages}).encode()))
+    return made
+
+
+def infer_path(model: str) -> str:
+    """Of the Open Inference Protocol."""
+    return f"/v2/models/{model}/infer"
+
+
+def tensors(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
+    """Requests of the Open Inference Protocol, each with one tensor of about ``size`` bytes of text."""
+    made = []
+    for number in range(count):
+        data = [(number + at) % 10 for at in range(size // 3)]
+        tensor = {"name": "x", "shape": [1, len(data)], "datatype": "INT32", "data": data}
+        made.append(WireRequest(json.dumps({"inputs": [tensor]}).encode(), infer_path(model)))
     return made
 
 
