@@ -400,3 +400,89 @@ async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_bud
     finally:
         for one in engines.values():
             await one.stop()
+
+
+async def test_a_key_reaches_the_engines_of_its_own_model_server_alone(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.key").write_text(f"sk-of-{name}")
+    keyed = {name: {"apiKeyFile": str(tmp_path / f"{name}.key")} for name in ("a", "b")}
+    documents = [
+        *(server(name, name, [engines[f"{name}1"]], connection=keyed[name]) for name in ("a", "b")),
+        server("c", "c", [engines["c1"]]),
+        *(
+            route(name, {"targetModels": [{"modelServerName": first}], "fallback": [{"modelServerName": to}]})
+            for name, first, to in (("a-c", "a", "c"), ("c-a", "c", "a"))
+        ),
+        route(
+            "a-c-b",
+            {
+                "targetModels": [{"modelServerName": "a"}],
+                "fallback": [{"modelServerName": "c"}, {"modelServerName": "b"}],
+            },
+        ),
+        route(
+            "c-b-a",
+            {
+                "targetModels": [{"modelServerName": "c"}],
+                "fallback": [{"modelServerName": "b"}, {"modelServerName": "a"}],
+            },
+        ),
+    ]
+    own, of_a, of_b = "Bearer of-the-client", "Bearer sk-of-a", "Bearer sk-of-b"
+
+    async def keys(gateway: Gateway, model: str, **headers: str) -> list[tuple[str, str | None]]:
+        """Of each attempt, all of which fail but the last: the engine, and the key that it got."""
+        await gateway.heal()
+        for one in engines.values():
+            one.headers.clear()
+        *failing, last = model.split("-")
+        for name in failing:
+            engines[f"{name}1"].does = 503
+        gateway.http.headers = httpx.Headers(headers)
+        assert (await gateway.ask(model)).status_code == 200
+        assert log[-1][0] == f"{last}1"
+        return [(name, engines[name].headers[-1].get("authorization")) for name, _ in log]
+
+    try:
+        async with running(tmp_path / "stack", documents, engines, log) as gateway:
+            for headers in ({}, {"authorization": own}):
+                assert await keys(gateway, "a-c", **headers) == [("a1", of_a), ("c1", None)]
+                assert await keys(gateway, "a-c-b", **headers) == [("a1", of_a), ("c1", None), ("b1", of_b)]
+                first = headers.get("authorization")
+                assert await keys(gateway, "c-a", **headers) == [("c1", first), ("a1", of_a)]
+                assert await keys(gateway, "c-b-a", **headers) == [("c1", first), ("b1", of_b), ("a1", of_a)]
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
+async def test_without_extproc_a_key_stays_with_its_model_server_too(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "c1")}
+    for one in engines.values():
+        await one.start()
+    (tmp_path / "a.key").write_text("sk-of-a")
+    documents = [
+        server("a", "a", [engines["a1"]], connection={"apiKeyFile": str(tmp_path / "a.key")}),
+        server("c", "c", [engines["c1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "c"}]}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, {"failureMode": "Open"}) as gateway:
+            await gateway.processes.end("extproc")
+
+            async def is_served() -> bool:
+                return (await gateway.ask()).status_code == 200
+
+            await eventually(is_served)
+            engines["a1"].does = 503
+            assert (await gateway.ask()).status_code == 200
+            assert engines["a1"].headers[-1]["authorization"] == "Bearer sk-of-a"
+            assert "authorization" not in engines["c1"].headers[-1]
+    finally:
+        for one in engines.values():
+            await one.stop()

@@ -46,6 +46,9 @@ _SPECIFIER: Final = (
 )
 # A cluster's own metadata, from which answers get the name of its ModelServer.
 _SERVER: Final = "server"
+# Dynamic metadata of what attempts have added to the request's headers: that a ModelServer's key is among them.
+_ATTEMPT_NAMESPACE: Final = "attache.attempt"
+_KEYED: Final = "keyed"
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
 _SCRIPT: Final = r"""
@@ -53,7 +56,15 @@ local function chosen(handle)
   return handle:streamInfo():dynamicMetadata():get("@NAMESPACE@") or {}
 end
 
+-- Headers are the same object in all attempts: the key that stands there may be that of another ModelServer.
+local function change_keys(handle)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  if (metadata:get("@ATTEMPT@") or {})["@KEYED@"] then handle:headers():remove("authorization") end
+  if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", true) end
+end
+
 function envoy_on_request(handle)
+  change_keys(handle)
   local first, length = string.match(chosen(handle)["@SPLICE@"] or "", "^(%d+),(%d+)$")
   if not first then return end
   local body = handle:body()
@@ -61,7 +72,7 @@ function envoy_on_request(handle)
   local json = body:getBytes(0, size)
   local after = first + length + 1
   length = body:setBytes(string.sub(json, 1, first) .. "@MODEL@" .. string.sub(json, after))
-  -- headers are the same object in all attempts, so each writes the length of its own body
+  -- each attempt writes the length of its own body
   handle:headers():replace("content-length", tostring(length))
   if size > @LARGE@ then
     json = nil
@@ -126,7 +137,9 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
 
 
 def names_model(server: ModelServer) -> HttpFilter:
-    """The cluster's filter: its model's name into bodies, and a header into answers that are degraded."""
+    """The cluster's filter: its model's name into bodies, and a header into answers that are degraded. It removes the
+    key that an attempt before has added for another ModelServer.
+    """
     marks = {
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
@@ -134,6 +147,9 @@ def names_model(server: ModelServer) -> HttpFilter:
         "@SERVERS@": DEGRADED_SERVERS,
         "@SERVER@": _lua_text(server.metadata.key.encode()),
         "@DEGRADED@": DEGRADED,
+        "@ATTEMPT@": _ATTEMPT_NAMESPACE,
+        "@KEYED@": _KEYED,
+        "@HAS_KEY@": "true" if server.spec.connection.has_key else "false",
         "@LARGE@": str(_LARGE_BYTES),
     }
     script = _SCRIPT
