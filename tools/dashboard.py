@@ -102,6 +102,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 ),
                 "Tokens a second; those of prompts include cached ones.",
             ),
+            Panel("Time to the first content, by tenant", "s", _quantiles("attache_tenant_ttft_seconds", "tenant")),
         ),
     ),
     (

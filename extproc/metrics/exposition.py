@@ -232,6 +232,11 @@ class DeferredHistograms(PiecewiseCollector):
             buckets = self._series[values] = _Buckets(self._bounds)
         buckets.observe(seconds)
 
+    def forget(self, label: str, names: Collection[str]) -> None:
+        """End the series with one of ``names`` as their ``label``."""
+        at = self._family.labels.index(label)
+        self._series = {one: buckets for one, buckets in self._series.items() if one[at] not in names}
+
     def has(self, *values: str) -> bool:
         """Whether there is a series with these label values."""
         return values in self._series

@@ -16,6 +16,7 @@ from extproc.api.objectives import LONGEST_WINDOW_S
 from extproc.api.status_pages import ObjectiveCounts
 from extproc.core.effects import RequestUnmeetable
 from extproc.metrics.exposition import DeferredHistograms, MetricFamily, PiecewiseCollector
+from extproc.metrics.largest import LargestNames
 from extproc.protocol import truncate_name
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ _TOKEN_TIMES: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07
 _ANSWER_LABELS: Final = ("model", "server", "class")
 # Combinations of labels; adapters and routes of a large cluster may be thousands.
 MOST_ANSWER_SERIES: Final = 300
+# A histogram is 17 lines; a gateway has thousands of tenants.
+MOST_TIMED_TENANTS: Final = 50
 _OTHER: Final = "(others)"
 OTHERS: Final = (_OTHER, _OTHER, _OTHER)
 
@@ -248,13 +251,24 @@ class ObjectiveSeries(PiecewiseCollector):
 
 
 class AnswerTimes:
-    """Histograms of answers by model, ModelServer and class: that of the objectives, or else the queue's band."""
+    """Histograms of answers by model, ModelServer and class: that of the objectives, or else the queue's band. And by
+    tenant, of the ``MOST_TIMED_TENANTS`` with the most answers of late.
+    """
 
-    def __init__(self, registry: CollectorRegistry, gates: Callable[[], Mapping[str, Gate]]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, gates: Callable[[], Mapping[str, Gate]], clock: Callable[[], float]
+    ) -> None:
         def histograms(what: str, text: str, bounds: tuple[float, ...]) -> DeferredHistograms:
             return DeferredHistograms(f"attache_request_{what}_seconds", text, bounds, _ANSWER_LABELS, registry)
 
+        def of_tenants(what: str, text: str) -> DeferredHistograms:
+            return DeferredHistograms(f"attache_tenant_{what}_seconds", text, _TIMES, ("tenant",), registry)
+
         self._gates = gates
+        self._clock = clock
+        self._tenants = LargestNames(MOST_TIMED_TENANTS)
+        self._tenant_ttft = of_tenants("ttft", "Until the first content of streamed answers, by tenant.")
+        self._tenant_duration = of_tenants("duration", "Until the end of whole answers, by tenant.")
         self._ttft = histograms("ttft", "Until the first content of streamed answers.", _TIMES)
         self._tpot = histograms("tpot", "For each further token of streamed answers.", _TOKEN_TIMES)
         self._duration = histograms("duration", "Until the end of whole answers.", _TIMES)
@@ -266,12 +280,23 @@ class AnswerTimes:
         if times is None:
             return
         labels = self._labels(settled)
+        tenant = self._tenant(settled.tenant)
         self._duration.observe(times.e2e_s, *labels)
+        self._tenant_duration.observe(times.e2e_s, tenant)
         self._held.observe(settled.waited_s, *labels)
         if times.ttft_s is not None:
             self._ttft.observe(times.ttft_s, *labels)
+            self._tenant_ttft.observe(times.ttft_s, tenant)
         if times.tpot_s is not None:
             self._tpot.observe(times.tpot_s, *labels)
+
+    def _tenant(self, name: str) -> str:
+        """One more answer of the tenant. Returns the name of its series."""
+        if lost := self._tenants.review(self._clock()):
+            for one in (self._tenant_ttft, self._tenant_duration):
+                one.forget("tenant", lost)
+        self._tenants.count(name)
+        return name if name in self._tenants else _OTHER
 
     def _labels(self, settled: RequestSettled) -> tuple[str, str, str]:
         labels = truncate_name(settled.model) or _OTHER, settled.server, self._class_of(settled)

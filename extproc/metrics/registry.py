@@ -116,7 +116,7 @@ class Metrics:
         self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock))
         self.objectives = ObjectiveSeries(self.registry, wall_clock)
-        self._answer_times = AnswerTimes(self.registry, gates)
+        self._answer_times = AnswerTimes(self.registry, gates, clock)
         self._adapters, self._prefills = AdapterMetrics(self.registry, pools), PrefillMetrics(self.registry)
         self._activation = ActivationMetrics(self.registry, at_zero)
         # those in queues count by band, and with requests that need not wait

@@ -15,7 +15,7 @@ from extproc.core.objectives import Times, Verdict
 from extproc.core.record import Head, Outcome
 from extproc.metrics import objectives as module
 from extproc.metrics.exposition import Registry
-from extproc.metrics.objectives import MOST_ANSWER_SERIES, AnswerTimes, ObjectiveSeries
+from extproc.metrics.objectives import MOST_ANSWER_SERIES, MOST_TIMED_TENANTS, AnswerTimes, ObjectiveSeries
 from tests.extproc.conftest import settle
 from tests.extproc.scenes import core_of, request
 
@@ -159,7 +159,7 @@ def test_a_client_adds_no_series_where_an_http_route_passes_on_the_name_that_it_
     server = "endpoints: [{address: '10.0.0.1:8000'}]\nmodelRewrites: [{models: [old], targets: [{model: new}]}]"
     route = "modelName: chat\nloraAdapters: [sql]"
     core, registry = core_of(servers={"llama": server}, routes={"chat": route}), Registry()
-    times = AnswerTimes(registry, dict)
+    times = AnswerTimes(registry, dict, lambda: 0.0)
     for name in ("m", "sql", "old", "x" * 10_000, "y"):
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "hi"}]}).encode()
         head = Head("POST", "/v1/chat/completions", {}, has_body=True)
@@ -184,7 +184,7 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     own, _ = core.arrive(request(core), 0.0)
     assert isinstance(own, Decision)
     outcome = Outcome(own.ticket, 200, "10.0.0.1:8000", 4.0, None, None, None, None)
-    times, taken = AnswerTimes(registry, dict), Times(0.3, 0.02, 4.0)
+    times, taken = AnswerTimes(registry, dict, lambda: 0.0), Times(0.3, 0.02, 4.0)
     settled = RequestSettled("default/llama", own.assignment, outcome, model="m", waited_s=0.5, times=taken)
     for number in range(MOST_ANSWER_SERIES + 50):
         times.observe(msgspec.structs.replace(settled, model=f"m{number}"))
@@ -206,3 +206,28 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     new = {"model": "m", "server": "default/other", "class": ""}
     assert registry.get_sample_value("attache_request_ttft_seconds_count", new) == 1
     assert registry.get_sample_value("attache_request_ttft_seconds_count", others) == 51
+
+
+def test_the_tenants_with_the_most_answers_have_histograms_of_their_own() -> None:
+    core, registry, now = core_of(servers={"llama": "endpoints: [{address: '10.0.0.1:8000'}]"}), Registry(), [0.0]
+    own, _ = core.arrive(request(core), 0.0)
+    assert isinstance(own, Decision)
+    outcome = Outcome(own.ticket, 200, "10.0.0.1:8000", 4.0, None, None, None, None)
+    times = AnswerTimes(registry, dict, lambda: now[0])
+    settled = RequestSettled("default/llama", own.assignment, outcome, model="m", times=Times(0.3, 0.02, 4.0))
+
+    def answer(tenant: str, times_: int = 1) -> None:
+        for _ in range(times_):
+            times.observe(msgspec.structs.replace(settled, tenant=tenant))
+
+    def count(tenant: str, what: str = "ttft") -> float | None:
+        return registry.get_sample_value(f"attache_tenant_{what}_seconds_count", {"tenant": tenant})
+
+    for number in range(MOST_TIMED_TENANTS):
+        answer(f"t{number}", 2 + (number > 0))
+    answer("large", 9)
+    assert (count("t0"), count("t1", "duration"), count("large"), count("(others)")) == (2, 3, None, 9)
+    now[0] = 61.0
+    answer("large")
+    assert (count("t0"), count("t0", "duration"), count("large"), count("(others)")) == (None, None, 1, 9)
+    assert registry.get_sample_value("attache_tenant_ttft_seconds_sum", {"tenant": "t1"}) == pytest.approx(0.9)
