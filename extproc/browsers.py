@@ -74,6 +74,10 @@ def _is_safe(host: str) -> bool:
 
 def is_from_this_machine(request: web.Request) -> bool:
     """Whether the connection's other end is on this machine, or in this pod. A forwarded port of kubectl is."""
+    peer = request.get_extra_info("peername")
+    if isinstance(peer, str | bytes):
+        # of a Unix socket
+        return True
     try:
         address = ip_address(request.remote or "")
     except ValueError:

@@ -15,17 +15,18 @@ import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from controller.bundle.admin import reopen_logs
+from controller.usage.drift import CHANGED, SHIFTED, Periods, cells, drifts
 from controller.usage.follow import LeftLines, LogFollower, Position, Rotation
 from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
-from controller.usage.queries import GROUPS, BadQuery, query_of, run
-from controller.usage.reports import as_csv, as_json, as_table
+from controller.usage.queries import GROUPS, BadQuery, checked_zone, instant, query_of, run
+from controller.usage.reports import aligned, as_csv, as_json, as_table
 from controller.usage.rows import BadLine, row_of
 from controller.usage.server import Database, Reports, pages
 from controller.usage.store import SqlStore, StoreAway, StoreError, first_line, open_engine
@@ -45,10 +46,12 @@ if TYPE_CHECKING:
     from controller.usage.store import Sink
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _USAGE: Final = 2
 _JSON_LINES: Final = "jsonl:"
 _DEFAULT_STORE: Final = "usage.db"
 _NICENESS: Final = 10
+_DAY_S: Final = 86_400
 _AUTOGROUP: Final = Path("/proc/self/autogroup")
 _CLOCK, _WALL = time.monotonic, time.time  # noqa: TID251 - the clocks of the shell
 
@@ -58,13 +61,14 @@ def parser(prog: str = "attache usage") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description="Keep what requests used and cost, from the log that Envoy writes, and report it.",
-        epilog="Exit status: 0; 1 if a log has bad lines (check) or for a fault of the process (serve); 2 for a mistake"
-        " in the options or a store that cannot be used.",
+        epilog="Exit status: 0; 1 if a log has bad lines (check), if something has changed (drift) or for a fault of"
+        " the process (serve); 2 for a mistake in the options or a store that cannot be used.",
         allow_abbrev=False,
     )
-    modes = made.add_subparsers(dest="mode", required=True, metavar="serve|report|check", help="what to do")
+    modes = made.add_subparsers(dest="mode", required=True, metavar="serve|report|drift|check", help="what to do")
     _add_serve(modes)
     _add_report(modes)
+    _add_drift(modes)
     check = modes.add_parser("check", help="read a log, and say which of its lines cannot be read", allow_abbrev=False)
     check.add_argument("log", type=Path, metavar="FILE")
     return made
@@ -141,14 +145,36 @@ def _add_report(modes: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--format", choices=("table", "csv", "json"), default="table", help="(default: %(default)s)")
 
 
+def _add_drift(modes: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = modes.add_parser(
+        "drift", help="compare requests and answers of late with those before, by their rows", allow_abbrev=False
+    )
+    add = made.add_argument
+    add("--store", required=True, metavar="URL", help="as of serve")
+    add("--start", default="", metavar="TIME", help="since when it is of late, as of report (a day before the end)")
+    add("--end", default="", metavar="TIME", help="before which requests began (now)")
+    add("--before", default="7d", metavar="DURATION", help="what it is compared with (default: the %(default)s before)")
+    add("--group-by", default="model", metavar="NAMES", help=f"{', '.join(GROUPS)} (default: %(default)s)")
+    add(
+        "--least",
+        type=int,
+        default=500,
+        metavar="NUMBER",
+        help="requests in both periods; smaller groups are left out (default: %(default)s)",
+    )
+    add("--tz", default="UTC", metavar="ZONE", help="of times without one (default: %(default)s)")
+
+
 def main(words: list[str], prog: str = "attache usage") -> int:
-    """Exit status: 0, 1 for bad lines, or 2 for a mistake in the options or a store that cannot be used."""
+    """Exit status: 0, 1 for bad lines or a change, or 2 for a mistake in the options or a store that cannot be used."""
     made = parser(prog)
     options = made.parse_args(words)
     try:
         match options.mode:
             case "report":
                 return _report(options)
+            case "drift":
+                return _drift(options)
             case "check":
                 return _check(options.log)
             case _:
@@ -159,11 +185,6 @@ def main(words: list[str], prog: str = "attache usage") -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    engine = open_engine(os.path.expandvars(_no_lines(options.store)))
-    file = engine.url.database
-    if engine.dialect.name == "sqlite" and file and not Path(file).exists():
-        # SQLite would make one
-        raise StoreError(f"there is no file {file}; name the store that `attache usage serve` writes")
     parameters = {
         "start": [options.start],
         "end": [options.end],
@@ -174,13 +195,7 @@ def _report(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in GROUPS},
     }
     query = query_of(parameters, _WALL())
-    try:
-        with engine.connect() as connection:
-            report = run(connection, query)
-    except SQLAlchemyError as error:
-        raise StoreAway(f"the store cannot be read: {first_line(error)}") from error
-    finally:
-        engine.dispose()
+    report = _read(options.store, lambda connection: run(connection, query))
     match options.format:
         case "csv":
             print(as_csv(report), end="")
@@ -191,6 +206,43 @@ def _report(options: argparse.Namespace) -> int:
     if report.next_offset is not None:
         print(f"there are more: --page {report.next_offset}", file=sys.stderr)
     return 0
+
+
+def _drift(options: argparse.Namespace) -> int:
+    """1 if something has changed."""
+    groups = [name.strip() for name in options.group_by.split(",") if name.strip()]
+    for name in groups:
+        if name not in GROUPS:
+            raise BadQuery("--group-by", f"'{name[:40]}' is unknown; write some of {', '.join(GROUPS)}")
+    zone = checked_zone(options.tz)
+    end = instant("--end", options.end, zone, default=_WALL())
+    start = instant("--start", options.start, zone, default=end - _DAY_S)
+    periods = Periods(int(start - Duration(options.before)), start, end)
+    if not periods.before < start < end:
+        raise BadQuery("--start", "is not before --end, or --before is no time")
+    found, small = _read(options.store, lambda one: drifts(one, periods, groups, least=max(1, options.least)))
+    print(aligned(list(cells(found, groups)), [*(True for _ in groups), True, *(False for _ in range(5)), True]))
+    if small:
+        print(f"groups with fewer than {options.least} requests in a period, left out: {small}", file=sys.stderr)
+    changed = sum(one.psi >= CHANGED for one in found)
+    print(f"{changed} of {len(found)} have changed (psi of {CHANGED} or more; {SHIFTED}: shifted)", file=sys.stderr)
+    return 1 if changed else 0
+
+
+def _read(store: str, read: Callable[[sa.Connection], T]) -> T:
+    """What ``read`` finds in the store, which is there. Raises StoreError, StoreAway."""
+    engine = open_engine(os.path.expandvars(_no_lines(store)))
+    file = engine.url.database
+    if engine.dialect.name == "sqlite" and file and not Path(file).exists():
+        # SQLite would make one
+        raise StoreError(f"there is no file {file}; name the store that `attache usage serve` writes")
+    try:
+        with engine.connect() as connection:
+            return read(connection)
+    except SQLAlchemyError as error:
+        raise StoreAway(f"the store cannot be read: {first_line(error)}") from error
+    finally:
+        engine.dispose()
 
 
 def _no_lines(store: str) -> str:

@@ -98,17 +98,21 @@ def as_table(report: Report) -> str:
     ]
     lines = [[costs.get(header[index], header[index]) for index in kept]]
     lines.extend(
-        [money_text(int(row[index])) if header[index] in costs else _printable(str(row[index])) for index in kept]
-        for row in rows
+        [money_text(int(row[index])) if header[index] in costs else str(row[index]) for index in kept] for row in rows
     )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(kept))]
-    is_name = [isinstance(rows[0][index], str) if rows else True for index in kept]
+    return aligned(lines, [isinstance(rows[0][index], str) if rows else True for index in kept])
+
+
+def aligned(lines: Sequence[Sequence[str]], is_left: Sequence[bool]) -> str:
+    """Columns of the same width, each to the left or to the right. Cells are made printable."""
+    shown = [[_printable(cell) for cell in line] for line in lines]
+    widths = [max(len(line[column]) for line in shown) for column in range(len(is_left))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, is_name, strict=True)
+            for cell, width, left in zip(line, widths, is_left, strict=True)
         ).rstrip()
-        for line in lines
+        for line in shown
     )
 
 

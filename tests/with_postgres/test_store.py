@@ -15,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 
 from controller.commands.usage import main
+from controller.usage.drift import Periods, drifts
 from controller.usage.follow import Position
 from controller.usage.queries import BadQuery, Query, query_of, run
 from controller.usage.rollups import SUMS, sums_of
@@ -260,6 +261,25 @@ def test_classes_are_in_reports_as_long_as_rows_are_kept(store: SqlStore) -> Non
     found = report(store, groups=("service_class",))
     assert requests_of(found) == [({"service_class": ""}, 1), ({"service_class": "gold"}, 2)]
     assert requests_of(report(store, filters=(("service_class", ("gold",)),))) == [({}, 2)]
+
+
+def test_what_has_changed_is_found(store: SqlStore) -> None:
+    before = [row(f"b{number}", at=NOON_S - 24 * HOUR + number) for number in range(9)]
+    late = [row(f"l{number}", at=NOON_S + number) for number in range(9)]
+    late = [msgspec.structs.replace(one, input=one.input * 4, ttft_us=None) for one in late]
+    store.write([*before, *late, row("r", refused="rate_limit_exceeded")], Position(), at(1))
+    periods = Periods(NOON_S - 48 * HOUR, NOON_S - HOUR, NOON_S + HOUR)
+    with store.engine.connect() as connection:
+        found, small = drifts(connection, periods, ("tenant", "model"), least=9)
+        assert drifts(connection, periods, (), least=10) == ([], 1)
+    assert small == 0
+    first, *others = found
+    assert first.names == {"tenant": "team-a", "model": "llama"}
+    assert (first.column, first.requests_before, first.requests, first.verdict) == ("input", 9, 9, "changed")
+    # nobody has measured a TTFT of late
+    assert {(one.column, one.verdict) for one in others} == {
+        (name, "same") for name in ("output", "duration_us", "finish", "ended")
+    }
 
 
 def test_tables_are_made_once_by_processes_that_start_together(store_url: str) -> None:

@@ -102,20 +102,22 @@ async def test_no_page_of_another_site_closes_breakers(headers: dict[str, str]) 
 @pytest.mark.parametrize(
     ("peer", "status"),
     [
-        ("127.0.0.1", 200),
-        ("::1", 200),
-        ("::ffff:127.0.0.1", 200),
-        ("10.0.0.9", 403),
-        ("::ffff:10.0.0.9", 403),
-        ("", 403),
+        (("127.0.0.1", 4711), 200),
+        (("::1", 4711, 0, 0), 200),
+        (("::ffff:127.0.0.1", 4711, 0, 0), 200),
+        # a Unix socket
+        ("", 200),
+        (("10.0.0.9", 4711), 403),
+        (("::ffff:10.0.0.9", 4711, 0, 0), 403),
+        (None, 403),
     ],
 )
-async def test_breakers_are_reset_from_this_machine_alone(peer: str, status: int) -> None:
+async def test_breakers_are_reset_from_this_machine_alone(peer: object, status: int) -> None:
     core = Core(load_snapshot({"all.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
     trip(core.pools[SERVER].table, 0, 0.0)
     performed: list[Effect] = []
     page = reset_page(core, lambda: 0.0, performed.extend)
-    transport = mock.Mock(**{"get_extra_info.return_value": (peer, 4711)})
+    transport = mock.Mock(**{"get_extra_info.return_value": peer})
     answer = await page.handler(make_mocked_request("POST", f"{RESET_PATH}?server={SERVER}", transport=transport))
     assert isinstance(answer, web.Response)
     assert answer.status == status
