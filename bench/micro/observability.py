@@ -64,6 +64,7 @@ class Variant(msgspec.Struct, frozen=True):
 
 VARIANTS: Final = (
     Variant("nothing"),
+    Variant("objectives", has_objectives=True),
     Variant("rows and prices", has_rows=True),
     Variant("rows, prices, two budgets", has_rows=True, has_budgets=True),
     Variant("rows, prices, two budgets, objectives", has_rows=True, has_budgets=True, has_objectives=True),
