@@ -15,7 +15,7 @@ from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.fallback import attempts_name
+from extproc.api.fallback import REFUSALS, attempts_name
 from extproc.core import breakers
 from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, constraints_of, prompt_of
 from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
@@ -26,7 +26,7 @@ from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from extproc.core.record import Arrival, Attachment, Record, Run
     from extproc.core.request_builder import RequestBuilder
@@ -178,6 +178,7 @@ class FallbackPlanner:
             degraded=tuple(degraded),
             splice="" if span is None else f"{span[0]},{span[1] - span[0]}",
             policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
+            refusals=_takers(fallbacks, reserves),
         )
         return FallbackPlan(None if considered.pick.prefill_row is not None else attempts, reserves, tuple(states))
 
@@ -209,6 +210,16 @@ class FallbackPlanner:
         if not other.pool.is_ready(now):
             return "it has no usable endpoint"
         return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
+
+
+def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """By class of refusals, the ModelServers among ``reserves`` that take what others have refused for it."""
+    found = list[tuple[str, tuple[str, ...]]]()
+    for kind in REFUSALS:
+        takes = tuple([one.server for one in fallbacks.chain if one.server in reserves and kind in one.takes])
+        if takes:
+            found.append((kind, takes))
+    return tuple(found)
 
 
 def _why_alone(arrival: Arrival, considered: Consideration) -> str:

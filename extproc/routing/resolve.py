@@ -67,7 +67,7 @@ class Destination(msgspec.Struct, frozen=True):
     ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
-    ``protocol``: that its engines speak.
+    ``takes``: the classes of failures and refusals after which it is asked. ``protocol``: that its engines speak.
     """
 
     server: str
@@ -82,6 +82,7 @@ class Destination(msgspec.Struct, frozen=True):
     is_fallback: bool = False
     is_degraded: bool = False
     protocol: str = "OpenAI"
+    takes: tuple[str, ...] = ()
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -310,6 +311,7 @@ def _compile_fallbacks(
             after_queue_s=None if one.after_queue is None else float(one.after_queue),
             is_fallback=True,
             is_degraded=one.degraded,
+            takes=one.on,
         )
         found = msgspec.structs.replace(found, chain=(own, *found.chain))
     return found

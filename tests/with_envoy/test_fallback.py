@@ -28,7 +28,7 @@ from extproc.api.spec import API_VERSION
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,11 +39,14 @@ WHOLE: Final = {"object": "chat.completion", "choices": [], "usage": USAGE}
 
 
 class Engine:
-    """``does``: what it does with the next request, a status or a word; ``got``: the bodies and headers it got."""
+    """``does``: what it does with the next request, a status or a word; ``got``: the bodies and headers it got.
+    ``says``: its answer, if it is another.
+    """
 
     def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
         self.name = name
         self.does: int | str = 200
+        self.says: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
         self.takes_s = 0.0
         self.got: list[bytes] = []
         self.headers: list[Mapping[str, str]] = []
@@ -80,6 +83,8 @@ class Engine:
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
         self._log.append((self.name, json.loads(body)["model"]))
         await asyncio.sleep(self.takes_s)
+        if self.says is not None:
+            return await self.says(http)
         transport = http.transport
         assert transport is not None
         if self.does == "reset":
@@ -130,7 +135,7 @@ class Gateway:
     async def heal(self) -> None:
         """All engines serve again, and none is avoided."""
         for one in self.engines.values():
-            one.does, one.takes_s, one.most = 200, 0.0, 0
+            one.does, one.says, one.takes_s, one.most = 200, None, 0.0, 0
 
         async def all_told() -> bool:
             return sum((await self.values("attache_answers_total")).values()) >= self.asked

@@ -6,10 +6,16 @@ route without extproc has one of its own. The body is the same for all attempts 
 of each cluster puts its own in, at the place that the metadata name. Requests of these routes have Envoy's high
 priority, whose only use is a retry budget of its own: it bounds what a cluster gets from others, and leaves its own
 retries alone.
+
+Envoy decides by the headers of an answer whether another attempt follows. What an engine refuses for the length or the
+content of the prompt shows in the body alone: where a fallback takes such requests, the filter holds a short error
+until it is whole, and marks its headers. The ModelServers that take the request are next then, and others are last. If
+none is left that may take it, the answer is the client's, as it is.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -22,13 +28,27 @@ from envoy_data_plane.envoy.config.core.v3 import (
     Metadata,
     RoutingPriority,
 )
+from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
-from extproc.api.fallback import CONDITIONS, STATUSES
-from extproc.protocol import DEGRADED, DEGRADED_SERVERS, NAMESPACE, ROUTE_NAMESPACE, SERVED_BY, SERVER_CLUSTER, SPLICE
+from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
+from extproc.protocol import (
+    DEGRADED,
+    DEGRADED_SERVERS,
+    GROUPS,
+    NAMESPACE,
+    REFUSED,
+    REFUSED_FOR,
+    ROUTE_NAMESPACE,
+    SERVED_BY,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    SERVER_CLUSTER,
+    SPLICE,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +56,7 @@ if TYPE_CHECKING:
     from envoy_data_plane.envoy.config.route.v3 import RetryPolicy, Route
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-    from extproc.api.fallback import Fallback, FallbackRetry
+    from extproc.api.fallback import FailureClass, Fallback, FallbackRetry
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
 
@@ -48,12 +68,42 @@ _SPECIFIER: Final = (
 _SERVER: Final = "server"
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
+# An engine's error has some hundred bytes.
+_LONGEST_ERROR_BYTES: Final = 16 * 1024
+# By class of refusals: values of ``code`` or ``type`` in an error, and what is part of its message, in small letters.
+_WORDS: Final[Mapping[FailureClass, tuple[tuple[str, ...], tuple[str, ...]]]] = MappingProxyType(
+    {
+        "context-window": (
+            # OpenAI and most others; llama.cpp
+            ("context_length_exceeded", "exceed_context_size_error"),
+            (
+                # vLLM, SGLang, Mistral; OpenAI's responses API
+                *("context length", "context window"),
+                # vLLM, SGLang
+                *("maximum model length", "exceeds the maximum allowed length"),
+                # TensorRT-LLM
+                *("max_num_tokens", "max_seq_len", "maximum input length"),
+                # Anthropic
+                *("prompt is too long", "exceed context limit"),
+                # Bedrock, Gemini
+                *("input is too long", "exceeds the maximum number of tokens"),
+            ),
+        ),
+        "content-policy": (
+            # Azure, OpenAI's images, OpenAI's reasoning models
+            ("content_filter", "content_policy_violation", "moderation_blocked"),
+            # Anthropic; OpenAI
+            ("content filtering policy", "usage policy", "content management policy"),
+        ),
+    }
+)
 _SCRIPT: Final = r"""
 local function chosen(handle)
   return handle:streamInfo():dynamicMetadata():get("@NAMESPACE@") or {}
 end
-
+@REFUSALS@
 function envoy_on_request(handle)
+  @COUNT@
   local first, length = string.match(chosen(handle)["@SPLICE@"] or "", "^(%d+),(%d+)$")
   if not first then return end
   local body = handle:body()
@@ -70,25 +120,114 @@ function envoy_on_request(handle)
 end
 
 function envoy_on_response(handle)
+  -- no engine writes what decides about the next attempt
+  handle:headers():remove("@REFUSED_FOR@")
+  handle:headers():remove("x-envoy-ratelimited")
   local degraded = chosen(handle)["@SERVERS@"]
   if degraded and degraded["@SERVER@"] then handle:headers():replace("@DEGRADED@", "model") end
+  @READ@
+end
+"""
+# Only in clusters of rules with such a class. Names in JSON strings stand behind escaped quotes, and do not match.
+_REFUSALS_SCRIPT: Final = r"""
+local OWN = "@CLUSTER@"
+local STATUSES = {["400"] = true, ["413"] = true, ["422"] = true}
+local WORDS = {@WORDS@}
+
+local function reason_in(text)
+  text = string.lower(text)
+  for _, one in ipairs(WORDS) do
+    for _, code in ipairs(one.codes) do
+      local value = '"%s*:%s*"' .. code .. '"'
+      if string.find(text, '"code' .. value) or string.find(text, '"type' .. value) then return one.class end
+    end
+    for _, field in ipairs({"message", "detail"}) do
+      for message in string.gmatch(text, '"' .. field .. '"%s*:%s*"([^"]*)') do
+        for _, phrase in ipairs(one.phrases) do
+          if string.find(message, phrase, 1, true) then return one.class end
+        end
+      end
+    end
+  end
+end
+
+-- The attempts with those behind the first "tried" in another order: first the clusters that take the request. nil:
+-- none is left that does.
+local function reordered(groups, tried, takes, asked)
+  local made, others, count = {}, {}, 0
+  for index, group in ipairs(groups) do
+    local cluster = group.clusters[1].cluster_name
+    if index <= tried then
+      made[index] = group
+    elseif takes[cluster] and not asked[cluster] then
+      made[#made + 1], count = group, count + 1
+    else
+      others[#others + 1] = group
+    end
+  end
+  for _, group in ipairs(others) do made[#made + 1] = group end
+  return count > 0 and made or nil
+end
+
+local function count_attempt(handle)
+  local read = chosen(handle)
+  for _, one in ipairs(WORDS) do
+    if read[one.class] then
+      return handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "tried", (read.tried or 0) + 1)
+    end
+  end
+end
+
+local function read_refusal(handle)
+  local headers, read = handle:headers(), chosen(handle)
+  if not (STATUSES[headers:get(":status")] and read.tried) then return end
+  local size = tonumber(headers:get("content-length") or "")
+  local kind = string.lower(headers:get("content-type") or "")
+  if not size or size < 1 or size > @LONGEST@ or string.find(kind, "application/json", 1, true) ~= 1 then return end
+  local encoding = string.lower(headers:get("content-encoding") or "identity")
+  if encoding ~= "identity" then return end
+  -- wrappers of before are of no use after it
+  local body = handle:body()
+  local class = body and reason_in(body:getBytes(0, body:length()))
+  local takes = class and read[class]
+  if not takes then return end
+  local metadata = handle:streamInfo():dynamicMetadata()
+  local host = (metadata:get("@SERVED_NAMESPACE@") or {})["@HOST@"]
+  local refused, asked = read["@REFUSED@"] or {}, read.asked or {}
+  asked[OWN] = true
+  if host then refused[host] = class end
+  metadata:set("@NAMESPACE@", "@REFUSED@", refused)
+  metadata:set("@NAMESPACE@", "asked", asked)
+  if read["@GROUPS@"] then
+    local groups = reordered(read["@GROUPS@"], read.tried, takes, asked)
+    if not groups then return end
+    metadata:set("@NAMESPACE@", "@GROUPS@", groups)
+  end
+  handle:headers():replace("@REFUSED_FOR@", class)
 end
 """
 
 
 class Chained(msgspec.Struct, frozen=True):
     """A ModelServer in a rule with fallbacks. ``budget_percent``, ``min_concurrency``: the largest of the rules whose
-    fallback it is; None if it is none.
+    fallback it is; None if it is none. ``reads_refusals``: a fallback of such a rule takes what others have refused.
     """
 
     budget_percent: int | None = None
     min_concurrency: int | None = None
+    reads_refusals: bool = False
 
     def plus(self, retry: FallbackRetry) -> Chained:
         """It is the fallback of one more rule."""
-        return Chained(
-            max(self.budget_percent or 0, retry.budget_percent), max(self.min_concurrency or 0, retry.min_concurrency)
+        return msgspec.structs.replace(
+            self,
+            budget_percent=max(self.budget_percent or 0, retry.budget_percent),
+            min_concurrency=max(self.min_concurrency or 0, retry.min_concurrency),
         )
+
+    def reading(self, *, refusals: bool) -> Chained:
+        """It is in one more rule."""
+        return msgspec.structs.replace(self, reads_refusals=self.reads_refusals or refusals)
 
 
 def chained_servers(snapshot: Snapshot) -> Mapping[str, Chained]:
@@ -96,11 +235,13 @@ def chained_servers(snapshot: Snapshot) -> Mapping[str, Chained]:
     found: dict[str, Chained] = {}
     for route in snapshot.routes:
         for rule in route.spec.rules:
+            refusals = not classes_of(rule.fallback).isdisjoint(REFUSALS)
             for target in rule.target_models if rule.fallback else ():
-                found.setdefault(route.server_key(target), Chained())
+                key = route.server_key(target)
+                found[key] = found.get(key, Chained()).reading(refusals=refusals)
             for one in rule.fallback:
                 key = route.server_key(one)
-                found[key] = found.get(key, Chained()).plus(rule.fallback_retry)
+                found[key] = found.get(key, Chained()).plus(rule.fallback_retry).reading(refusals=refusals)
     return found
 
 
@@ -125,9 +266,22 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
     return found
 
 
-def names_model(server: ModelServer) -> HttpFilter:
-    """The cluster's filter: its model's name into bodies, and a header into answers that are degraded."""
+def names_model(server: ModelServer, *, reads_refusals: bool) -> HttpFilter:
+    """The cluster's filter: its model's name into bodies, and headers into answers that are degraded, or refused for a
+    reason that another ModelServer may not have.
+    """
     marks = {
+        "@REFUSALS@": _REFUSALS_SCRIPT if reads_refusals else "",
+        "@COUNT@": "count_attempt(handle)" if reads_refusals else "",
+        "@READ@": "read_refusal(handle)" if reads_refusals else "",
+        "@WORDS@": ", ".join(_lua_words(one) for one in REFUSALS),
+        "@CLUSTER@": _lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
+        "@REFUSED_FOR@": REFUSED_FOR,
+        "@REFUSED@": REFUSED,
+        "@GROUPS@": GROUPS,
+        "@SERVED_NAMESPACE@": SERVED_NAMESPACE,
+        "@HOST@": SERVED_HOST,
+        "@LONGEST@": str(_LONGEST_ERROR_BYTES),
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
         "@MODEL@": _lua_text(msgspec.json.encode(server.spec.model)),
@@ -140,6 +294,11 @@ def names_model(server: ModelServer) -> HttpFilter:
     for mark, text in marks.items():
         script = script.replace(mark, text)
     return http_filter("envoy.filters.http.lua", Lua(default_source_code=DataSource(inline_string=script)))
+
+
+def _lua_words(one: FailureClass) -> str:
+    codes, phrases = ("{" + ", ".join(f'"{word}"' for word in words) + "}" for words in _WORDS[one])
+    return f'{{class = "{one}", codes = {codes}, phrases = {phrases}}}'
 
 
 def _lua_text(value: bytes) -> str:
@@ -159,6 +318,7 @@ def across_clusters(
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
     ]
+    route.response_headers_to_remove = [REFUSED_FOR]
     if route.route is not None:
         # the specifier takes its place
         route.route.cluster = "placeholder"
@@ -183,10 +343,12 @@ def across_clusters(
 
 def attempts_of(policy: RetryPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry, attempts: int) -> RetryPolicy:
     """``policy`` for so many attempts in all, in the clusters of a list, after failures of the fallbacks' classes."""
-    classes = fallbacks[0].on
+    classes = [one for one in CONDITIONS if one in classes_of(fallbacks)]
     statuses = [status for one in classes for status in STATUSES[one]]
-    conditions = [condition for one in classes for condition in CONDITIONS[one]]
+    conditions = dict.fromkeys(condition for one in classes for condition in CONDITIONS[one])
     policy.retry_on = ",".join([*conditions, *(["retriable-status-codes"] if statuses else [])])
+    if not classes_of(fallbacks).isdisjoint(REFUSALS):
+        policy.retriable_headers = [HeaderMatcher(name=REFUSED_FOR, present_match=True)]
     policy.retriable_status_codes = sorted(statuses)
     policy.num_retries = attempts - 1
     policy.refresh_cluster_on_retry = True
