@@ -69,6 +69,10 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     served_row = table.row_of(outcome.served) if was_passed_over else None
+    for server, address in _failed_before(run, outcome) if outcome.refused else ():
+        # Envoy was elsewhere, and has come back
+        if server in run.reserves:
+            _count_passed_over(run.at(run.reserves[server]), address, now, out)
     if not run.is_leg:
         _count_at_server(run, outcome, _failure_of(run, outcome, _row_that_answered(run, outcome)), now, out)
     if _is_load(outcome):
@@ -162,15 +166,14 @@ def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) ->
 
 
 def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
-    """Another ModelServer has answered: the endpoints of all attempts before failed, but for those that have refused the
-    prompt.
+    """Another ModelServer has answered: the endpoints of all attempts before have failed, or refused the prompt.
 
     Of times nothing is learned, as they count from the request's arrival.
     """
     runs = {run.pool.name: run, **{server: run.at(reserve) for server, reserve in run.reserves.items()}}
     if run.assignment.endpoint.address in outcome.refused:
         _release(run)
-    failed = [one for one in _tried_before(run, outcome) if one[1] not in outcome.refused]
+    failed = _failed_before(run, outcome)
     for server, address in failed:
         _count_passed_over(runs[server], address, now, out)
     is_own = any(server == run.pool.name for server, _ in failed)
@@ -192,6 +195,10 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
         _count_tokens(there, outcome, is_ours=is_ours)
         _learn_output(there, outcome, is_ours=is_ours)
         _learn_turn(there, outcome)
+
+
+def _failed_before(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
+    return [one for one in _tried_before(run, outcome) if one[1] not in outcome.refused]
 
 
 def _tried_before(run: Run, outcome: Outcome) -> list[tuple[str, str]]:

@@ -262,7 +262,7 @@ def _falling_back(
     action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=len(groups))
     allowed: list[set[str]] = [set(server.spec.allowed_fields) for server in (*(one for one, _ in targets), *fallbacks)]
     degraded = [name for name, one in zip(names, rule.fallback, strict=True) if one.degraded]
-    refusals = {
+    refusals: dict[str, list[str]] = {
         kind: [server_cluster_name(name) for name, one in zip(names, rule.fallback, strict=True) if kind in one.on]
         for kind in REFUSALS
         if kind in classes_of(rule.fallback)

@@ -339,6 +339,95 @@ def test_an_outcome_of_a_client_that_left_says_nothing_of_the_fallback() -> None
     assert failures(core) == {A1: 1, A2: 1, B1: 0, B2: 0, C1: 0}
 
 
+ON = ["connect", "timeout", "overloaded", "server-error"]
+TAKING = [{"modelServerName": "b", "on": ON}, {"modelServerName": "c", "on": [*ON, "context-window"]}]
+
+
+def test_only_fallbacks_of_the_class_take_what_was_refused() -> None:
+    attempts = sent(core_with(fallback=TAKING)).attempts
+    assert attempts is not None
+    assert attempts.refusals == (("context-window", ("default/c",)),)
+    attempts = sent(core_with()).attempts
+    assert attempts is not None
+    assert attempts.refusals == ()
+    # one that is skipped takes nothing
+    attempts = sent(core_with(fallback=TAKING, servers={"c": "endpoints: []\n"})).attempts
+    assert attempts is not None
+    assert attempts.refusals == ()
+
+
+def test_an_engine_that_has_refused_a_prompt_has_not_failed() -> None:
+    core = core_with(fallback=TAKING)
+    for number in range(30):
+        # envoy leaves the second engine out, and goes on to the last fallback
+        now = float(number)
+        decision = sent(core, now)
+        assert decision.attempts is not None
+        first = decision.attempts.addresses[0]
+        attempts = {"served": C1, "served_by": "default/c", "attempts": 2, "refused": {first: "context-window"}}
+        found = end(core, decision, now + 0.5, **attempts)
+        assert (found.server, found.fell_back_from) == ("default/c", "default/a")
+    assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
+    assert not any(breaker.trips for pool in core.pools.values() for breaker in pool.table.breakers)
+    assert not any(pool.breaker.trips for pool in core.pools.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "refused", "failed"),
+    [
+        # its own engines fail, a fallback refuses it, and the last one takes it
+        ((0, 1, 2, 4), {2: "context-window"}, {0, 1}),
+        # the fallback that takes it fails, and its own engines come last
+        ((0, 4, 1), {0: "context-window", 1: "context-window"}, {4}),
+    ],
+)
+def test_the_order_of_attempts_is_known_after_a_refusal(
+    made: tuple[int, ...], refused: dict[int, str], failed: set[int]
+) -> None:
+    core = core_with(fallback=TAKING)
+    decision = sent(core)
+    assert decision.attempts is not None
+    addresses, servers = decision.attempts.addresses, decision.attempts.servers
+    outcome = {"served": addresses[made[-1]], "served_by": servers[made[-1]], "attempts": len(made)}
+    end(core, decision, 1.0, **outcome, refused={addresses[one]: kind for one, kind in refused.items()})
+    assert {address for address, count in failures(core).items() if count} == {addresses[one] for one in failed}
+
+
+def test_a_probe_that_is_refused_lets_the_next_one_go() -> None:
+    core = core_with(fallback=TAKING)
+    fail(core, "a")
+    now = 40.0
+    probe = sent(core, now)
+    assert probe.server == "default/a"
+    first = probe.assignment.addresses[0]
+    assert {sent(core, now).server for _ in range(3)} - {"default/a"}
+    end(core, probe, now + 0.1, served=C1, served_by="default/c", attempts=2, refused={first: "context-window"})
+    row = core.pools["default/a"].table.row_of(first)
+    assert row is not None
+    breaker = core.pools["default/a"].table.breakers[row]
+    assert breaker.trips == 1
+    assert not breaker.probes
+
+
+def test_a_refusal_of_all_is_no_failure_either() -> None:
+    core = core_with(fallback=TAKING)
+    for number in range(30):
+        decision = sent(core, float(number))
+        assert decision.attempts is not None
+        first = decision.attempts.addresses[0]
+        refused = {first: "context-window", C1: "context-window"}
+        attempts = {"served": C1, "served_by": "default/c", "attempts": 2, "status": 400, "prompt_tokens": None}
+        end(core, decision, number + 0.5, **attempts, refused=refused)
+    for number in range(30):
+        decision = sent(core, 100.0 + number)
+        assert decision.attempts is not None
+        refused = dict.fromkeys(decision.attempts.addresses[:2], "context-window")
+        second = decision.attempts.addresses[1]
+        attempts = {"served": second, "served_by": "default/a", "attempts": 2, "status": 400, "prompt_tokens": None}
+        end(core, decision, number + 100.5, **attempts, refused=refused)
+    assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
+
+
 def test_the_usage_log_knows_all_that_may_serve_it() -> None:
     gateway = json.dumps(
         {
