@@ -371,7 +371,7 @@ async def test_sdks_see_the_error_of_the_model(gateway: Gateway) -> None:
     gateway.asked += 3
 
 
-async def test_without_extproc_attempts_go_down_the_list(tmp_path: Path) -> None:
+async def test_without_extproc_attempts_go_down_the_list_and_a_small_buffer_holds_little(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
     engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
     for one in engines.values():
@@ -380,6 +380,7 @@ async def test_without_extproc_attempts_go_down_the_list(tmp_path: Path) -> None
         {"modelServerName": "b", "on": FAILURES},
         {"modelServerName": "c", "on": [*FAILURES, "context-window"]},
     ]
+    small = {"failureMode": "Open", "maxBodySize": "2Ki"}
     documents = [
         server("a", "big/model", [engines["a1"]]),
         server("b", "another", [engines["b1"]]),
@@ -387,7 +388,13 @@ async def test_without_extproc_attempts_go_down_the_list(tmp_path: Path) -> None
         route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
         route("plain", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback[:1]}),
     ]
-    async with running(tmp_path / "stack", documents, engines, log, {"failureMode": "Open"}) as gateway:
+    async with running(tmp_path / "stack", documents, engines, log, small) as gateway:
+        text = json.dumps(TOO_LONG).encode()
+        for size, tried in ((2048, "ac"), (2049, "a"), (16000, "a")):
+            refuse(gateway, "a1", content=text + b" " * (size - len(text)))
+            answer = await gateway.ask()
+            assert (answer.status_code, letters(gateway)) == (200 if tried == "ac" else 400, tried)
+        engines["a1"].says = None
         await gateway.processes.end("extproc")
 
         async def is_served() -> bool:

@@ -210,12 +210,13 @@ end
 
 class Chained(msgspec.Struct, frozen=True):
     """A ModelServer in a rule with fallbacks. ``budget_percent``, ``min_concurrency``: the largest of the rules whose
-    fallback it is; None if it is none. ``reads_refusals``: a fallback of such a rule takes what others have refused.
+    fallback it is; None if it is none. ``most_read``: the longest error in bytes that its filter reads, 0 if no
+    fallback of these rules takes what others have refused.
     """
 
     budget_percent: int | None = None
     min_concurrency: int | None = None
-    reads_refusals: bool = False
+    most_read: int = 0
 
     def plus(self, retry: FallbackRetry) -> Chained:
         """It is the fallback of one more rule."""
@@ -225,23 +226,25 @@ class Chained(msgspec.Struct, frozen=True):
             min_concurrency=max(self.min_concurrency or 0, retry.min_concurrency),
         )
 
-    def reading(self, *, refusals: bool) -> Chained:
+    def reading(self, most_read: int) -> Chained:
         """It is in one more rule."""
-        return msgspec.structs.replace(self, reads_refusals=self.reads_refusals or refusals)
+        return msgspec.structs.replace(self, most_read=max(self.most_read, most_read))
 
 
 def chained_servers(snapshot: Snapshot) -> Mapping[str, Chained]:
     """By key: those that are a target of a rule with fallbacks, or a fallback."""
     found: dict[str, Chained] = {}
+    # Envoy answers 500 in place of a longer one that it should hold
+    longest = min(_LONGEST_ERROR_BYTES, int(snapshot.gateway.max_body_size))
     for route in snapshot.routes:
         for rule in route.spec.rules:
-            refusals = not classes_of(rule.fallback).isdisjoint(REFUSALS)
+            most_read = 0 if classes_of(rule.fallback).isdisjoint(REFUSALS) else longest
             for target in rule.target_models if rule.fallback else ():
                 key = route.server_key(target)
-                found[key] = found.get(key, Chained()).reading(refusals=refusals)
+                found[key] = found.get(key, Chained()).reading(most_read)
             for one in rule.fallback:
                 key = route.server_key(one)
-                found[key] = found.get(key, Chained()).plus(rule.fallback_retry).reading(refusals=refusals)
+                found[key] = found.get(key, Chained()).plus(rule.fallback_retry).reading(most_read)
     return found
 
 
@@ -266,14 +269,14 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
     return found
 
 
-def names_model(server: ModelServer, *, reads_refusals: bool) -> HttpFilter:
+def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
     """The cluster's filter: its model's name into bodies, and headers into answers that are degraded, or refused for a
-    reason that another ModelServer may not have.
+    reason that another ModelServer may not have. ``most_read``: see Chained.
     """
     marks = {
-        "@REFUSALS@": _REFUSALS_SCRIPT if reads_refusals else "",
-        "@COUNT@": "count_attempt(handle)" if reads_refusals else "",
-        "@READ@": "read_refusal(handle)" if reads_refusals else "",
+        "@REFUSALS@": _REFUSALS_SCRIPT if most_read else "",
+        "@COUNT@": "count_attempt(handle)" if most_read else "",
+        "@READ@": "read_refusal(handle)" if most_read else "",
         "@WORDS@": ", ".join(_lua_words(one) for one in REFUSALS),
         "@CLUSTER@": _lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
         "@REFUSED_FOR@": REFUSED_FOR,
@@ -281,7 +284,7 @@ def names_model(server: ModelServer, *, reads_refusals: bool) -> HttpFilter:
         "@GROUPS@": GROUPS,
         "@SERVED_NAMESPACE@": SERVED_NAMESPACE,
         "@HOST@": SERVED_HOST,
-        "@LONGEST@": str(_LONGEST_ERROR_BYTES),
+        "@LONGEST@": str(most_read),
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
         "@MODEL@": _lua_text(msgspec.json.encode(server.spec.model)),
