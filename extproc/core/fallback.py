@@ -21,6 +21,7 @@ from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, con
 from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
 from extproc.errors import Refusal
 from extproc.prefix.index import tail_of
+from extproc.request.prefill import truncates
 from extproc.request.rewrite import span_of_field
 from extproc.scheduling.pool import Assignment
 
@@ -35,10 +36,14 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Consideration, Pool
 
 
+_CONTEXT: Final = "context-window"
+# Texts have up to so many times the bytes in a token that are usual for their ModelServer.
+_CERTAIN: Final = 2.0
 # Why a request goes to a fallback at once.
 _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "no_endpoint": "is taken: the ModelServer before it has no usable endpoint",
+        "context_window": "is taken: the prompt is longer than the ModelServer before it takes",
         "late": "is taken: the ModelServer before it is predicted to be late",
         "queue": "is taken: the request has waited long enough for the ModelServer before it",
     }
@@ -102,19 +107,19 @@ class FallbackPlanner:
         *,
         waited_s: float | None = None,
         is_drawn: bool = True,
-        in_time: Callable[[Arrival], bool] | None = None,
+        suits: Callable[[Arrival], bool] | None = None,
     ) -> Arrival | None:
         """The request at the first fallback that can have it; None: there is none.
 
-        ``waited_s``: it has waited so long for its ModelServer. ``in_time``: it would be late there, and is in time at
-        those that are true. With neither it moves only if its ModelServer has no usable endpoint, or a breaker that
-        does not let it through. ``is_drawn``: the breaker does, beside the probe.
+        ``waited_s``: it has waited so long for its ModelServer. ``suits``: it cannot be served there, and can at those
+        that are true. With neither it moves only if its ModelServer has no usable endpoint, or a breaker that does not
+        let it through. ``is_drawn``: the breaker does, beside the probe.
         """
         fallbacks, pool = arrival.destination.fallbacks, arrival.pool
         if fallbacks is None or not attachment.is_bundle:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
-        is_for_failure = waited_s is None and in_time is None
+        is_for_failure = waited_s is None and suits is None
         if is_for_failure and (is_waiting or (pool.is_ready(now) and (is_drawn or breakers.may_probe(pool, now)))):
             return None
         for one in fallbacks.chain:
@@ -125,9 +130,18 @@ class FallbackPlanner:
             except Refusal:
                 continue
             is_let_in = breakers.may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
-            if is_let_in and not self._why_not(pool, other, fallbacks, now) and (in_time is None or in_time(other)):
+            if is_let_in and not self._why_not(pool, other, fallbacks, now) and (suits is None or suits(other)):
                 return other
         return None
+
+    def for_context(self, arrival: Arrival, attachment: Attachment, now: float) -> Arrival | None:
+        """A request whose prompt is too long for its ModelServer, at the first fallback that takes such; None: it is
+        not, or there is none.
+        """
+        fallbacks = arrival.destination.fallbacks
+        if fallbacks is None or not any(_CONTEXT in one.takes for one in fallbacks.chain) or not _is_too_long(arrival):
+            return None
+        return self.instead(arrival, attachment, now, suits=lambda other: _CONTEXT in other.destination.takes)
 
     def plan(
         self,
@@ -209,7 +223,20 @@ class FallbackPlanner:
             return "it speaks another protocol"
         if not other.pool.is_ready(now):
             return "it has no usable endpoint"
+        if _is_too_long(other):
+            return "the prompt is longer than it takes"
         return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
+
+
+def _is_too_long(arrival: Arrival) -> bool:
+    """Whether no engine of its ModelServer takes the prompt, by what they list. An estimate must be far beyond that."""
+    most, request = arrival.pool.context_tokens(), arrival.request
+    if not most or request.prompts.count != 1 or request.path is not None:
+        return False
+    tokens = float(request.prompts.token_ids)
+    if not tokens:
+        tokens = request.text_bytes / arrival.pool.caches.bytes_per_token / _CERTAIN
+    return tokens > most and not truncates(arrival.body, request.contents)
 
 
 def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -380,7 +380,9 @@ def on_metrics(pools: Mapping[str, Pool], event: EngineReported, now: float, out
     if event.models is not None:
         models = event.models if pool.slots is None else pool.slots.apply_recent_changes(row, event.models, now)
         loras, base = pool.table.loras[row], event.base_models
-        pool.table.set_loras(row, msgspec.structs.replace(loras, served=models, base=base))
+        pool.table.set_loras(
+            row, msgspec.structs.replace(loras, served=models, base=base, context_tokens=event.context_tokens)
+        )
         pool.table.healths[row].listed_at_s = now
         if update_missing_model(pool, row):
             out.append(ModelChecked(pool.name, event.address, pool.table.healths[row].lacks_model, base))

@@ -16,8 +16,11 @@ from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import Decision, Held, RequestRefused, RequestSettled
 from extproc.core.explanation import to_text
+from extproc.core.peers import EngineReported, EventBatch
 from extproc.core.record import Attachment, Outcome
 from extproc.core.states import State
+from extproc.engines.answers import models_in
+from extproc.engines.metrics import EngineReport, LoraState
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
@@ -426,6 +429,90 @@ def test_a_refusal_of_all_is_no_failure_either() -> None:
         attempts = {"served": second, "served_by": "default/a", "attempts": 2, "status": 400, "prompt_tokens": None}
         end(core, decision, number + 100.5, **attempts, refused=refused)
     assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
+
+
+def lists(core: Core, server: str, **tokens: int) -> None:
+    """The engines of ``server`` list their models, with the most tokens of a prompt."""
+    pool = core.pools[f"default/{server}"]
+    for address in pool.table.active_addresses:
+        body = json.dumps({"data": [{"id": "m", "object": "model", **tokens}]}).encode()
+        listed = models_in(body)
+        event = EngineReported(pool.name, address, EngineReport(), None, False, listed.names, listed.base)
+        core.ingest(EventBatch("p", [msgspec.structs.replace(event, context_tokens=listed.context_tokens)]), 0.0)
+
+
+def asked(core: Core, prompt: object, **fields: object) -> Decision:
+    """A request for completions with that prompt: some bytes of text, or some tokens."""
+    own, _ = core.arrive(
+        request(core, path="/v1/completions", prompt=prompt, **fields), 0.0, Attachment(), wants_reasons=True
+    )
+    assert isinstance(own, Decision)
+    return own
+
+
+def test_a_prompt_that_cannot_fit_goes_to_a_fallback_without_an_attempt() -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=1000)
+    lists(core, "c", max_model_len=3000)
+    decision = asked(core, [7] * 1001)
+    # the fallback before it has not the class
+    assert (decision.server, decision.fell_back_for) == ("default/c", "context_window")
+    assert decision.explanation is not None
+    text = to_text(decision.explanation)
+    assert "default/c" in text
+    assert "is taken: the prompt is longer than the ModelServer before it takes" in text
+    assert core.explain(request(core, path="/v1/completions", prompt=[7] * 1001), 0.0).server == "default/c"
+    assert asked(core, [7] * 1000).server == "default/a"
+    # it fits nowhere: its own engines say so
+    decision = asked(core, [7] * 3001)
+    assert (decision.server, decision.fell_back_for) == ("default/a", "")
+    assert decision.explanation is not None
+    assert "the fallback default/c: the prompt is longer than it takes" in to_text(decision.explanation)
+
+
+def test_an_estimate_must_be_far_beyond_what_fits() -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=1000)
+    bytes_per_token = core.pools["default/a"].caches.bytes_per_token
+    most = int(2 * 1000 * bytes_per_token)
+    assert asked(core, "x" * (most - 100)).server == "default/a"
+    assert asked(core, "x" * (most + 100)).server == "default/c"
+    # engines shorten it, or it is several prompts
+    assert asked(core, "x" * (most + 100), truncate_prompt_tokens=100).server == "default/a"
+    assert asked(core, ["x" * most] * 2).server == "default/a"
+
+
+@pytest.mark.parametrize("length", [None, 0, -5, "many", True, 1e9, {}])
+def test_where_a_length_is_not_known_the_engine_decides(length: object) -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=length)  # type: ignore[arg-type]
+    assert asked(core, [7] * 100_000).server == "default/a"
+    lists(core, "a", max_model_len=1000)
+    assert asked(core, [7] * 100_000).server == "default/c"
+    # one engine that is not known may take it
+    table = core.pools["default/a"].table
+    table.set_loras(table.active_rows[0], LoraState())
+    assert asked(core, [7] * 100_000).server == "default/a"
+
+
+def test_a_report_of_metrics_leaves_the_length_known() -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=1000)
+    for address in (A1, A2):
+        event = EngineReported("default/a", address, EngineReport(loras=LoraState(max_active=3)))
+        core.ingest(EventBatch("p", [event]), 0.0)
+    assert asked(core, [7] * 1001).server == "default/c"
+
+
+def test_without_the_class_a_long_prompt_stays() -> None:
+    core = core_with()
+    lists(core, "a", max_model_len=1000)
+    lists(core, "b", max_model_len=1000)
+    decision = asked(core, [7] * 1001)
+    assert decision.server == "default/a"
+    assert decision.attempts is not None
+    # nor is it tried where it cannot fit
+    assert set(decision.attempts.servers) == {"default/a", "default/c"}
 
 
 def test_the_usage_log_knows_all_that_may_serve_it() -> None:
