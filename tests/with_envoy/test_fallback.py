@@ -35,6 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 USAGE: Final = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
 PATH: Final = "/v1/chat/completions"
+ALL: Final = ["connect", "timeout", "overloaded", "server-error", "context-window"]
 WHOLE: Final = {"object": "chat.completion", "choices": [], "usage": USAGE}
 
 
@@ -357,6 +358,72 @@ async def test_a_stream_that_breaks_is_neither_continued_nor_ended(gateway: Gate
             async for _ in events:
                 pass
     assert [name[0] for name, _ in gateway.log] == ["a", "a"]
+
+
+def price(micros: int) -> list[object]:
+    """Of a token, read or written."""
+    return [{"perMillion": {"input": str(micros), "output": str(micros)}}]
+
+
+async def test_a_request_costs_what_the_model_that_answered_costs(tmp_path: Path) -> None:
+    """Its header, its row, and the metrics."""
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    fallback = [{"modelServerName": "b", "on": ALL}, {"modelServerName": "c", "on": ALL, "degraded": True}]
+    documents = [
+        server("a", "big/model", [engines["a1"]], pricing=price(1)),
+        server("b", "small", [engines["b1"]], pricing=price(7)),
+        server("c", "tiny", [engines["c1"]], pricing=price(50)),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    lines = tmp_path / "usage.log"
+    gateway_spec = {"usageLog": {"path": str(lines), "costHeader": True}}
+
+    async def refuses(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"code": "context_length_exceeded"}}, status=400)
+
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, gateway_spec) as gateway:
+            costs = []
+            for failing in ({}, {"a1": 503}, {"a1": "reset", "b1": 503}, {"a1": 400}):
+                await gateway.heal()
+                for name, does in failing.items():
+                    engines[name].does = does
+                    engines[name].says = refuses if does == 400 else None
+                answer = await gateway.ask()
+                assert answer.status_code == 200, answer.text
+                costs.append((answer.headers["x-attache-served-by"], answer.headers["x-attache-cost-micros"]))
+            expected = [("default/a", 12), ("default/b", 84), ("default/c", 600), ("default/b", 84)]
+            assert costs == [(name, str(cost)) for name, cost in expected]
+
+            def rows() -> list[Row]:
+                found = lines.read_bytes().splitlines() if lines.exists() else []
+                made = [row_of(line_of(one)) for one in found]
+                return [one for one in made if one.status == 200]
+
+            await eventually(lambda: len(rows()) >= len(expected))
+            assert [(one.server, one.cost_micros) for one in rows()] == expected
+            assert [one.served_model for one in rows()] == ["big/model", "small", "tiny", "small"]
+            assert [one.attempts for one in rows()] == [1, 2, 3, 2]
+            assert [one.is_degraded for one in rows()] == [False, False, True, False]
+
+            async def spent() -> bool:
+                found = await gateway.values("attache_cost_micros_total")
+                by_server = {name: sum(cost for labels, cost in found.items() if name in labels) for name, _ in expected}
+                return by_server == {"default/a": 12, "default/b": 168, "default/c": 600}
+
+            await eventually(spent)
+            tokens = await gateway.values("attache_prompt_tokens_total")
+            assert {name: sum(one for labels, one in tokens.items() if name in labels) for name, _ in expected} == {
+                "default/a": 10,
+                "default/b": 20,
+                "default/c": 10,
+            }
+    finally:
+        for one in engines.values():
+            await one.stop()
 
 
 async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_budget(tmp_path: Path) -> None:
