@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from aiohttp import web
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_once
+from controller.usage.rows import row_of
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 from tests.waiting import eventually
@@ -30,6 +32,8 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
+
+    from controller.usage.rows import UsageRow
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -398,10 +402,9 @@ async def test_a_request_costs_what_the_model_that_answered_costs(tmp_path: Path
             expected = [("default/a", 12), ("default/b", 84), ("default/c", 600), ("default/b", 84)]
             assert costs == [(name, str(cost)) for name, cost in expected]
 
-            def rows() -> list[Row]:
+            def rows() -> list[UsageRow]:
                 found = lines.read_bytes().splitlines() if lines.exists() else []
-                made = [row_of(line_of(one)) for one in found]
-                return [one for one in made if one.status == 200]
+                return [row_of(one, math.inf) for one in found]
 
             await eventually(lambda: len(rows()) >= len(expected))
             assert [(one.server, one.cost_micros) for one in rows()] == expected
@@ -411,12 +414,14 @@ async def test_a_request_costs_what_the_model_that_answered_costs(tmp_path: Path
 
             async def spent() -> bool:
                 found = await gateway.values("attache_cost_micros_total")
-                by_server = {name: sum(cost for labels, cost in found.items() if name in labels) for name, _ in expected}
+                by_server = {
+                    name: sum(cost for labels, cost in found.items() if name in labels) for name, _ in expected
+                }
                 return by_server == {"default/a": 12, "default/b": 168, "default/c": 600}
 
             await eventually(spent)
-            tokens = await gateway.values("attache_prompt_tokens_total")
-            assert {name: sum(one for labels, one in tokens.items() if name in labels) for name, _ in expected} == {
+            tokens = await gateway.values("attache_tenant_prompt_tokens_total")
+            assert {labels[0]: count for labels, count in tokens.items()} == {
                 "default/a": 10,
                 "default/b": 20,
                 "default/c": 10,

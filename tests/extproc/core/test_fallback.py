@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import Decision, Held, RequestRefused, RequestSettled
+from extproc.core.effects import Broadcast, Decision, Held, RequestRefused, RequestSettled
 from extproc.core.explanation import to_text
-from extproc.core.peers import EngineReported, EventBatch
+from extproc.core.peers import EngineReported, EventBatch, decode_events, encode_events
 from extproc.core.record import Attachment, Outcome
 from extproc.core.states import State
 from extproc.engines.answers import models_in
@@ -25,6 +26,8 @@ from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from extproc.core.effects import Effect
 
 A1, A2, B1, B2, C1 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.1:8000", "10.0.1.2:8000", "10.0.2.1:8000"
@@ -44,13 +47,16 @@ def core_with(
     servers: dict[str, str] | None = None,
     others: str = "",
     route: str = "",
+    worker: str = "",
     **rule: object,
 ) -> Core:
+    """``worker``: its name among the workers of one machine."""
     rules = json.dumps([{"targetModels": [{"modelServerName": "a"}], "fallback": fallback, **rule}])
     snapshot = configuration(
         servers={**SERVERS, **(servers or {})}, routes={"chat": f"rules: {rules}\n{route}"}, others=others
     )
-    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+    machine = "here" if worker else None
+    return Core(snapshot, rng=random.Random(0), ticket_prefix=worker or "t", machine=machine)
 
 
 def ask(core: Core, now: float = 0.0, *, attachment: Attachment | None = None, **fields: object) -> Decision | Held:
@@ -297,6 +303,35 @@ def test_the_budget_bounds_what_is_sent_there() -> None:
         if one.server == "default/b":
             end(core, one, 1.2, served=one.assignment.addresses[0], served_by=one.server, attempts=1)
     assert sent(core, 1.3).server == "default/b"
+
+
+def test_two_workers_have_one_budget() -> None:
+    limits = {"minConcurrency": 6, "budgetPercent": 0}
+    workers = {name: core_with(fallback=FALLBACK[:1], retry=limits, worker=name) for name in ("w1", "w2")}
+
+    def perform(name: str, effects: Iterable[Effect]) -> None:
+        events = [one.event for one in effects if isinstance(one, Broadcast)]
+        batch = decode_events(encode_events(EventBatch(name, events)))
+        for other, core in workers.items():
+            if other != name:
+                core.ingest(batch, 1.0)
+
+    for name, core in workers.items():
+        fail(core, "a", 1.0)
+        perform(name, core.heartbeat(1.0))
+    decisions: list[tuple[str, Decision]] = []
+    for number in range(40):
+        name = ("w1", "w2")[number % 2]
+        own, effects = workers[name].arrive(request(workers[name], "hi " * 100), 1.0)
+        assert isinstance(own, Decision)
+        perform(name, effects)
+        decisions.append((name, own))
+    taken = [(name, one) for name, one in decisions if one.server == "default/b"]
+    assert Counter(name for name, _ in taken) == {"w1": 3, "w2": 3}
+    # what one of them gets back, the other may use
+    perform("w1", workers["w1"].on_stream_closed(taken[0][1].ticket, 1.0))
+    assert taken[0][0] == "w1"
+    assert sent(workers["w2"], 1.0).server == "default/b"
 
 
 def test_requests_that_a_failed_engine_has_got_count_in_the_budget() -> None:
