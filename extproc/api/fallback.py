@@ -48,6 +48,12 @@ STATUSES: Final[Mapping[FailureClass, tuple[int, ...]]] = MappingProxyType(
 )
 
 
+class Degrade(Spec, frozen=True):
+    """What a fallback gives less of. ``max_output_tokens``: of each answer."""
+
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+
+
 class Fallback(Spec, frozen=True):
     """Another ModelServer. ``model_server_name``: its name. ``on``: failures of an attempt after which the next one is
     made: ``connect``, ``timeout``, ``overloaded`` (429, 503, 529), ``server-error`` (500, 502, 504), ``context-window``
@@ -58,6 +64,8 @@ class Fallback(Spec, frozen=True):
     model_server_name: Name
     on: Annotated[tuple[FailureClass, ...], msgspec.Meta(min_length=1, max_length=6)] = FAILURES
     degraded: bool = False
+    # Its answers are shorter than clients may ask for; such answers have ``x-attache-degraded: max_tokens``.
+    degrade: Degrade | None = None
     # A request that has waited so long in extproc goes there, if an endpoint has room at once; without it, none.
     after_queue: Duration | None = None
 

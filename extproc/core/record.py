@@ -280,7 +280,8 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class Reserve(msgspec.Struct, frozen=True):
     """A request at a fallback that it was not sent to: what is expected there, without any load. ``model``: as its
-    engine is asked. ``price``: as ``Run`` has it.
+    engine is asked. ``price``: as ``Run`` has it. ``limits``: fields of its body, by which its answer is shorter than
+    the client asks for.
     """
 
     pool: Pool
@@ -289,12 +290,14 @@ class Reserve(msgspec.Struct, frozen=True):
     model: str
     price: Price | None = None
     is_degraded: bool = False
+    limits: Mapping[str, int] = {}
 
 
 class Attempts(msgspec.Struct, frozen=True):
     """All attempts that Envoy may make. ``servers``, ``addresses``: one of each for each attempt. ``degraded``: the
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
     same. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
+    ``clamps``: ModelServers that write shorter answers than the client asks for, and what they change in the body.
     """
 
     servers: tuple[str, ...]
@@ -303,6 +306,7 @@ class Attempts(msgspec.Struct, frozen=True):
     splice: str = ""
     policy: str = ""
     refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    clamps: tuple[tuple[str, str], ...] = ()
 
 
 class FallbackState(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from extproc.admission.refusals import granted_headers
 from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body, to_text_body
 from extproc.protocol import (
     ACCEPT_ENCODING,
+    CLAMPS,
     DEGRADED_SERVERS,
     DESTINATION,
     DETAILS_PREFIX,
@@ -323,7 +324,10 @@ def _decision_answer(
 
 @lru_cache(maxsize=4096)
 def _groups(
-    servers: tuple[str, ...], degraded: tuple[str, ...], refusals: tuple[tuple[str, tuple[str, ...]], ...]
+    servers: tuple[str, ...],
+    degraded: tuple[str, ...],
+    clamped: tuple[str, ...],
+    refusals: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> bytes:
     """Of a Struct: the cluster of each attempt, whose answers are marked, and who takes what others refuse."""
     found = Struct()
@@ -334,8 +338,9 @@ def _groups(
         cluster = group["clusters"].list_value.values.add().struct_value.fields
         cluster["cluster_name"].string_value = SERVER_CLUSTER + server
         cluster["weight"].number_value = 1
-    for server in degraded:
-        found.fields[DEGRADED_SERVERS].struct_value.fields[server].bool_value = True
+    for server in {*degraded, *clamped}:
+        how = ", ".join((*("model",) * (server in degraded), *("max_tokens",) * (server in clamped)))
+        found.fields[DEGRADED_SERVERS].struct_value.fields[server].string_value = how
     for kind, takes in refusals:
         for server in takes:
             found.fields[kind].struct_value.fields[SERVER_CLUSTER + server].bool_value = True
@@ -345,7 +350,11 @@ def _groups(
 def _route_metadata(attempts: Attempts) -> bytes:
     """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
     place = _member(SPLICE).fill(attempts.splice.encode()) if attempts.splice else ()
-    members = b"".join((_groups(attempts.servers, attempts.degraded, attempts.refusals), *place))
+    clamped = tuple([server for server, _ in attempts.clamps])
+    members = b"".join((_groups(attempts.servers, attempts.degraded, clamped, attempts.refusals), *place))
+    if clamped:
+        clamps = Struct(fields={server: Value(string_value=text) for server, text in attempts.clamps})
+        members += Struct(fields={CLAMPS: Value(struct_value=clamps)}).SerializeToString()
     return field(_METADATA_TAG, field(_FIELDS_TAG, _ROUTE_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, members))))
 
 

@@ -364,6 +364,52 @@ async def test_a_stream_that_breaks_is_neither_continued_nor_ended(gateway: Gate
     assert [name[0] for name, _ in gateway.log] == ["a", "a"]
 
 
+async def test_answers_of_a_fallback_are_as_long_as_it_gives(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    fallback = [
+        {"modelServerName": "b", "degrade": {"maxOutputTokens": 64}, "degraded": True},
+        {"modelServerName": "c", "degrade": {"maxOutputTokens": 8}},
+    ]
+    documents = [
+        server("a", "the same", [engines["a1"]]),
+        server("b", 'a "longer" name; with, marks', [engines["b1"]]),
+        server("c", "the same", [engines["c1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log) as gateway:
+            for asked, got in (
+                ({}, [{}, {"max_completion_tokens": 64}, {"max_completion_tokens": 8}]),
+                ({"max_tokens": 1000}, [{"max_tokens": 1000}, {"max_tokens": 64}, {"max_tokens": 8}]),
+                ({"max_tokens": 20, "seed": 7}, [{"max_tokens": 20}, {"max_tokens": 20}, {"max_tokens": 8}]),
+                ({"max_tokens": 1}, [{"max_tokens": 1}] * 3),
+            ):
+                await gateway.heal()
+                for one in engines.values():
+                    one.got.clear()
+                engines["a1"].does = 503
+                degraded = (await gateway.ask(**asked)).headers.get("x-attache-degraded")
+                assert degraded == ("model, max_tokens" if asked.get("max_tokens", 65) > 64 else "model")
+                await gateway.heal()
+                engines["a1"].does = engines["b1"].does = "reset"
+                answer = await gateway.ask(**asked)
+                assert answer.status_code == 200
+                degraded = answer.headers.get("x-attache-degraded")
+                assert degraded == ("max_tokens" if asked.get("max_tokens", 65) > 8 else None)
+                for one, limits in zip(engines.values(), got, strict=True):
+                    read = json.loads(one.got[-1])
+                    assert {name: value for name, value in read.items() if "max_" in name} == limits
+                    assert read["messages"] == [{"role": "user", "content": "hi"}]
+                    assert read.get("seed") == asked.get("seed")
+                assert [model for _, model in log] == ["the same", 'a "longer" name; with, marks', "the same"]
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
 def price(micros: int) -> list[object]:
     """Of a token, read or written."""
     return [{"perMillion": {"input": str(micros), "output": str(micros)}}]

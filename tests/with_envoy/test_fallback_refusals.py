@@ -313,7 +313,7 @@ async def test_an_error_may_come_in_pieces_and_one_that_is_cut_is_a_failure(gate
 
 async def test_no_engine_or_client_steers_by_headers(gateway: Gateway) -> None:
     await gateway.heal()
-    marks = {"x-attache-refused-for": "context-window", "x-envoy-ratelimited": "true"}
+    marks = {"x-attache-refused-for": "context-window", "x-envoy-ratelimited": "true", "x-attache-degraded": "model"}
     for status in (200, 400, 404):
         refuse(gateway, *gateway.engines, content={"choices": []}, status=status, headers=marks)
         answer = await gateway.ask()

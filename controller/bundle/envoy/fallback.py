@@ -2,8 +2,9 @@
 """Fallback across ModelServers: routes whose attempts go to several clusters, and what each of these clusters adds.
 
 An attempt goes to the cluster that stands at its place in a list. extproc writes that list into dynamic metadata; a
-route without extproc has one of its own. The body is the same for all attempts but for the model's name: a Lua filter
-of each cluster puts its own in, at the place that the metadata name. Requests of these routes have Envoy's high
+route without extproc has one of its own. The body is the same for all attempts but for the model's name, and the
+answer's length where extproc limits it: a Lua filter of each cluster puts its own in, at the place that the metadata
+name. Requests of these routes have Envoy's high
 priority, whose only use is a retry budget of its own: it bounds what a cluster gets from others, and leaves its own
 retries alone.
 
@@ -36,6 +37,7 @@ from envoy_data_plane.google.protobuf import Struct, Value
 from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
 from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
 from extproc.protocol import (
+    CLAMPS,
     DEGRADED,
     DEGRADED_SERVERS,
     GROUPS,
@@ -104,27 +106,41 @@ end
 @REFUSALS@
 function envoy_on_request(handle)
   @COUNT@
-  local first, length = string.match(chosen(handle)["@SPLICE@"] or "", "^(%d+),(%d+)$")
-  if not first then return end
+  local read, edits = chosen(handle), {}
+  local first, length = string.match(read["@SPLICE@"] or "", "^(%d+),(%d+)$")
+  if first then edits[1] = {at = tonumber(first), length = tonumber(length), text = "@MODEL@"} end
+  local clamps = (read["@CLAMPS@"] or {})["@SERVER@"] or ""
+  for first, length, text in string.gmatch(clamps, "(%d+),(%d+),([^;]*);") do
+    edits[#edits + 1] = {at = tonumber(first), length = tonumber(length), text = text}
+  end
+  if #edits == 0 then return end
+  table.sort(edits, function(one, other) return one.at < other.at end)
   local body = handle:body()
   local size = body:length()
   local json = body:getBytes(0, size)
-  local after = first + length + 1
-  length = body:setBytes(string.sub(json, 1, first) .. "@MODEL@" .. string.sub(json, after))
+  local pieces, from = {}, 1
+  for _, edit in ipairs(edits) do
+    pieces[#pieces + 1] = string.sub(json, from, edit.at)
+    pieces[#pieces + 1], from = edit.text, edit.at + edit.length + 1
+  end
+  pieces[#pieces + 1] = string.sub(json, from)
+  length = body:setBytes(table.concat(pieces))
   -- headers are the same object in all attempts, so each writes the length of its own body
   handle:headers():replace("content-length", tostring(length))
   if size > @LARGE@ then
-    json = nil
+    json, pieces = nil, nil
     collectgarbage()
   end
 end
 
 function envoy_on_response(handle)
-  -- no engine writes what decides about the next attempt
+  -- no engine writes what is said of it, or what decides about the next attempt
+  handle:headers():remove("@DEGRADED@")
   handle:headers():remove("@REFUSED_FOR@")
   handle:headers():remove("x-envoy-ratelimited")
   local degraded = chosen(handle)["@SERVERS@"]
-  if degraded and degraded["@SERVER@"] then handle:headers():replace("@DEGRADED@", "model") end
+  local how = degraded and degraded["@SERVER@"]
+  if how then handle:headers():replace("@DEGRADED@", how) end
   @READ@
 end
 """
@@ -287,6 +303,7 @@ def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
         "@LONGEST@": str(most_read),
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
+        "@CLAMPS@": CLAMPS,
         "@MODEL@": _lua_text(msgspec.json.encode(server.spec.model)),
         "@SERVERS@": DEGRADED_SERVERS,
         "@SERVER@": _lua_text(server.metadata.key.encode()),

@@ -437,7 +437,8 @@ def change_for(
     if model is not None:
         context["model"] = Value(string_value=msgspec.json.encode(model).decode())
     if degraded is not None:
-        context["degraded"] = _set_of(degraded)
+        names = {name: Value(string_value="model") for name in sorted(degraded)}
+        context["degraded"] = Value(struct_value=Struct(fields=names))
     if refusals:
         taking = {one: _set_of(refusals[one]) for one in sorted(refusals)}
         context["refusals"] = Value(struct_value=Struct(fields=taking))

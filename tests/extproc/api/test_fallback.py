@@ -29,6 +29,8 @@ def loaded(*fallback: object, **rule: object) -> None:
         ([{"modelServerName": "b"}] * 2, {}, "'b' is listed twice"),
         ([{"modelServerName": "b"}, {"modelServerName": "c", "on": ["connect"]}], {}, r"fallback\[1\].on: differs"),
         ([{"modelServerName": "b", "on": []}], {}, "on"),
+        ([{"modelServerName": "b", "degrade": {"maxOutputTokens": 0}}], {}, "maxOutputTokens"),
+        ([{"modelServerName": "b", "degrade": {}}], {}, "maxOutputTokens"),
         ([{"modelServerName": "b", "on": ["sometimes"]}], {}, "sometimes"),
         ([], {"retry": {"minConcurrency": 5}}, "has no effect without fallback"),
         ([{"modelServerName": "b"}], {"retry": {"idleTimeout": "0s"}}, "Envoy takes no 0s here"),

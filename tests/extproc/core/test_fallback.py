@@ -550,6 +550,88 @@ def test_without_the_class_a_long_prompt_stays() -> None:
     assert set(decision.attempts.servers) == {"default/a", "default/c"}
 
 
+SHORT = [{"modelServerName": "b", "degrade": {"maxOutputTokens": 100}}, {"modelServerName": "c"}]
+
+
+def edited(body: bytes, edits: str) -> dict[str, object]:
+    """What Envoy's filter makes of the body."""
+    found = [one.split(",", 2) for one in edits.split(";") if one]
+    for at, length, text in sorted(found, key=lambda one: -int(one[0])):
+        body = body[: int(at)] + text.encode() + body[int(at) + int(length) :]
+    return json.loads(body)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "shorter"),
+    [
+        ("/v1/chat/completions", {}, {"max_completion_tokens": 100}),
+        ("/v1/chat/completions", {"max_tokens": 101}, {"max_tokens": 100}),
+        ("/v1/chat/completions", {"max_tokens": None}, {"max_completion_tokens": 100}),
+        ("/v1/chat/completions", {"max_completion_tokens": None, "seed": 7}, {"max_completion_tokens": 100}),
+        (
+            "/v1/chat/completions",
+            {"max_tokens": 900, "max_completion_tokens": 8000, "stream": True},
+            {"max_tokens": 100, "max_completion_tokens": 100},
+        ),
+        ("/v1/messages", {"max_tokens": 4096}, {"max_tokens": 100}),
+        ("/v1/responses", {"input": "hi"}, {"max_output_tokens": 100}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 4096}, {"max_tokens": 100}),
+        # it asks for no more
+        ("/v1/chat/completions", {"max_tokens": 100}, None),
+        ("/v1/completions", {"prompt": "hi"}, None),
+        ("/v1/embeddings", {"input": "hi"}, None),
+    ],
+)
+def test_answers_of_a_fallback_may_be_shorter(
+    path: str, fields: dict[str, object], shorter: dict[str, int] | None
+) -> None:
+    core = core_with(fallback=SHORT)
+    arrival = request(core, path=path, **fields)
+    own, _ = core.arrive(arrival, 0.0, Attachment(), wants_reasons=True)
+    assert isinstance(own, Decision)
+    assert own.attempts is not None
+    body = arrival.body if own.body is None else own.body
+    sent_body = json.loads(body)
+    clamps = dict(own.attempts.clamps)
+    assert clamps.keys() == (set() if shorter is None else {"default/b"})
+    assert edited(body, clamps.get("default/b", "")) == {**sent_body, **(shorter or {})}
+    # its own engines are asked for what the client wants
+    assert {name: sent_body.get(name) for name in fields} == {**fields}
+    assert own.explanation is not None
+    assert ("answers of at most 100 tokens" in to_text(own.explanation)) is (shorter is not None)
+    # sent there at once, its body has the limits, and those behind it get no more
+    fail(core, "a")
+    arrival = request(core, path=path, **fields)
+    own, _ = core.arrive(arrival, 0.0)
+    assert isinstance(own, Decision)
+    assert own.server == "default/b"
+    assert own.body is not None
+    there = json.loads(own.body)
+    assert {name: there.get(name) for name in shorter or {}} == (shorter or {})
+    assert own.attempts is not None
+    marked = {} if shorter is None else {"default/b": "", "default/c": ""}
+    assert dict(own.attempts.clamps) == marked
+
+
+def test_the_usage_log_knows_whose_answers_are_shorter() -> None:
+    gateway = json.dumps(
+        {
+            "apiVersion": "attache.dev/v1alpha1",
+            "kind": "GatewayConfig",
+            "metadata": {"name": "gateway"},
+            "spec": {"usageLog": {"path": "/var/log/attache/usage.log"}},
+        }
+    )
+    core = core_with(others=gateway, fallback=SHORT)
+    usage = sent(core).usage
+    assert usage is not None
+    assert [usage.as_served_by(f"default/{name}").degraded for name in "abc"] == [False, True, False]
+    fail(core, "a")
+    usage = sent(core).usage
+    assert usage is not None
+    assert (usage.server, usage.degraded, usage.as_served_by("default/c").degraded) == ("default/b", True, True)
+
+
 def test_the_usage_log_knows_all_that_may_serve_it() -> None:
     gateway = json.dumps(
         {
