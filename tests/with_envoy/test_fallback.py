@@ -21,7 +21,7 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from bench.stack.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports, ports_in_a_row
 from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_once
 from controller.usage.rows import row_of
@@ -175,13 +175,17 @@ async def running(
     engines: Mapping[str, Engine],
     log: list[tuple[str, str]],
     gateway: Mapping[str, object] | None = None,
+    *,
+    workers: int = 1,
 ) -> AsyncIterator[Gateway]:
-    names = ("envoy", "admin", "extproc", "metrics")
-    ports = dict(zip(names, free_ports(4), strict=True))
+    """The metrics are those of the first of ``workers``."""
+    ports = dict(zip(("envoy", "admin"), free_ports(2), strict=True))
+    ports |= {"extproc": ports_in_a_row(workers), "metrics": ports_in_a_row(workers)}
     spec = {
         "listen": f"127.0.0.1:{ports['envoy']}",
         "admin": f"127.0.0.1:{ports['admin']}",
         "extproc": f"127.0.0.1:{ports['extproc']}",
+        "extprocWorkers": workers,
         **(gateway or {}),
     }
     config, bundle = directory / "config", directory / "envoy"
@@ -189,6 +193,8 @@ async def running(
     (config / "attache.yaml").write_text(yaml.safe_dump_all([*documents, document("GatewayConfig", "gateway", spec)]))
     write_once(load_directory(config), bundle, str(bundle.resolve()), config)
     extproc = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", str(spec["extproc"])]
+    if workers > 1:
+        extproc += ["--workers", str(workers)]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         async def answers(url: str) -> bool:
@@ -517,6 +523,52 @@ async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_bud
             await eventually(is_idle)
             counted = await gateway.values("attache_fallbacks_total")
             assert {reason for labels in counted for reason in labels} >= {"failed", "no_endpoint"}
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
+async def test_two_workers_send_a_fallback_no_more_than_one_budget(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1")}
+    for one in engines.values():
+        await one.start()
+    budget = 20
+    rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
+    documents = [
+        server("a", "big/model", [engines["a1"]]),
+        server("b", "small", [engines["b1"]]),
+        route("m", {**rule, "retry": {"minConcurrency": budget}}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, workers=2) as gateway:
+            host, _, port = gateway.metrics.rpartition(":")
+            pages = [f"{host}:{int(port) + worker}" for worker in range(2)]
+
+            async def at_once() -> list[float]:
+                """By worker, the requests that it has sent to the fallback without an attempt."""
+                found = []
+                for page in pages:
+                    text = (await gateway.http.get(f"{page}/metrics")).text
+                    lines = [one for one in text.splitlines() if one.startswith("attache_fallbacks_total{")]
+                    found.append(sum(float(one.rpartition(" ")[2]) for one in lines if "no_endpoint" in one))
+                return found
+
+            async def both_avoid_it() -> bool:
+                await asyncio.gather(*(gateway.ask() for _ in range(4)))
+                return min(await at_once()) >= 3
+
+            engines["a1"].does = 503
+            await eventually(both_avoid_it)
+            engines["b1"].takes_s, engines["b1"].most = 1.0, 0
+            before = await at_once()
+            asked = []
+            for _ in range(200):
+                asked.append(asyncio.create_task(gateway.ask()))
+                await asyncio.sleep(0.02)
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200, 503}
+            assert budget / 2 < engines["b1"].most <= 1.2 * budget
+            assert all(now > then for now, then in zip(await at_once(), before, strict=True))
     finally:
         for one in engines.values():
             await one.stop()
