@@ -45,13 +45,14 @@ WHOLE: Final = {"object": "chat.completion", "choices": [], "usage": USAGE}
 
 class Engine:
     """``does``: what it does with the next request, a status or a word; ``got``: the bodies and headers it got.
-    ``says``: its answer, if it is another.
+    ``says``: its answer, if it is another; ``pages``: what it answers to GET, by path.
     """
 
     def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
         self.name = name
         self.does: int | str = 200
         self.says: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+        self.pages: dict[str, str] = {}
         self.takes_s = 0.0
         self.got: list[bytes] = []
         self.headers: list[Mapping[str, str]] = []
@@ -74,7 +75,8 @@ class Engine:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         if http.method != "POST":
-            return web.Response(status=404)
+            page = self.pages.get(http.path)
+            return web.Response(status=404) if page is None else web.Response(text=page)
         self.running += 1
         self.most = max(self.most, self.running)
         try:

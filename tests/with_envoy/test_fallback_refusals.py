@@ -371,6 +371,47 @@ async def test_sdks_see_the_error_of_the_model(gateway: Gateway) -> None:
     gateway.asked += 3
 
 
+async def test_a_prompt_that_cannot_fit_is_sent_where_it_may(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    engines["a1"].pages = {
+        "/metrics": 'vllm:num_requests_waiting{engine="0"} 0\nvllm:num_requests_running{engine="0"} 0\n',
+        "/v1/models": '{"object": "list", "data": [{"id": "big/model", "max_model_len": 100}]}',
+    }
+    fallback = [
+        {"modelServerName": "b", "on": FAILURES},
+        {"modelServerName": "c", "on": [*FAILURES, "context-window"]},
+    ]
+    documents = [
+        server("a", "big/model", [engines["a1"]], scrapeInterval="50ms"),
+        server("b", "another", [engines["b1"]]),
+        server("c", "long", [engines["c1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log) as gateway:
+            long = [{"role": "user", "content": "word " * 2000}]
+
+            async def is_known() -> bool:
+                answer = await gateway.ask(messages=long)
+                assert answer.status_code == 200
+                return letters(gateway) == "c"
+
+            await eventually(is_known)
+            assert (await gateway.ask()).headers["x-attache-served-by"] == "default/a"
+            counted = await gateway.values("attache_fallbacks_total")
+            assert counted["context_window", "default/c"] >= 1
+            # that one fails: there is none behind it, and the own engine is not asked for what it cannot do
+            engines["c1"].does = 503
+            assert (await gateway.ask(messages=long)).status_code == 503
+            assert letters(gateway).strip("c") == ""
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
 async def test_without_extproc_attempts_go_down_the_list_and_a_small_buffer_holds_little(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
     engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
