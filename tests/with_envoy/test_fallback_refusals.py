@@ -458,3 +458,31 @@ async def test_without_extproc_attempts_go_down_the_list_and_a_small_buffer_hold
         assert (answer.status_code, letters(gateway)) == (400, "a")
     for one in engines.values():
         await one.stop()
+
+
+async def test_attempts_that_reach_no_engine_count_in_the_order(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "a2", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    # nobody listens there any more
+    await engines["a1"].stop()
+    fallback = [
+        {"modelServerName": "b", "on": FAILURES},
+        {"modelServerName": "c", "on": [*FAILURES, "context-window"]},
+    ]
+    documents = [
+        server("a", "big/model", [engines["a1"], engines["a2"]], picker="RoundRobin"),
+        server("b", "another", [engines["b1"]]),
+        server("c", "long", [engines["c1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log) as gateway:
+            refuse(gateway, "a2")
+            for _ in range(4):
+                assert (await gateway.ask()).status_code == 200
+                assert letters(gateway) == "ac"
+    finally:
+        for one in engines.values():
+            await one.stop()
