@@ -82,6 +82,8 @@ POLICY_HEADER: Final = "x-attache-policy"
 # Of answers to requests whose rule has fallbacks: the ModelServer that answered, and what is less than was asked for.
 SERVED_BY: Final = "x-attache-served-by"
 DEGRADED: Final = "x-attache-degraded"
+# Of an answer of an engine, between two filters of Envoy: the class of refusals for which it makes the next attempt.
+REFUSED_FOR: Final = "x-attache-refused-for"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 # The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.
@@ -154,11 +156,15 @@ HIDES_USAGE: Final = "hides_usage"
 # usage log.
 USAGE_CONTEXT: Final = "usage"
 # Of a request whose rule has fallbacks: Envoy's clusters, one for each attempt; where the model's name stands in the
-# body, as "first byte,length"; and the ModelServers whose answers are marked as degraded.
+# body, as "first byte,length"; the ModelServers whose answers are marked as degraded, and how; by ModelServer, the
+# limits of the answer in the body, each as "first byte,length,text;"; by class of refusals, the clusters that take what
+# others have refused for it; and, as Envoy writes them, which endpoints have refused it.
 ROUTE_NAMESPACE: Final = "attache.route"
 GROUPS: Final = "priority_groups"
 SPLICE: Final = "splice"
 DEGRADED_SERVERS: Final = "degraded"
+CLAMPS: Final = "clamps"
+REFUSED: Final = "refused"
 # Token usage, which Envoy's filters read out of answers.
 USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"

@@ -34,8 +34,8 @@ MAX_NODES: Final = 250_000
 # Python refuses to print, and takes long to read, numbers of many thousands of digits.
 _MAX_NUMBER_CHARACTERS: Final = 1000
 _NUMBER_LIKE: Final = re.compile(r"[-+.0-9]")
-# libyaml is several times faster; the pure loader reads the same.
-Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BOOLEAN: Final = "tag:yaml.org,2002:bool"
+_TEXT: Final = "tag:yaml.org,2002:str"
 # Of one file.
 MAX_DOCUMENTS: Final = 10_000
 # Most mistakes that are reported of one document: the first few suffice.
@@ -47,6 +47,24 @@ _LONE_RETURN: Final = re.compile("\r(?!\n)")
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
 # In YAML and JSON, in flow style too.
 _NAME: Final = re.compile(r"""\bname["']?[ \t]*:[ \t]*["']?([^\s"',}]+)""")
+
+
+if TYPE_CHECKING:
+    _SafeLoader = yaml.SafeLoader
+else:
+    # libyaml is several times faster; the pure loader reads the same
+    _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Loader(_SafeLoader):
+    """Reads ``on`` as text where it is the name of a field. As a value it is true, as it is for Kubernetes."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As the library does, but for names."""
+        for name, _ in node.value:
+            if name.tag == _BOOLEAN:
+                name.tag = _TEXT
+        return super().construct_mapping(node, deep)
 
 
 class UnsupportedYaml(yaml.YAMLError):

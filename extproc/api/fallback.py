@@ -3,7 +3,8 @@
 
 Envoy makes the attempts: first at endpoints of the ModelServer that the rule chose, then at each fallback in its order.
 It has one list of reasons and one time limit for all attempts of a request, so all fallbacks of a rule have the same
-``on``.
+classes of failures. Classes of refusals are each fallback's own: a filter reads them in the body of the answer, and
+chooses which ModelServer is next.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
     from extproc.api.model_server import TrafficPolicy
 
-FailureClass = Literal["connect", "timeout", "overloaded", "server-error"]
-ALL_CLASSES: Final[tuple[FailureClass, ...]] = ("connect", "timeout", "overloaded", "server-error")
+FailureClass = Literal["connect", "timeout", "overloaded", "server-error", "context-window", "content-policy"]
+FAILURES: Final[tuple[FailureClass, ...]] = ("connect", "timeout", "overloaded", "server-error")
+# Of one model, where another may take the request. They are no failures of an engine.
+REFUSALS: Final[tuple[FailureClass, ...]] = ("context-window", "content-policy")
 # By class: Envoy's conditions for another attempt, and the statuses that are one.
 CONDITIONS: Final[Mapping[FailureClass, tuple[str, ...]]] = MappingProxyType(
     {
@@ -31,22 +34,38 @@ CONDITIONS: Final[Mapping[FailureClass, tuple[str, ...]]] = MappingProxyType(
         "timeout": ("reset",),
         "overloaded": (),
         "server-error": (),
+        **dict.fromkeys(REFUSALS, ("retriable-headers",)),
     }
 )
 STATUSES: Final[Mapping[FailureClass, tuple[int, ...]]] = MappingProxyType(
-    {"connect": (), "timeout": (), "overloaded": (429, 503, 529), "server-error": (500, 502, 504)}
+    {
+        "connect": (),
+        "timeout": (),
+        "overloaded": (429, 503, 529),
+        "server-error": (500, 502, 504),
+        **dict.fromkeys(REFUSALS, ()),
+    }
 )
+
+
+class Degrade(Spec, frozen=True):
+    """What a fallback gives less of. ``max_output_tokens``: of each answer."""
+
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
 class Fallback(Spec, frozen=True):
     """Another ModelServer. ``model_server_name``: its name. ``on``: failures of an attempt after which the next one is
-    made: ``connect``, ``timeout``, ``overloaded`` (429, 503, 529), ``server-error`` (500, 502, 504). ``degraded``: its
-    answers have the header ``x-attache-degraded: model``.
+    made: ``connect``, ``timeout``, ``overloaded`` (429, 503, 529), ``server-error`` (500, 502, 504), ``context-window``
+    (the prompt is too long), ``content-policy`` (its content was refused). ``degraded``: its answers have the header
+    ``x-attache-degraded: model``.
     """
 
     model_server_name: Name
-    on: Annotated[tuple[FailureClass, ...], msgspec.Meta(min_length=1, max_length=4)] = ALL_CLASSES
+    on: Annotated[tuple[FailureClass, ...], msgspec.Meta(min_length=1, max_length=6)] = FAILURES
     degraded: bool = False
+    # Its answers are shorter than clients may ask for; such answers have ``x-attache-degraded: max_tokens``.
+    degrade: Degrade | None = None
     # A request that has waited so long in extproc goes there, if an endpoint has room at once; without it, none.
     after_queue: Duration | None = None
 
@@ -63,9 +82,14 @@ class FallbackRetry(Spec, frozen=True):
     idle_timeout: Duration | None = None
 
 
+def classes_of(fallbacks: Sequence[Fallback]) -> frozenset[FailureClass]:
+    """After which an attempt of a request with these fallbacks may be followed by another."""
+    return frozenset(one for fallback in fallbacks for one in fallback.on)
+
+
 def attempts_name(policy: TrafficPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry) -> str:
     """Envoy's route for requests with these fallbacks at a ModelServer with this policy; it has all that they share."""
-    classes = "+".join(one for one in ALL_CLASSES if one in fallbacks[0].on)
+    classes = "+".join(one for one in (*FAILURES, *REFUSALS) if one in classes_of(fallbacks))
     idle = "" if retry.idle_timeout is None else f"/{float(retry.idle_timeout)}s"
     return f"{float(policy.timeout)}s/{classes}{idle}"
 
@@ -88,5 +112,9 @@ def check_fallbacks(
         elif list(targets) == [name]:
             yield (*where, "modelServerName"), f"'{name}' is the rule's only target, so it never helps; write another"
         seen.add(name)
-        if set(one.on) != set(fallbacks[0].on):
-            yield (*where, "on"), "differs from the first fallback's; Envoy has one list for a request: write the same"
+        if set(one.on).difference(REFUSALS) != set(fallbacks[0].on).difference(REFUSALS):
+            yield (
+                (*where, "on"),
+                f"differs from the first fallback's in more than {' and '.join(REFUSALS)}; Envoy has one list of "
+                "failures for a request: write the same",
+            )

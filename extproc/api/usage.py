@@ -57,8 +57,8 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     it (``extproc.api.used_tokens.Expected``): ``input_tokens``, ``output_tokens``, ``answers``, ``most_output``,
     ``token_us``, ``tokens_per_event``, ``in_background``. ``price``: in force for it; None: the ModelServer has none.
     ``refused``: the code of extproc's refusal; empty if the request was sent on. ``service_class``: the name of its
-    class of objectives; ``band`` if it has none. ``degraded``: ``server`` is a fallback of another model.
-    ``fallbacks``: those to which Envoy may go on.
+    class of objectives; ``band`` if it has none. ``degraded``: ``server`` is a fallback that is marked so,
+    or limits the answer. ``fallbacks``: those to which Envoy may go on.
     """
 
     ticket: str = ""

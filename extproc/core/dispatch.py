@@ -28,9 +28,11 @@ from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
+from extproc.protocol import Api
 from extproc.request.form import read_form, with_fields
+from extproc.request.model import is_given
 from extproc.request.prefill import Changes
-from extproc.request.rewrite import is_plain, with_changes
+from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Assignment, Consideration, Pool
 
 
+_ABSENT: Final = msgspec.Raw(b"")
 _NO_PLAN: Final = "the fallbacks of a request could not be planned"
 
 
@@ -411,6 +414,7 @@ def usage_of_run(record: Record, run: Run, arrival: Arrival) -> UsageContext:
         price=run.price,
         objectives=run.objectives,
         reserves=run.reserves,
+        is_short=bool(shorter_answer(arrival)),
     )
 
 
@@ -489,17 +493,36 @@ def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
 
 def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
     """What an engine must read otherwise than the client wrote it: the engines' model name, usage asked for if
-    ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt, and none of the fields that clients may not set.
+    ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of
+    the fields that clients may not set.
     """
     request, changes = arrival.request, dict[str, object]()
     if arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model
+    changes.update(shorter_answer(arrival))
     if with_usage:
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
     return Changes(changes, tuple([name for name in request.internal_fields if name not in allowed]))
+
+
+def shorter_answer(arrival: Arrival) -> dict[str, int]:
+    """The fields that limit the answer to what its fallback gives; none if the client asks for no more."""
+    most, request = arrival.destination.max_output_tokens, arrival.request
+    if most is None or request.api is None or request.api.spec.body != "json":
+        return {}
+    names = [name for name in request.api.spec.limits if "." not in name]
+    if not names or (request.max_output_tokens is not None and request.max_output_tokens <= most):
+        return {}
+    fields = fields_of(arrival.body, request.contents)
+    limits = {name: int(msgspec.json.decode(fields[name])) for name in names if is_given(fields.get(name, _ABSENT))}
+    if not limits and request.api is Api.COMPLETIONS:
+        # without a limit, its answers have 16 tokens
+        return {}
+    # engines that have no limit take the last one
+    return {name: most for name, value in (limits or {names[-1]: most + 1}).items() if value > most}
 
 
 def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:

@@ -2,8 +2,9 @@
 """Fallback: other ModelServers for a request that its own cannot serve, or not soon enough.
 
 Envoy makes the attempts of a request, and is told all of them at its decision: engines of its own ModelServer first,
-then those of each fallback that is possible for it. All attempts have one body, in which only the model's name can be
-another. A request whose ModelServer has no usable endpoint, or that has waited long enough, goes to a fallback at once.
+then those of each fallback that is possible for it. All attempts have one body, in which only the model's name and the
+limits of the answer can be others. A request whose ModelServer has no usable endpoint or does not take its prompt, or
+that has waited long enough, goes to a fallback at once.
 
 A budget bounds the requests that a fallback has from others. Those that were sent there count, and so do those that
 were sent to an engine that has failed since and has answered nothing after they came: Envoy has passed them on.
@@ -15,30 +16,45 @@ from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.fallback import attempts_name
+import msgspec
+
+from extproc.api.fallback import REFUSALS, attempts_name
 from extproc.core import breakers
-from extproc.core.dispatch import asks_for_usage, changed_body, changes_for, constraints_of, prompt_of
+from extproc.core.dispatch import (
+    asks_for_usage,
+    changed_body,
+    changes_for,
+    constraints_of,
+    prompt_of,
+    shorter_answer,
+)
 from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
 from extproc.errors import Refusal
 from extproc.prefix.index import tail_of
-from extproc.request.rewrite import span_of_field
+from extproc.request.prefill import truncates
+from extproc.request.rewrite import spans_of_fields
 from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from extproc.core.record import Arrival, Attachment, Record, Run
     from extproc.core.request_builder import RequestBuilder
     from extproc.request.prefill import Changes
+    from extproc.request.rewrite import Span
     from extproc.routing.resolve import Destination, Fallbacks
     from extproc.scheduling.pool import Consideration, Pool
 
 
+_CONTEXT: Final = "context-window"
+# Texts have up to so many times the bytes in a token that are usual for their ModelServer.
+_CERTAIN: Final = 2.0
 # Why a request goes to a fallback at once.
 _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "no_endpoint": "is taken: the ModelServer before it has no usable endpoint",
+        "context_window": "is taken: the prompt is longer than the ModelServer before it takes",
         "late": "is taken: the ModelServer before it is predicted to be late",
         "queue": "is taken: the request has waited long enough for the ModelServer before it",
     }
@@ -102,19 +118,19 @@ class FallbackPlanner:
         *,
         waited_s: float | None = None,
         is_drawn: bool = True,
-        in_time: Callable[[Arrival], bool] | None = None,
+        suits: Callable[[Arrival], bool] | None = None,
     ) -> Arrival | None:
         """The request at the first fallback that can have it; None: there is none.
 
-        ``waited_s``: it has waited so long for its ModelServer. ``in_time``: it would be late there, and is in time at
-        those that are true. With neither it moves only if its ModelServer has no usable endpoint, or a breaker that
-        does not let it through. ``is_drawn``: the breaker does, beside the probe.
+        ``waited_s``: it has waited so long for its ModelServer. ``suits``: it cannot be served there, and can at those
+        that are true. With neither it moves only if its ModelServer has no usable endpoint, or a breaker that does not
+        let it through. ``is_drawn``: the breaker does, beside the probe.
         """
         fallbacks, pool = arrival.destination.fallbacks, arrival.pool
         if fallbacks is None or not attachment.is_bundle:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
-        is_for_failure = waited_s is None and in_time is None
+        is_for_failure = waited_s is None and suits is None
         if is_for_failure and (is_waiting or (pool.is_ready(now) and (is_drawn or breakers.may_probe(pool, now)))):
             return None
         for one in fallbacks.chain:
@@ -125,9 +141,18 @@ class FallbackPlanner:
             except Refusal:
                 continue
             is_let_in = breakers.may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
-            if is_let_in and not self._why_not(pool, other, fallbacks, now) and (in_time is None or in_time(other)):
+            if is_let_in and not self._why_not(pool, other, fallbacks, now) and (suits is None or suits(other)):
                 return other
         return None
+
+    def for_context(self, arrival: Arrival, attachment: Attachment, now: float) -> Arrival | None:
+        """A request whose prompt is too long for its ModelServer, at the first fallback that takes such; None: it is
+        not, or there is none.
+        """
+        fallbacks = arrival.destination.fallbacks
+        if fallbacks is None or not any(_CONTEXT in one.takes for one in fallbacks.chain) or not _is_too_long(arrival):
+            return None
+        return self.instead(arrival, attachment, now, suits=lambda other: _CONTEXT in other.destination.takes)
 
     def plan(
         self,
@@ -154,21 +179,20 @@ class FallbackPlanner:
         why = _why_alone(arrival, considered)
         if record.fell_back_for:
             states.append(FallbackState(own.name, addresses[0], _TAKEN[record.fell_back_for]))
-        span = None
+        edited = _EditedBody(arrival, arrival.body if body is None else body)
         for one in fallbacks.chain:
             found = why or self._reserve(record, one, fallbacks, base, now)
-            if isinstance(found, Reserve) and found.model != arrival.destination.model:
-                span = span or span_of_field(arrival.body if body is None else body, "model")
-                if span is None:
-                    found = "the model's name has no place in its body"
+            if isinstance(found, Reserve) and not edited.may_go_to(found):
+                found = "the model's name has no place in its body"
             if isinstance(found, str):
                 states.append(FallbackState(one.server, "", found))
                 continue
             to = found.assignment.addresses
             addresses += to
             servers += [one.server] * len(to)
-            reserves[one.server] = found
-            states.append(FallbackState(one.server, to[0], "is tried next"))
+            reserves[one.server] = edited.going_to(one.server, found)
+            shorter = f", for answers of at most {one.max_output_tokens} tokens" if found.limits else ""
+            states.append(FallbackState(one.server, to[0], f"is tried next{shorter}"))
         degraded = [one.server for one in fallbacks.chain if one.is_degraded and one.server in reserves]
         if arrival.destination.is_degraded:
             degraded.append(own.name)
@@ -176,8 +200,10 @@ class FallbackPlanner:
             servers=tuple(servers),
             addresses=tuple(addresses),
             degraded=tuple(degraded),
-            splice="" if span is None else f"{span[0]},{span[1] - span[0]}",
+            splice=edited.splice,
             policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
+            refusals=_takers(fallbacks, reserves),
+            clamps=tuple(edited.clamps.items()),
         )
         return FallbackPlan(None if considered.pick.prefill_row is not None else attempts, reserves, tuple(states))
 
@@ -208,7 +234,72 @@ class FallbackPlanner:
             return "it speaks another protocol"
         if not other.pool.is_ready(now):
             return "it has no usable endpoint"
+        if _is_too_long(other):
+            return "the prompt is longer than it takes"
         return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
+
+
+class _EditedBody:
+    """What fallbacks read otherwise in the body that its own ModelServer gets.
+
+    ``clamps``: see Attempts. An answer that is limited at its own is so at those behind it, too.
+    """
+
+    def __init__(self, arrival: Arrival, body: bytes) -> None:
+        self._own, self._body = arrival, body
+        self._is_short = bool(shorter_answer(arrival))
+        self._spans: dict[str, Span] = {}
+        self.splice = ""
+        self.clamps = {arrival.pool.name: ""} if self._is_short else {}
+
+    def may_go_to(self, there: Reserve) -> bool:
+        """Whether what must differ there has a place in the body."""
+        if there.model == self._own.destination.model and not there.limits:
+            return True
+        api = self._own.request.api
+        limits = () if api is None else api.spec.limits
+        self._spans = self._spans or spans_of_fields(self._body, ("model", *limits))
+        return "model" in self._spans
+
+    def going_to(self, server: str, there: Reserve) -> Reserve:
+        """``there``, with its answers marked if they are limited."""
+        if there.model != self._own.destination.model:
+            first, end = self._spans["model"]
+            self.splice = f"{first},{end - first}"
+        if not self._is_short and not there.limits:
+            return there
+        self.clamps[server] = "".join(self._clamp(name, most) for name, most in there.limits.items())
+        return msgspec.structs.replace(there, is_degraded=True)
+
+    def _clamp(self, name: str, most: int) -> str:
+        span = self._spans.get(name)
+        if span is None:
+            # before the first member: there is one, the model
+            return f'{self._body.index(b"{") + 1},0,"{name}":{most},;'
+        first, end = span
+        value = self._body[first:end]
+        return f"{first},{end - first},{most};" if not value.isdigit() or int(value) > most else ""
+
+
+def _is_too_long(arrival: Arrival) -> bool:
+    """Whether no engine of its ModelServer takes the prompt, by what they list. An estimate must be far beyond that."""
+    most, request = arrival.pool.context_tokens(), arrival.request
+    if not most or request.prompts.count != 1 or request.path is not None:
+        return False
+    tokens = float(request.prompts.token_ids)
+    if not tokens:
+        tokens = request.text_bytes / arrival.pool.caches.bytes_per_token / _CERTAIN
+    return tokens > most and not truncates(arrival.body, request.contents)
+
+
+def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """By class of refusals, the ModelServers among ``reserves`` that take what others have refused for it."""
+    found = list[tuple[str, tuple[str, ...]]]()
+    for kind in REFUSALS:
+        takes = tuple([one.server for one in fallbacks.chain if one.server in reserves and kind in one.takes])
+        if takes:
+            found.append((kind, takes))
+    return tuple(found)
 
 
 def _why_alone(arrival: Arrival, considered: Consideration) -> str:
@@ -224,7 +315,8 @@ def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> s
     """Which fields an engine must read otherwise than as ``base`` has them, beside the model's name; empty: none."""
     other = changes_for(arrival, with_usage=asks_for_usage(arrival, attachment))
     fields, others = base.fields, other.fields
-    names = (fields.keys() | others.keys()) - {"model"}
+    limits = () if arrival.request.api is None else arrival.request.api.spec.limits
+    names = (fields.keys() | others.keys()) - {"model", *limits}
     found = {name for name in names if fields.get(name) != others.get(name) or (name in fields) != (name in others)}
     found |= set(base.without) ^ set(other.without)
     return f"its body would have another {', '.join(sorted(found))} there" if found else ""
@@ -257,5 +349,11 @@ def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> 
     )
     price = pool.price_at(record.wall_s)
     return Reserve(
-        pool, assignment, sent, arrival.destination.model, price, is_degraded=arrival.destination.is_degraded
+        pool,
+        assignment,
+        sent,
+        arrival.destination.model,
+        price,
+        is_degraded=arrival.destination.is_degraded,
+        limits=shorter_answer(arrival),
     )

@@ -69,6 +69,10 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     served_row = table.row_of(outcome.served) if was_passed_over else None
+    for server, address in _failed_before(run, outcome) if outcome.refused else ():
+        # Envoy was elsewhere, and has come back
+        if server in run.reserves:
+            _count_passed_over(run.at(run.reserves[server]), address, now, out)
     if not run.is_leg:
         _count_at_server(run, outcome, _failure_of(run, outcome, _row_that_answered(run, outcome)), now, out)
     if _is_load(outcome):
@@ -78,7 +82,9 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
     elif was_passed_over and run.sent.checks_refusal and not is_engine_error(outcome.status):
         _check_refusal(run, outcome, now, out)
     else:
-        if table.is_current(first):
+        if first.address in outcome.refused:
+            _release(run)
+        elif table.is_current(first):
             failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
             is_unavailable = (
                 outcome.status in _UNAVAILABLE
@@ -89,7 +95,7 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
                 _release(run)
             else:
                 _count(run, first.row, first.passed, failure, now, out, is_unavailable=is_unavailable)
-        if served_row is not None and not _is_inconclusive(outcome):
+        if served_row is not None and not _is_inconclusive(outcome) and outcome.served not in outcome.refused:
             _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
 
 
@@ -160,14 +166,18 @@ def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) ->
 
 
 def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
-    """Another ModelServer has answered: the endpoints of all attempts before failed.
+    """Another ModelServer has answered: the endpoints of all attempts before have failed, or refused the prompt.
 
     Of times nothing is learned, as they count from the request's arrival.
     """
     runs = {run.pool.name: run, **{server: run.at(reserve) for server, reserve in run.reserves.items()}}
-    for server, address in _tried_before(run, outcome):
+    if run.assignment.endpoint.address in outcome.refused:
+        _release(run)
+    failed = _failed_before(run, outcome)
+    for server, address in failed:
         _count_passed_over(runs[server], address, now, out)
-    _count_at_server(run, outcome, EngineFailure.PASSED_OVER, now, out)
+    is_own = any(server == run.pool.name for server, _ in failed)
+    _count_at_server(run, outcome, EngineFailure.PASSED_OVER if is_own else EngineFailure.REFUSED, now, out)
     there = runs.get(outcome.served_by)
     row = None if there is None else there.pool.table.row_of(outcome.served)
     if there is None or row is None or outcome.status == 0 or outcome.has_left:
@@ -178,7 +188,7 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
     _count_at_server(there, outcome, failure, now, out)
     if _is_load(outcome):
         _hold_off(there, row, outcome, now)
-    else:
+    elif outcome.served not in outcome.refused:
         _count(there, row, UNKNOWN_PASS, failure, now, out)
     if 200 <= outcome.status < 300:
         there.pool.caches.record(row, there.sent.chain, now)
@@ -187,13 +197,26 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
         _learn_turn(there, outcome)
 
 
+def _failed_before(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
+    return [one for one in _tried_before(run, outcome) if one[1] not in outcome.refused]
+
+
 def _tried_before(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
     """The ModelServer and address of each attempt before the last. Of a request of another process, only the first is
-    known.
+    known. After a refusal, those ModelServers that take the request come first.
     """
     if run.attempts is None:
         return [(run.pool.name, run.assignment.endpoint.address)]
-    return list(zip(run.attempts.servers, run.attempts.addresses, strict=True))[: outcome.attempts - 1]
+    left, takers = list(zip(run.attempts.servers, run.attempts.addresses, strict=True)), dict(run.attempts.refusals)
+    found, asked = list[tuple[str, str]](), set[str]()
+    while left and len(found) < outcome.attempts - 1:
+        server, address = left.pop(0)
+        found.append((server, address))
+        if address in outcome.refused:
+            asked.add(server)
+            may = {*takers.get(outcome.refused[address], ())} - asked
+            left = [one for one in left if one[0] in may] + [one for one in left if one[0] not in may]
+    return found
 
 
 def _count_passed_over(run: Run, address: str, now: float, out: list[Effect]) -> None:
@@ -357,7 +380,9 @@ def on_metrics(pools: Mapping[str, Pool], event: EngineReported, now: float, out
     if event.models is not None:
         models = event.models if pool.slots is None else pool.slots.apply_recent_changes(row, event.models, now)
         loras, base = pool.table.loras[row], event.base_models
-        pool.table.set_loras(row, msgspec.structs.replace(loras, served=models, base=base))
+        pool.table.set_loras(
+            row, msgspec.structs.replace(loras, served=models, base=base, context_tokens=event.context_tokens)
+        )
         pool.table.healths[row].listed_at_s = now
         if update_missing_model(pool, row):
             out.append(ModelChecked(pool.name, event.address, pool.table.healths[row].lacks_model, base))

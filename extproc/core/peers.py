@@ -81,6 +81,7 @@ class EngineReported(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """An engine's report. One process of a machine scrapes the engines and sends the reports to the others.
 
     ``models``: all that it lists, adapters too; None in a report of its metrics. ``base_models``: without adapters.
+    ``context_tokens``: the most that a prompt of those may have, 0 if unknown.
     """
 
     server: str
@@ -90,6 +91,7 @@ class EngineReported(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     has_restarted: bool = False
     models: frozenset[str] | None = None
     base_models: frozenset[str] = frozenset()
+    context_tokens: int = 0
 
 
 class KnownBreaker(msgspec.Struct, frozen=True, array_like=True):

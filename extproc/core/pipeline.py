@@ -241,11 +241,19 @@ class AdmissionPipeline:
         return True
 
     def _fall_back(self, record: Record, now: float, out: list[Effect]) -> None:
-        """A request whose ModelServer has no usable endpoint goes to a fallback that has one."""
-        instead = partial(self._fallbacks.instead, record.arrived, record.attachment, now, is_drawn=record.is_drawn)
-        other = with_fault(out, _FALLBACK_FAILED, instead)
+        """A request whose prompt is too long for its ModelServer goes to a fallback that may take it, and one whose
+        ModelServer has no usable endpoint to one that has.
+        """
+        planner, arrival = self._fallbacks, record.arrived
+        why, other = (
+            "context_window",
+            with_fault(out, _FALLBACK_FAILED, partial(planner.for_context, arrival, record.attachment, now)),
+        )
+        if other is None:
+            instead = partial(planner.instead, arrival, record.attachment, now, is_drawn=record.is_drawn)
+            why, other = "no_endpoint", with_fault(out, _FALLBACK_FAILED, instead)
         if other is not None:
-            self._send_to_fallback(record, other, "no_endpoint")
+            self._send_to_fallback(record, other, why)
 
     def _fall_back_at_turn(self, record: Record, with_room: Bools | None, now: float) -> Bools | None:
         """The breaker of the ModelServer has opened while the request waited: it goes to a fallback that has room at
@@ -314,6 +322,8 @@ class AdmissionPipeline:
         instead, why = self._in_time_elsewhere(foreseen, attachment, now, wall_s=wall_s, waited_s=0.0), "late"
         if foreseen is not None and instead is not None:
             forecast = msgspec.structs.replace(foreseen.forecast, result="fallback")
+        if instead is None:
+            instead, why = self._fallbacks.for_context(arrival, attachment, now), "context_window"
         if instead is None:
             instead, why = self._fallbacks.instead(arrival, attachment, now), "no_endpoint"
         arrival = arrival if instead is None else instead
@@ -525,7 +535,7 @@ class AdmissionPipeline:
         if late is None or late.refusal is None:
             return None
         in_time = partial(self._forecaster.is_in_time, late.forecast, attachment, now, wall_s=wall_s, waited_s=waited_s)
-        return self._fallbacks.instead(late.arrival, attachment, now, in_time=in_time)
+        return self._fallbacks.instead(late.arrival, attachment, now, suits=in_time)
 
     def _go_on(self, record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> RequestEffect:
         """Take the request through the remaining waits, to an engine."""

@@ -226,7 +226,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
     and its usage is not known. ``served_by``: the ModelServer of the last attempt, of ``attempts``; empty if unknown.
     ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
-    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does.
+    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``refused``: by address
+    of an attempt, the class for which the prompt was refused there, and may not be at another ModelServer.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -252,6 +253,7 @@ class Outcome(msgspec.Struct, frozen=True):
     attempts: int = 0
     engine_s: float | None = None
     retry_after_s: float | None = None
+    refused: Mapping[str, str] = {}
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -278,7 +280,8 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class Reserve(msgspec.Struct, frozen=True):
     """A request at a fallback that it was not sent to: what is expected there, without any load. ``model``: as its
-    engine is asked. ``price``: as ``Run`` has it.
+    engine is asked. ``price``: as ``Run`` has it. ``limits``: fields of its body, by which its answer is shorter than
+    the client asks for.
     """
 
     pool: Pool
@@ -287,12 +290,14 @@ class Reserve(msgspec.Struct, frozen=True):
     model: str
     price: Price | None = None
     is_degraded: bool = False
+    limits: Mapping[str, int] = {}
 
 
 class Attempts(msgspec.Struct, frozen=True):
     """All attempts that Envoy may make. ``servers``, ``addresses``: one of each for each attempt. ``degraded``: the
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
-    same. ``policy``: of Envoy's route.
+    same. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
+    ``clamps``: ModelServers that write shorter answers than the client asks for, and what they change in the body.
     """
 
     servers: tuple[str, ...]
@@ -300,6 +305,8 @@ class Attempts(msgspec.Struct, frozen=True):
     degraded: tuple[str, ...] = ()
     splice: str = ""
     policy: str = ""
+    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    clamps: tuple[tuple[str, str], ...] = ()
 
 
 class FallbackState(msgspec.Struct, frozen=True):

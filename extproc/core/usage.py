@@ -36,8 +36,11 @@ def usage_of_decision(
     price: Price | None,
     objectives: ObjectiveClass | None,
     reserves: Mapping[str, Reserve],
+    is_short: bool,
 ) -> UsageContext:
-    """Of a request that goes to an engine. ``price``: in force when it arrived. ``reserves``: its fallbacks."""
+    """Of a request that goes to an engine. ``price``: in force when it arrived. ``reserves``: its fallbacks.
+    ``is_short``: its answer is limited to less than its client asks for.
+    """
     found = _usage_of(
         arrival,
         ticket,
@@ -49,7 +52,7 @@ def usage_of_decision(
     elsewhere = [
         UsageElsewhere(server, truncate_name(one.model), one.price, one.is_degraded) for server, one in reserves.items()
     ]
-    degraded = arrival.destination.is_degraded
+    degraded = arrival.destination.is_degraded or is_short
     return (
         msgspec.structs.replace(found, degraded=degraded, fallbacks=tuple(elsewhere))
         if elsewhere or degraded

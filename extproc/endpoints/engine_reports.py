@@ -55,7 +55,9 @@ def apply_report(table: EndpointTable, row: int, report: EngineReport, now: floa
         loras = report.loras
         if loras.served is None:
             known = table.loras[row]
-            loras = msgspec.structs.replace(loras, served=known.served, base=known.base)
+            loras = msgspec.structs.replace(
+                loras, served=known.served, base=known.base, context_tokens=known.context_tokens
+            )
         table.set_loras(row, loras)
 
 

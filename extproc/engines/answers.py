@@ -61,6 +61,7 @@ def parse_json(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
 class _Model(msgspec.Struct, gc=False):
     id: Annotated[str, msgspec.Meta(max_length=1024)]
     parent: Any = None
+    max_model_len: Any = None
 
 
 class _Models(msgspec.Struct):
@@ -68,16 +69,23 @@ class _Models(msgspec.Struct):
 
 
 class ListedModels(msgspec.Struct, frozen=True):
-    """``names``: all of them. ``base``: those that are no adapters."""
+    """``names``: all of them. ``base``: those that are no adapters. ``context_tokens``: the most that a prompt of these
+    may have, with its answer; 0 if that is not known.
+    """
 
     names: frozenset[str]
     base: frozenset[str]
+    context_tokens: int = 0
 
 
 def models_in(body: bytes) -> ListedModels:
     """The names of ``GET /v1/models``. Raises Unreadable."""
     listed = parse_json(_models, body, "the list of models").data
-    return ListedModels(frozenset([one.id for one in listed]), frozenset([one.id for one in listed if not one.parent]))
+    base = [one for one in listed if not one.parent]
+    known = [one.max_model_len if type(one.max_model_len) is int else 0 for one in base]
+    # one that is unknown may be the longest
+    context_tokens = max(known) if known and min(known) > 0 else 0
+    return ListedModels(frozenset([one.id for one in listed]), frozenset([one.id for one in base]), context_tokens)
 
 
 class _Listed(msgspec.Struct, frozen=True):

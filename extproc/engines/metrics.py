@@ -33,7 +33,8 @@ class LoraState(msgspec.Struct, frozen=True):
     """The LoRA adapters that an engine reports.
 
     ``active``: in its batch. ``waiting``: of waiting requests. ``max_active``: how many fit a batch. ``served``: its
-    list of models, None if it was not asked. ``base``: those of the list that are no adapters.
+    list of models, None if it was not asked. ``base``: those of the list that are no adapters. ``context_tokens``: the
+    most that a prompt of those may have, by the list; 0 if unknown.
     """
 
     active: frozenset[str] = frozenset()
@@ -41,6 +42,7 @@ class LoraState(msgspec.Struct, frozen=True):
     max_active: int = 0
     served: frozenset[str] | None = None
     base: frozenset[str] = frozenset()
+    context_tokens: int = 0
 
 
 class EngineReport(msgspec.Struct, frozen=True):

@@ -508,7 +508,14 @@ class _Poll:
     def _take_models(self, body: bytes) -> None:
         listed, server = models_in(body), self._pool.name
         self._deliver(
-            EngineReported(server, self._address, EngineReport(), models=listed.names, base_models=listed.base)
+            EngineReported(
+                server,
+                self._address,
+                EngineReport(),
+                models=listed.names,
+                base_models=listed.base,
+                context_tokens=listed.context_tokens,
+            )
         )
         interval_s = _MODELS_INTERVAL_S if self._may_change_models else _MODELS_LONG_INTERVAL_S
         self._models_at_s = self._clock() + self._models_pause_s(interval_s)

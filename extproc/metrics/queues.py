@@ -315,7 +315,8 @@ class AdmissionMetrics:
         )
         self._fallbacks = Counters(
             "attache_fallbacks",
-            "Requests that a fallback got, by why: failed (Envoy has gone on to it), no_endpoint, queue.",
+            "Requests that a fallback got, by why: failed (Envoy has gone on to it), no_endpoint, queue, late,"
+            " context_window, content_policy.",
             ["server", "reason"],
             registry,
         )
@@ -383,7 +384,8 @@ class AdmissionMetrics:
     def observe_settlement(self, settled: RequestSettled) -> None:
         """Record a request's tokens and its cost."""
         if settled.fell_back_from:
-            self._fallbacks.add(settled.server, "failed")
+            refused = [kind for address, kind in settled.outcome.refused.items() if address != settled.outcome.served]
+            self._fallbacks.add(settled.server, refused[0].replace("-", "_") if refused else "failed")
         tenant, used = self._tenant(settled.tenant), settled.used
         cached = min(settled.outcome.cached_tokens or 0, used.input_tokens)
         for name, tokens in (("prompt", used.input_tokens), ("cached", cached), ("output", used.output_tokens)):

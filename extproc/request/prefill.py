@@ -373,6 +373,13 @@ def _why_whole_by_fields(request: InferenceRequest, body: bytes, protocol: Prefi
     return "truncation" if _truncates_by_answer(options) else ""
 
 
+def truncates(body: bytes, contents: tuple[int, int] | None) -> bool:
+    """Whether the engine is to shorten the prompt. ``contents``: see ``InferenceRequest``."""
+    fields = fields_of(body, contents)
+    longest, kind = fields.get("truncate_prompt_tokens", msgspec.Raw()), fields.get("truncation", msgspec.Raw())
+    return is_given(longest) or (is_given(kind) and bytes(kind) != b'"disabled"')
+
+
 def _truncates_by_answer(options: Mapping[str, msgspec.Raw]) -> bool:
     """vLLM truncates to a number of tokens, or, for -1, to its longest prompt: in most versions that is what the limit
     of the answer leaves.

@@ -77,13 +77,14 @@ def span_of(body: bytes, first: msgspec.Raw, last: msgspec.Raw) -> Span | None:
     return (start, end) if 0 <= start < end <= len(body) else None
 
 
-def span_of_field(body: bytes, name: str) -> Span | None:
-    """Where the value of a top-level field stands; None if the body is no JSON object, or has no such field."""
+def spans_of_fields(body: bytes, names: Collection[str]) -> dict[str, Span]:
+    """Where the values of these top-level fields stand, of those that are there; none if the body is no JSON object."""
     try:
-        value = _decoder.decode(body).get(name)
+        fields = _decoder.decode(body)
     except msgspec.DecodeError:
-        return None
-    return None if value is None else span_of(body, value, value)
+        return {}
+    found = {name: span_of(body, fields[name], fields[name]) for name in names if name in fields}
+    return {name: span for name, span in found.items() if span is not None}
 
 
 def _address(data: bytes | msgspec.Raw) -> int:

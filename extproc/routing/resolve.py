@@ -67,7 +67,8 @@ class Destination(msgspec.Struct, frozen=True):
     ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
-    ``protocol``: that its engines speak.
+    ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
+    answers, where that is less than clients may ask for. ``protocol``: that its engines speak.
     """
 
     server: str
@@ -82,6 +83,8 @@ class Destination(msgspec.Struct, frozen=True):
     is_fallback: bool = False
     is_degraded: bool = False
     protocol: str = "OpenAI"
+    takes: tuple[str, ...] = ()
+    max_output_tokens: int | None = None
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -310,6 +313,8 @@ def _compile_fallbacks(
             after_queue_s=None if one.after_queue is None else float(one.after_queue),
             is_fallback=True,
             is_degraded=one.degraded,
+            takes=one.on,
+            max_output_tokens=None if one.degrade is None else one.degrade.max_output_tokens,
         )
         found = msgspec.structs.replace(found, chain=(own, *found.chain))
     return found

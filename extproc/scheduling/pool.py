@@ -206,6 +206,13 @@ class Pool:
         stages = self.stages()
         return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
 
+    def context_tokens(self) -> int:
+        """The most that a prompt may have at one of its engines, as they list it; 0 if one does not."""
+        table = self.table
+        listed = table.cached_column("context_tokens", lambda: np.array([one.context_tokens for one in table.loras]))
+        known = listed[table.is_active]
+        return int(known.max()) if known.size and known.min() > 0 else 0
+
     def is_ready(self, now: float) -> bool:
         """Whether an endpoint could serve a request now, by the breakers."""
         if not self.readiness.can_serve or self.breaker.state(now) is BreakerState.OPEN:

@@ -22,7 +22,9 @@ from extproc.protocol import (
     NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
+    REFUSED,
     RETRY_AFTER,
+    ROUTE_NAMESPACE,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_CLUSTER,
@@ -130,6 +132,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         attempts=common.upstream_request_attempt_count,
         engine_s=_engine_s(common),
         retry_after_s=_retry_after_s(response),
+        refused=_texts(metadata.get(ROUTE_NAMESPACE), REFUSED),
     )
 
 
@@ -143,6 +146,11 @@ def _retry_after_s(response: HttpResponseProperties) -> float | None:
 def _text(namespace: Struct | None, key: str) -> str:
     value = None if namespace is None else namespace.fields.get(key)
     return "" if value is None else value.string_value
+
+
+def _texts(namespace: Struct | None, key: str) -> dict[str, str]:
+    value = None if namespace is None else namespace.fields.get(key)
+    return {} if value is None else {name: one.string_value for name, one in value.struct_value.fields.items()}
 
 
 def _server(cluster: str) -> str:

@@ -20,6 +20,7 @@ from extproc.admission.refusals import granted_headers
 from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body, to_text_body
 from extproc.protocol import (
     ACCEPT_ENCODING,
+    CLAMPS,
     DEGRADED_SERVERS,
     DESTINATION,
     DETAILS_PREFIX,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
     from extproc.api.usage import UsageContext
     from extproc.core.effects import Decision
+    from extproc.core.record import Attempts
     from extproc.core.trace import Trace
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
@@ -316,13 +318,18 @@ def _decision_answer(
         common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, b"", more=size), more=size)
     answer = field(answer_tag, field(response_tag, common, more=size), more=size)
     # the body comes last, and is copied once
-    route = b"" if attempts is None else _route_metadata(attempts.servers, attempts.degraded, attempts.splice)
+    route = b"" if attempts is None else _route_metadata(attempts)
     return b"".join((_metadata(decision, destination), route, answer, body or b""))
 
 
 @lru_cache(maxsize=4096)
-def _groups(servers: tuple[str, ...], degraded: tuple[str, ...]) -> bytes:
-    """Of a Struct: the cluster of each attempt, and whose answers are marked."""
+def _groups(
+    servers: tuple[str, ...],
+    degraded: tuple[str, ...],
+    clamped: tuple[str, ...],
+    refusals: tuple[tuple[str, tuple[str, ...]], ...],
+) -> bytes:
+    """Of a Struct: the cluster of each attempt, whose answers are marked, and who takes what others refuse."""
     found = Struct()
     groups = found.fields[GROUPS].list_value
     for number, server in enumerate(servers):
@@ -331,15 +338,23 @@ def _groups(servers: tuple[str, ...], degraded: tuple[str, ...]) -> bytes:
         cluster = group["clusters"].list_value.values.add().struct_value.fields
         cluster["cluster_name"].string_value = SERVER_CLUSTER + server
         cluster["weight"].number_value = 1
-    for server in degraded:
-        found.fields[DEGRADED_SERVERS].struct_value.fields[server].bool_value = True
+    for server in {*degraded, *clamped}:
+        how = ", ".join((*("model",) * (server in degraded), *("max_tokens",) * (server in clamped)))
+        found.fields[DEGRADED_SERVERS].struct_value.fields[server].string_value = how
+    for kind, takes in refusals:
+        for server in takes:
+            found.fields[kind].struct_value.fields[SERVER_CLUSTER + server].bool_value = True
     return found.SerializeToString()
 
 
-def _route_metadata(servers: tuple[str, ...], degraded: tuple[str, ...], splice: str) -> bytes:
+def _route_metadata(attempts: Attempts) -> bytes:
     """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
-    place = _member(SPLICE).fill(splice.encode()) if splice else ()
-    members = b"".join((_groups(servers, degraded), *place))
+    place = _member(SPLICE).fill(attempts.splice.encode()) if attempts.splice else ()
+    clamped = tuple([server for server, _ in attempts.clamps])
+    members = b"".join((_groups(attempts.servers, attempts.degraded, clamped, attempts.refusals), *place))
+    if clamped:
+        clamps = Struct(fields={server: Value(string_value=text) for server, text in attempts.clamps})
+        members += Struct(fields={CLAMPS: Value(struct_value=clamps)}).SerializeToString()
     return field(_METADATA_TAG, field(_FIELDS_TAG, _ROUTE_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, members))))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -20,30 +21,38 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from bench.stack.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports, ports_in_a_row
 from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_once
+from controller.usage.rows import row_of
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
+
+    from controller.usage.rows import UsageRow
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 USAGE: Final = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
 PATH: Final = "/v1/chat/completions"
+ALL: Final = ["connect", "timeout", "overloaded", "server-error", "context-window"]
 WHOLE: Final = {"object": "chat.completion", "choices": [], "usage": USAGE}
 
 
 class Engine:
-    """``does``: what it does with the next request, a status or a word; ``got``: the bodies and headers it got."""
+    """``does``: what it does with the next request, a status or a word; ``got``: the bodies and headers it got.
+    ``says``: its answer, if it is another; ``pages``: what it answers to GET, by path.
+    """
 
     def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
         self.name = name
         self.does: int | str = 200
+        self.says: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+        self.pages: dict[str, str] = {}
         self.takes_s = 0.0
         self.got: list[bytes] = []
         self.headers: list[Mapping[str, str]] = []
@@ -66,7 +75,8 @@ class Engine:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         if http.method != "POST":
-            return web.Response(status=404)
+            page = self.pages.get(http.path)
+            return web.Response(status=404) if page is None else web.Response(text=page)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -80,6 +90,8 @@ class Engine:
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
         self._log.append((self.name, json.loads(body)["model"]))
         await asyncio.sleep(self.takes_s)
+        if self.says is not None:
+            return await self.says(http)
         transport = http.transport
         assert transport is not None
         if self.does == "reset":
@@ -130,7 +142,7 @@ class Gateway:
     async def heal(self) -> None:
         """All engines serve again, and none is avoided."""
         for one in self.engines.values():
-            one.does, one.takes_s, one.most = 200, 0.0, 0
+            one.does, one.says, one.takes_s, one.most = 200, None, 0.0, 0
 
         async def all_told() -> bool:
             return sum((await self.values("attache_answers_total")).values()) >= self.asked
@@ -165,13 +177,17 @@ async def running(
     engines: Mapping[str, Engine],
     log: list[tuple[str, str]],
     gateway: Mapping[str, object] | None = None,
+    *,
+    workers: int = 1,
 ) -> AsyncIterator[Gateway]:
-    names = ("envoy", "admin", "extproc", "metrics")
-    ports = dict(zip(names, free_ports(4), strict=True))
+    """The metrics are those of the first of ``workers``."""
+    ports = dict(zip(("envoy", "admin"), free_ports(2), strict=True))
+    ports |= {"extproc": ports_in_a_row(workers), "metrics": ports_in_a_row(workers)}
     spec = {
         "listen": f"127.0.0.1:{ports['envoy']}",
         "admin": f"127.0.0.1:{ports['admin']}",
         "extproc": f"127.0.0.1:{ports['extproc']}",
+        "extprocWorkers": workers,
         **(gateway or {}),
     }
     config, bundle = directory / "config", directory / "envoy"
@@ -179,6 +195,8 @@ async def running(
     (config / "attache.yaml").write_text(yaml.safe_dump_all([*documents, document("GatewayConfig", "gateway", spec)]))
     write_once(load_directory(config), bundle, str(bundle.resolve()), config)
     extproc = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", str(spec["extproc"])]
+    if workers > 1:
+        extproc += ["--workers", str(workers)]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         async def answers(url: str) -> bool:
@@ -354,6 +372,119 @@ async def test_a_stream_that_breaks_is_neither_continued_nor_ended(gateway: Gate
     assert [name[0] for name, _ in gateway.log] == ["a", "a"]
 
 
+async def test_answers_of_a_fallback_are_as_long_as_it_gives(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    fallback = [
+        {"modelServerName": "b", "degrade": {"maxOutputTokens": 64}, "degraded": True},
+        {"modelServerName": "c", "degrade": {"maxOutputTokens": 8}},
+    ]
+    documents = [
+        server("a", "the same", [engines["a1"]]),
+        server("b", 'a "longer" name; with, marks', [engines["b1"]]),
+        server("c", "the same", [engines["c1"]]),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log) as gateway:
+            for asked, got in (
+                ({}, [{}, {"max_completion_tokens": 64}, {"max_completion_tokens": 8}]),
+                ({"max_tokens": 1000}, [{"max_tokens": 1000}, {"max_tokens": 64}, {"max_tokens": 8}]),
+                ({"max_tokens": 20, "seed": 7}, [{"max_tokens": 20}, {"max_tokens": 20}, {"max_tokens": 8}]),
+                ({"max_tokens": 1}, [{"max_tokens": 1}] * 3),
+            ):
+                await gateway.heal()
+                for one in engines.values():
+                    one.got.clear()
+                engines["a1"].does = 503
+                degraded = (await gateway.ask(**asked)).headers.get("x-attache-degraded")
+                assert degraded == ("model, max_tokens" if asked.get("max_tokens", 65) > 64 else "model")
+                await gateway.heal()
+                engines["a1"].does = engines["b1"].does = "reset"
+                answer = await gateway.ask(**asked)
+                assert answer.status_code == 200
+                degraded = answer.headers.get("x-attache-degraded")
+                assert degraded == ("max_tokens" if asked.get("max_tokens", 65) > 8 else None)
+                for one, limits in zip(engines.values(), got, strict=True):
+                    read = json.loads(one.got[-1])
+                    assert {name: value for name, value in read.items() if "max_" in name} == limits
+                    assert read["messages"] == [{"role": "user", "content": "hi"}]
+                    assert read.get("seed") == asked.get("seed")
+                assert [model for _, model in log] == ["the same", 'a "longer" name; with, marks', "the same"]
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
+def price(micros: int) -> list[object]:
+    """Of a token, read or written."""
+    return [{"perMillion": {"input": str(micros), "output": str(micros)}}]
+
+
+async def test_a_request_costs_what_the_model_that_answered_costs(tmp_path: Path) -> None:
+    """Its header, its row, and the metrics."""
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1", "c1")}
+    for one in engines.values():
+        await one.start()
+    fallback = [{"modelServerName": "b", "on": ALL}, {"modelServerName": "c", "on": ALL, "degraded": True}]
+    documents = [
+        server("a", "big/model", [engines["a1"]], pricing=price(1)),
+        server("b", "small", [engines["b1"]], pricing=price(7)),
+        server("c", "tiny", [engines["c1"]], pricing=price(50)),
+        route("m", {"targetModels": [{"modelServerName": "a"}], "fallback": fallback}),
+    ]
+    lines = tmp_path / "usage.log"
+    gateway_spec = {"usageLog": {"path": str(lines), "costHeader": True}}
+
+    async def refuses(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"code": "context_length_exceeded"}}, status=400)
+
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, gateway_spec) as gateway:
+            costs = []
+            for failing in ({}, {"a1": 503}, {"a1": "reset", "b1": 503}, {"a1": 400}):
+                await gateway.heal()
+                for name, does in failing.items():
+                    engines[name].does = does
+                    engines[name].says = refuses if does == 400 else None
+                answer = await gateway.ask()
+                assert answer.status_code == 200, answer.text
+                costs.append((answer.headers["x-attache-served-by"], answer.headers["x-attache-cost-micros"]))
+            expected = [("default/a", 12), ("default/b", 84), ("default/c", 600), ("default/b", 84)]
+            assert costs == [(name, str(cost)) for name, cost in expected]
+
+            def rows() -> list[UsageRow]:
+                found = lines.read_bytes().splitlines() if lines.exists() else []
+                return [row_of(one, math.inf) for one in found]
+
+            await eventually(lambda: len(rows()) >= len(expected))
+            assert [(one.server, one.cost_micros) for one in rows()] == expected
+            assert [one.served_model for one in rows()] == ["big/model", "small", "tiny", "small"]
+            assert [one.attempts for one in rows()] == [1, 2, 3, 2]
+            assert [one.is_degraded for one in rows()] == [False, False, True, False]
+
+            async def spent() -> bool:
+                found = await gateway.values("attache_cost_micros_total")
+                by_server = {
+                    name: sum(cost for labels, cost in found.items() if name in labels) for name, _ in expected
+                }
+                return by_server == {"default/a": 12, "default/b": 168, "default/c": 600}
+
+            await eventually(spent)
+            tokens = await gateway.values("attache_tenant_prompt_tokens_total")
+            assert {labels[0]: count for labels, count in tokens.items()} == {
+                "default/a": 10,
+                "default/b": 20,
+                "default/c": 10,
+            }
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
 async def test_if_all_of_its_engines_fail_the_fallback_gets_no_more_than_the_budget(tmp_path: Path) -> None:
     """At 50 requests a second: a fallback that can carry them serves them all, and a slow one is not run over."""
     log: list[tuple[str, str]] = []
@@ -483,6 +614,52 @@ async def test_without_extproc_a_key_stays_with_its_model_server_too(tmp_path: P
             assert (await gateway.ask()).status_code == 200
             assert engines["a1"].headers[-1]["authorization"] == "Bearer sk-of-a"
             assert "authorization" not in engines["c1"].headers[-1]
+    finally:
+        for one in engines.values():
+            await one.stop()
+
+
+async def test_two_workers_send_a_fallback_no_more_than_one_budget(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1")}
+    for one in engines.values():
+        await one.start()
+    budget = 20
+    rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
+    documents = [
+        server("a", "big/model", [engines["a1"]]),
+        server("b", "small", [engines["b1"]]),
+        route("m", {**rule, "retry": {"minConcurrency": budget}}),
+    ]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, workers=2) as gateway:
+            host, _, port = gateway.metrics.rpartition(":")
+            pages = [f"{host}:{int(port) + worker}" for worker in range(2)]
+
+            async def at_once() -> list[float]:
+                """By worker, the requests that it has sent to the fallback without an attempt."""
+                found = []
+                for page in pages:
+                    text = (await gateway.http.get(f"{page}/metrics")).text
+                    lines = [one for one in text.splitlines() if one.startswith("attache_fallbacks_total{")]
+                    found.append(sum(float(one.rpartition(" ")[2]) for one in lines if "no_endpoint" in one))
+                return found
+
+            async def both_avoid_it() -> bool:
+                await asyncio.gather(*(gateway.ask() for _ in range(4)))
+                return min(await at_once()) >= 3
+
+            engines["a1"].does = 503
+            await eventually(both_avoid_it)
+            engines["b1"].takes_s, engines["b1"].most = 1.0, 0
+            before = await at_once()
+            asked = []
+            for _ in range(200):
+                asked.append(asyncio.create_task(gateway.ask()))
+                await asyncio.sleep(0.02)
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200, 503}
+            assert budget / 2 < engines["b1"].most <= 1.2 * budget
+            assert all(now > then for now, then in zip(await at_once(), before, strict=True))
     finally:
         for one in engines.values():
             await one.stop()

@@ -118,7 +118,7 @@ class BundleWriter:
             )
         gateway = snapshot.gateway
         chained = {
-            key: memo.get(Chained, one.budget_percent, one.min_concurrency)
+            key: memo.get(Chained, one.budget_percent, one.min_concurrency, one.most_read)
             for key, one in chained_servers(snapshot).items()
         }
         clusters = [

@@ -328,7 +328,7 @@ def _upstream_filters(server: ModelServer, directory: str, chained: Chained | No
     connection = server.spec.connection
     found: list[HttpFilter] = []
     if chained is not None:
-        found.append(names_model(server))
+        found.append(names_model(server, most_read=chained.most_read))
     if connection.has_key:
         credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
         injector = CredentialInjector(

@@ -2,14 +2,20 @@
 """Fallback across ModelServers: routes whose attempts go to several clusters, and what each of these clusters adds.
 
 An attempt goes to the cluster that stands at its place in a list. extproc writes that list into dynamic metadata; a
-route without extproc has one of its own. The body is the same for all attempts but for the model's name: a Lua filter
-of each cluster puts its own in, at the place that the metadata name. Requests of these routes have Envoy's high
-priority, whose only use is a retry budget of its own: it bounds what a cluster gets from others, and leaves its own
-retries alone.
+route without extproc has one of its own. The body is the same for all attempts but for the model's name, and the
+answer's length where extproc limits it: a Lua filter of each cluster puts its own in, at the place that the metadata
+name. Requests of these routes have Envoy's high priority, whose only use is a retry budget of its own: it bounds what a
+cluster gets from others, and leaves its own retries alone.
+
+Envoy decides by the headers of an answer whether another attempt follows. What an engine refuses for the length or the
+content of the prompt shows in the body alone: where a fallback takes such requests, the filter holds a short error
+until it is whole, and marks its headers. The ModelServers that take the request are next then, and others are last. If
+none is left that may take it, the answer is the client's, as it is.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -22,13 +28,28 @@ from envoy_data_plane.envoy.config.core.v3 import (
     Metadata,
     RoutingPriority,
 )
+from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
-from extproc.api.fallback import CONDITIONS, STATUSES
-from extproc.protocol import DEGRADED, DEGRADED_SERVERS, NAMESPACE, ROUTE_NAMESPACE, SERVED_BY, SERVER_CLUSTER, SPLICE
+from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
+from extproc.protocol import (
+    CLAMPS,
+    DEGRADED,
+    DEGRADED_SERVERS,
+    GROUPS,
+    NAMESPACE,
+    REFUSED,
+    REFUSED_FOR,
+    ROUTE_NAMESPACE,
+    SERVED_BY,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    SERVER_CLUSTER,
+    SPLICE,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +57,7 @@ if TYPE_CHECKING:
     from envoy_data_plane.envoy.config.route.v3 import RetryPolicy, Route
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-    from extproc.api.fallback import Fallback, FallbackRetry
+    from extproc.api.fallback import FailureClass, Fallback, FallbackRetry
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
 
@@ -51,6 +72,35 @@ _ATTEMPT_NAMESPACE: Final = "attache.attempt"
 _KEYED: Final = "keyed"
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
+# An engine's error has some hundred bytes.
+_LONGEST_ERROR_BYTES: Final = 16 * 1024
+# By class of refusals: values of ``code`` or ``type`` in an error, and what is part of its message, in small letters.
+_WORDS: Final[Mapping[FailureClass, tuple[tuple[str, ...], tuple[str, ...]]]] = MappingProxyType(
+    {
+        "context-window": (
+            # OpenAI and most others; llama.cpp
+            ("context_length_exceeded", "exceed_context_size_error"),
+            (
+                # vLLM, SGLang, Mistral; OpenAI's responses API
+                *("context length", "context window"),
+                # vLLM, SGLang
+                *("maximum model length", "exceeds the maximum allowed length"),
+                # TensorRT-LLM
+                *("max_num_tokens", "max_seq_len", "maximum input length"),
+                # Anthropic
+                *("prompt is too long", "exceed context limit"),
+                # Bedrock, Gemini
+                *("input is too long", "exceeds the maximum number of tokens"),
+            ),
+        ),
+        "content-policy": (
+            # Azure, OpenAI's images, OpenAI's reasoning models
+            ("content_filter", "content_policy_violation", "moderation_blocked"),
+            # Anthropic; OpenAI
+            ("content filtering policy", "usage policy", "content management policy"),
+        ),
+    }
+)
 _SCRIPT: Final = r"""
 local function chosen(handle)
   return handle:streamInfo():dynamicMetadata():get("@NAMESPACE@") or {}
@@ -63,55 +113,165 @@ local function change_keys(handle)
   if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", true) end
 end
 
+@REFUSALS@
 function envoy_on_request(handle)
   change_keys(handle)
-  local first, length = string.match(chosen(handle)["@SPLICE@"] or "", "^(%d+),(%d+)$")
-  if not first then return end
+  @COUNT@
+  local read, edits = chosen(handle), {}
+  local first, length = string.match(read["@SPLICE@"] or "", "^(%d+),(%d+)$")
+  if first then edits[1] = {at = tonumber(first), length = tonumber(length), text = "@MODEL@"} end
+  local clamps = (read["@CLAMPS@"] or {})["@SERVER@"] or ""
+  for first, length, text in string.gmatch(clamps, "(%d+),(%d+),([^;]*);") do
+    edits[#edits + 1] = {at = tonumber(first), length = tonumber(length), text = text}
+  end
+  if #edits == 0 then return end
+  table.sort(edits, function(one, other) return one.at < other.at end)
   local body = handle:body()
   local size = body:length()
   local json = body:getBytes(0, size)
-  local after = first + length + 1
-  length = body:setBytes(string.sub(json, 1, first) .. "@MODEL@" .. string.sub(json, after))
+  local pieces, from = {}, 1
+  for _, edit in ipairs(edits) do
+    pieces[#pieces + 1] = string.sub(json, from, edit.at)
+    pieces[#pieces + 1], from = edit.text, edit.at + edit.length + 1
+  end
+  pieces[#pieces + 1] = string.sub(json, from)
+  length = body:setBytes(table.concat(pieces))
   -- each attempt writes the length of its own body
   handle:headers():replace("content-length", tostring(length))
   if size > @LARGE@ then
-    json = nil
+    json, pieces = nil, nil
     collectgarbage()
   end
 end
 
 function envoy_on_response(handle)
+  -- no engine writes what is said of it, or what decides about the next attempt
+  handle:headers():remove("@DEGRADED@")
+  handle:headers():remove("@REFUSED_FOR@")
+  handle:headers():remove("x-envoy-ratelimited")
   local degraded = chosen(handle)["@SERVERS@"]
-  if degraded and degraded["@SERVER@"] then handle:headers():replace("@DEGRADED@", "model") end
+  local how = degraded and degraded["@SERVER@"]
+  if how then handle:headers():replace("@DEGRADED@", how) end
+  @READ@
+end
+"""
+# Only in clusters of rules with such a class. Names in JSON strings stand behind escaped quotes, and do not match.
+_REFUSALS_SCRIPT: Final = r"""
+local OWN = "@CLUSTER@"
+local STATUSES = {["400"] = true, ["413"] = true, ["422"] = true}
+local WORDS = {@WORDS@}
+
+local function reason_in(text)
+  text = string.lower(text)
+  for _, one in ipairs(WORDS) do
+    for _, code in ipairs(one.codes) do
+      local value = '"%s*:%s*"' .. code .. '"'
+      if string.find(text, '"code' .. value) or string.find(text, '"type' .. value) then return one.class end
+    end
+    for _, field in ipairs({"message", "detail"}) do
+      for message in string.gmatch(text, '"' .. field .. '"%s*:%s*"([^"]*)') do
+        for _, phrase in ipairs(one.phrases) do
+          if string.find(message, phrase, 1, true) then return one.class end
+        end
+      end
+    end
+  end
+end
+
+-- The attempts with those behind the first "tried" in another order: first the clusters that take the request. nil:
+-- none is left that does.
+local function reordered(groups, tried, takes, asked)
+  local made, others, count = {}, {}, 0
+  for index, group in ipairs(groups) do
+    local cluster = group.clusters[1].cluster_name
+    if index <= tried then
+      made[index] = group
+    elseif takes[cluster] and not asked[cluster] then
+      made[#made + 1], count = group, count + 1
+    else
+      others[#others + 1] = group
+    end
+  end
+  for _, group in ipairs(others) do made[#made + 1] = group end
+  return count > 0 and made or nil
+end
+
+local function count_attempt(handle)
+  local read = chosen(handle)
+  for _, one in ipairs(WORDS) do
+    if read[one.class] then
+      return handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "tried", (read.tried or 0) + 1)
+    end
+  end
+end
+
+local function read_refusal(handle)
+  local headers, read = handle:headers(), chosen(handle)
+  if not (STATUSES[headers:get(":status")] and read.tried) then return end
+  local size = tonumber(headers:get("content-length") or "")
+  local kind = string.lower(headers:get("content-type") or "")
+  if not size or size < 1 or size > @LONGEST@ or string.find(kind, "application/json", 1, true) ~= 1 then return end
+  local encoding = string.lower(headers:get("content-encoding") or "identity")
+  if encoding ~= "identity" then return end
+  -- wrappers of before are of no use after it
+  local body = handle:body()
+  local class = body and reason_in(body:getBytes(0, body:length()))
+  local takes = class and read[class]
+  if not takes then return end
+  local metadata = handle:streamInfo():dynamicMetadata()
+  local host = (metadata:get("@SERVED_NAMESPACE@") or {})["@HOST@"]
+  local refused, asked = read["@REFUSED@"] or {}, read.asked or {}
+  asked[OWN] = true
+  if host then refused[host] = class end
+  metadata:set("@NAMESPACE@", "@REFUSED@", refused)
+  metadata:set("@NAMESPACE@", "asked", asked)
+  if read["@GROUPS@"] then
+    local groups = reordered(read["@GROUPS@"], read.tried, takes, asked)
+    if not groups then return end
+    metadata:set("@NAMESPACE@", "@GROUPS@", groups)
+  end
+  handle:headers():replace("@REFUSED_FOR@", class)
 end
 """
 
 
 class Chained(msgspec.Struct, frozen=True):
     """A ModelServer in a rule with fallbacks. ``budget_percent``, ``min_concurrency``: the largest of the rules whose
-    fallback it is; None if it is none.
+    fallback it is; None if it is none. ``most_read``: the longest error in bytes that its filter reads, 0 if no
+    fallback of these rules takes what others have refused.
     """
 
     budget_percent: int | None = None
     min_concurrency: int | None = None
+    most_read: int = 0
 
     def plus(self, retry: FallbackRetry) -> Chained:
         """It is the fallback of one more rule."""
-        return Chained(
-            max(self.budget_percent or 0, retry.budget_percent), max(self.min_concurrency or 0, retry.min_concurrency)
+        return msgspec.structs.replace(
+            self,
+            budget_percent=max(self.budget_percent or 0, retry.budget_percent),
+            min_concurrency=max(self.min_concurrency or 0, retry.min_concurrency),
         )
+
+    def reading(self, most_read: int) -> Chained:
+        """It is in one more rule."""
+        return msgspec.structs.replace(self, most_read=max(self.most_read, most_read))
 
 
 def chained_servers(snapshot: Snapshot) -> Mapping[str, Chained]:
     """By key: those that are a target of a rule with fallbacks, or a fallback."""
     found: dict[str, Chained] = {}
+    # Envoy answers 500 in place of a longer one that it should hold
+    longest = min(_LONGEST_ERROR_BYTES, int(snapshot.gateway.max_body_size))
     for route in snapshot.routes:
         for rule in route.spec.rules:
+            most_read = 0 if classes_of(rule.fallback).isdisjoint(REFUSALS) else longest
             for target in rule.target_models if rule.fallback else ():
-                found.setdefault(route.server_key(target), Chained())
+                key = route.server_key(target)
+                found[key] = found.get(key, Chained()).reading(most_read)
             for one in rule.fallback:
                 key = route.server_key(one)
-                found[key] = found.get(key, Chained()).plus(rule.fallback_retry)
+                found[key] = found.get(key, Chained()).plus(rule.fallback_retry).reading(most_read)
     return found
 
 
@@ -136,13 +296,26 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
     return found
 
 
-def names_model(server: ModelServer) -> HttpFilter:
-    """The cluster's filter: its model's name into bodies, and a header into answers that are degraded. It removes the
-    key that an attempt before has added for another ModelServer.
+def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
+    """The cluster's filter: its model's name into bodies, and headers into answers that are degraded, or refused for a
+    reason that another ModelServer may not have. It removes the key that an attempt before has added for another
+    ModelServer. ``most_read``: see Chained.
     """
     marks = {
+        "@REFUSALS@": _REFUSALS_SCRIPT if most_read else "",
+        "@COUNT@": "count_attempt(handle)" if most_read else "",
+        "@READ@": "read_refusal(handle)" if most_read else "",
+        "@WORDS@": ", ".join(_lua_words(one) for one in REFUSALS),
+        "@CLUSTER@": _lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
+        "@REFUSED_FOR@": REFUSED_FOR,
+        "@REFUSED@": REFUSED,
+        "@GROUPS@": GROUPS,
+        "@SERVED_NAMESPACE@": SERVED_NAMESPACE,
+        "@HOST@": SERVED_HOST,
+        "@LONGEST@": str(most_read),
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
+        "@CLAMPS@": CLAMPS,
         "@MODEL@": _lua_text(msgspec.json.encode(server.spec.model)),
         "@SERVERS@": DEGRADED_SERVERS,
         "@SERVER@": _lua_text(server.metadata.key.encode()),
@@ -156,6 +329,11 @@ def names_model(server: ModelServer) -> HttpFilter:
     for mark, text in marks.items():
         script = script.replace(mark, text)
     return http_filter("envoy.filters.http.lua", Lua(default_source_code=DataSource(inline_string=script)))
+
+
+def _lua_words(one: FailureClass) -> str:
+    codes, phrases = ("{" + ", ".join(f'"{word}"' for word in words) + "}" for words in _WORDS[one])
+    return f'{{class = "{one}", codes = {codes}, phrases = {phrases}}}'
 
 
 def _lua_text(value: bytes) -> str:
@@ -175,6 +353,7 @@ def across_clusters(
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
     ]
+    route.response_headers_to_remove = [REFUSED_FOR]
     if route.route is not None:
         # the specifier takes its place
         route.route.cluster = "placeholder"
@@ -199,10 +378,12 @@ def across_clusters(
 
 def attempts_of(policy: RetryPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry, attempts: int) -> RetryPolicy:
     """``policy`` for so many attempts in all, in the clusters of a list, after failures of the fallbacks' classes."""
-    classes = fallbacks[0].on
+    classes = [one for one in CONDITIONS if one in classes_of(fallbacks)]
     statuses = [status for one in classes for status in STATUSES[one]]
-    conditions = [condition for one in classes for condition in CONDITIONS[one]]
+    conditions = dict.fromkeys(condition for one in classes for condition in CONDITIONS[one])
     policy.retry_on = ",".join([*conditions, *(["retriable-status-codes"] if statuses else [])])
+    if not classes_of(fallbacks).isdisjoint(REFUSALS):
+        policy.retriable_headers = [HeaderMatcher(name=REFUSED_FOR, present_match=True)]
     policy.retriable_status_codes = sorted(statuses)
     policy.num_retries = attempts - 1
     policy.refresh_cluster_on_retry = True

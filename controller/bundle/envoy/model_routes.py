@@ -38,7 +38,7 @@ from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.fallback import across_clusters, attempts_of
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
-from extproc.api.fallback import attempts_name
+from extproc.api.fallback import REFUSALS, attempts_name, classes_of
 from extproc.api.model_server import TrafficPolicy
 from extproc.protocol import MODELS_PATH, PATH_APIS, PLAIN_IN_PATHS, POLICY_HEADER, SERVER_HEADER
 
@@ -262,7 +262,12 @@ def _falling_back(
     action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=len(groups))
     allowed: list[set[str]] = [set(server.spec.allowed_fields) for server in (*(one for one, _ in targets), *fallbacks)]
     degraded = [name for name, one in zip(names, rule.fallback, strict=True) if one.degraded]
-    change = change_for(set.intersection(*allowed), model=first.spec.model, degraded=degraded)
+    refusals: dict[str, list[str]] = {
+        kind: [server_cluster_name(name) for name, one in zip(names, rule.fallback, strict=True) if kind in one.on]
+        for kind in REFUSALS
+        if kind in classes_of(rule.fallback)
+    }
+    change = change_for(set.intersection(*allowed), model=first.spec.model, degraded=degraded, refusals=refusals)
     route.route, route.typed_per_filter_config = action, {CHANGES_FILTER: PackedMessage(change)}
     return across_clusters(route, groups)
 

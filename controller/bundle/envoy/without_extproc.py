@@ -19,6 +19,7 @@ their digits.
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, get_args
 
 import msgspec
@@ -186,6 +187,7 @@ FALLBACK_MODEL: Final = "model"
 # The host in the client's request, while the request is routed under another one.
 _FALLBACK_HOST: Final = "host"
 _MEMBERS: Final = "members"
+NO_REFUSALS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 # Does nothing by itself; the routes without extproc configure its changes.
 CHANGES_FILTER: Final = "attache.changes_without_extproc"
 _CHANGES_SCRIPT: Final = "changes"
@@ -358,6 +360,9 @@ local function change(handle)
         local metadata = handle:streamInfo():dynamicMetadata()
         metadata:set("@ROUTE@", "@SPLICE@", (first + 8) .. "," .. (#one - 8))
         metadata:set("@ROUTE@", "@DEGRADED@", degraded)
+        for class, servers in pairs(handle:filterContext():get("refusals") or {}) do
+          metadata:set("@ROUTE@", class, servers)
+        end
       end
       first = first + #one + 1
     end
@@ -414,12 +419,16 @@ def rerouted_as(host: str) -> LuaPerRoute:
 
 
 def change_for(
-    allowed_fields: Collection[str], *, model: str | None = None, degraded: Collection[str] | None = None
+    allowed_fields: Collection[str],
+    *,
+    model: str | None = None,
+    degraded: Collection[str] | None = None,
+    refusals: Mapping[str, Collection[str]] = NO_REFUSALS,
 ) -> LuaPerRoute:
     """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed.
 
     ``degraded``: its attempts go to several ModelServers, whose filters learn where the model's name stands and, of
-    these, that their answers are marked.
+    these, that their answers are marked. ``refusals``: by class, the clusters of those that take what others refuse.
     """
     context: dict[str, Value] = {}
     if allowed_fields:
@@ -428,9 +437,16 @@ def change_for(
     if model is not None:
         context["model"] = Value(string_value=msgspec.json.encode(model).decode())
     if degraded is not None:
-        names = {name: Value(bool_value=True) for name in sorted(degraded)}
+        names = {name: Value(string_value="model") for name in sorted(degraded)}
         context["degraded"] = Value(struct_value=Struct(fields=names))
+    if refusals:
+        taking = {one: _set_of(refusals[one]) for one in sorted(refusals)}
+        context["refusals"] = Value(struct_value=Struct(fields=taking))
     return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
+
+
+def _set_of(names: Collection[str]) -> Value:
+    return Value(struct_value=Struct(fields={name: Value(bool_value=True) for name in sorted(names)}))
 
 
 def _lua_patterns() -> list[str]:

@@ -45,6 +45,12 @@ def test_json_is_an_object_or_an_array_of_them(text: str) -> None:
     )
 
 
+def test_names_of_fields_are_text() -> None:
+    (document,) = split_documents("a.yaml", "on: [x]\nb: {no: on, y: yes}\ntrue: 1\n")
+    value, _ = parse_document(document)
+    assert value == {"on": ["x"], "b": {"no": True, "y": True}, "true": 1}
+
+
 def test_a_mistake_is_on_its_line_in_the_file() -> None:
     text = "# comment\na: 1\n---\nb:\n  - c: 1\n  - d: 2\n"
     _, second = split_documents("x.yaml", text)

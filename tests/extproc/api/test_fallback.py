@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from extproc.api.errors import ConfigInvalid
@@ -28,6 +29,8 @@ def loaded(*fallback: object, **rule: object) -> None:
         ([{"modelServerName": "b"}] * 2, {}, "'b' is listed twice"),
         ([{"modelServerName": "b"}, {"modelServerName": "c", "on": ["connect"]}], {}, r"fallback\[1\].on: differs"),
         ([{"modelServerName": "b", "on": []}], {}, "on"),
+        ([{"modelServerName": "b", "degrade": {"maxOutputTokens": 0}}], {}, "maxOutputTokens"),
+        ([{"modelServerName": "b", "degrade": {}}], {}, "maxOutputTokens"),
         ([{"modelServerName": "b", "on": ["sometimes"]}], {}, "sometimes"),
         ([], {"retry": {"minConcurrency": 5}}, "has no effect without fallback"),
         ([{"modelServerName": "b"}], {"retry": {"idleTimeout": "0s"}}, "Envoy takes no 0s here"),
@@ -37,6 +40,14 @@ def loaded(*fallback: object, **rule: object) -> None:
 def test_what_cannot_help_is_refused(fallback: list[object], rule: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigInvalid, match=message):
         loaded(*fallback, **rule)
+
+
+def test_only_classes_of_refusals_may_be_those_of_some_fallbacks() -> None:
+    failures = ["connect", "timeout"]
+    loaded({"modelServerName": "b", "on": failures}, {"modelServerName": "c", "on": ["context-window", *failures]})
+    loaded({"modelServerName": "b", "on": ["content-policy"]}, {"modelServerName": "c", "on": ["context-window"]})
+    with pytest.raises(ConfigInvalid, match=r"fallback\[1\].on: differs"):
+        loaded({"modelServerName": "b", "on": failures}, {"modelServerName": "c", "on": ["context-window"]})
 
 
 def test_a_target_may_be_the_fallback_of_another_target() -> None:
@@ -61,5 +72,7 @@ def test_routes_of_envoy_differ_by_what_attempts_share() -> None:
     assert plain == "1800.0s/connect+timeout+overloaded+server-error"
     assert idle == f"{plain}/5.0s"
     assert budget == plain
+    refusing = msgspec.structs.replace(rule.fallback[0], on=("content-policy", *rule.fallback[0].on))
+    assert attempts_name(policy, (*rule.fallback, refusing), rule.fallback_retry) == f"{plain}+content-policy"
     # nor is it the name of a route without fallbacks
     assert plain != policy.route

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,14 +15,19 @@ from hypothesis import strategies as st
 
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import Decision, Held, RequestRefused, RequestSettled
+from extproc.core.effects import Broadcast, Decision, Held, RequestRefused, RequestSettled
 from extproc.core.explanation import to_text
+from extproc.core.peers import EngineReported, EventBatch, decode_events, encode_events
 from extproc.core.record import Attachment, Outcome
 from extproc.core.states import State
+from extproc.engines.answers import models_in
+from extproc.engines.metrics import EngineReport, LoraState
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from extproc.core.effects import Effect
 
 A1, A2, B1, B2, C1 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.1:8000", "10.0.1.2:8000", "10.0.2.1:8000"
@@ -41,13 +47,16 @@ def core_with(
     servers: dict[str, str] | None = None,
     others: str = "",
     route: str = "",
+    worker: str = "",
     **rule: object,
 ) -> Core:
+    """``worker``: its name among the workers of one machine."""
     rules = json.dumps([{"targetModels": [{"modelServerName": "a"}], "fallback": fallback, **rule}])
     snapshot = configuration(
         servers={**SERVERS, **(servers or {})}, routes={"chat": f"rules: {rules}\n{route}"}, others=others
     )
-    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+    machine = "here" if worker else None
+    return Core(snapshot, rng=random.Random(0), ticket_prefix=worker or "t", machine=machine)
 
 
 def ask(core: Core, now: float = 0.0, *, attachment: Attachment | None = None, **fields: object) -> Decision | Held:
@@ -296,6 +305,35 @@ def test_the_budget_bounds_what_is_sent_there() -> None:
     assert sent(core, 1.3).server == "default/b"
 
 
+def test_two_workers_have_one_budget() -> None:
+    limits = {"minConcurrency": 6, "budgetPercent": 0}
+    workers = {name: core_with(fallback=FALLBACK[:1], retry=limits, worker=name) for name in ("w1", "w2")}
+
+    def perform(name: str, effects: Iterable[Effect]) -> None:
+        events = [one.event for one in effects if isinstance(one, Broadcast)]
+        batch = decode_events(encode_events(EventBatch(name, events)))
+        for other, core in workers.items():
+            if other != name:
+                core.ingest(batch, 1.0)
+
+    for name, core in workers.items():
+        fail(core, "a", 1.0)
+        perform(name, core.heartbeat(1.0))
+    decisions: list[tuple[str, Decision]] = []
+    for number in range(40):
+        name = ("w1", "w2")[number % 2]
+        own, effects = workers[name].arrive(request(workers[name], "hi " * 100), 1.0)
+        assert isinstance(own, Decision)
+        perform(name, effects)
+        decisions.append((name, own))
+    taken = [(name, one) for name, one in decisions if one.server == "default/b"]
+    assert Counter(name for name, _ in taken) == {"w1": 3, "w2": 3}
+    # what one of them gets back, the other may use
+    perform("w1", workers["w1"].on_stream_closed(taken[0][1].ticket, 1.0))
+    assert taken[0][0] == "w1"
+    assert sent(workers["w2"], 1.0).server == "default/b"
+
+
 def test_requests_that_a_failed_engine_has_got_count_in_the_budget() -> None:
     core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 4, "budgetPercent": 0})
     before = [sent(core, 1.0) for _ in range(3)]
@@ -337,6 +375,261 @@ def test_an_outcome_of_a_client_that_left_says_nothing_of_the_fallback() -> None
     decision = sent(core)
     end(core, decision, 1.0, status=0, served=B1, served_by="default/b", attempts=3, has_left=True, prompt_tokens=None)
     assert failures(core) == {A1: 1, A2: 1, B1: 0, B2: 0, C1: 0}
+
+
+ON = ["connect", "timeout", "overloaded", "server-error"]
+TAKING = [{"modelServerName": "b", "on": ON}, {"modelServerName": "c", "on": [*ON, "context-window"]}]
+
+
+def test_only_fallbacks_of_the_class_take_what_was_refused() -> None:
+    attempts = sent(core_with(fallback=TAKING)).attempts
+    assert attempts is not None
+    assert attempts.refusals == (("context-window", ("default/c",)),)
+    attempts = sent(core_with()).attempts
+    assert attempts is not None
+    assert attempts.refusals == ()
+    # one that is skipped takes nothing
+    attempts = sent(core_with(fallback=TAKING, servers={"c": "endpoints: []\n"})).attempts
+    assert attempts is not None
+    assert attempts.refusals == ()
+
+
+def test_an_engine_that_has_refused_a_prompt_has_not_failed() -> None:
+    core = core_with(fallback=TAKING)
+    for number in range(30):
+        # envoy leaves the second engine out, and goes on to the last fallback
+        now = float(number)
+        decision = sent(core, now)
+        assert decision.attempts is not None
+        first = decision.attempts.addresses[0]
+        attempts = {"served": C1, "served_by": "default/c", "attempts": 2, "refused": {first: "context-window"}}
+        found = end(core, decision, now + 0.5, **attempts)
+        assert (found.server, found.fell_back_from) == ("default/c", "default/a")
+    assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
+    assert not any(breaker.trips for pool in core.pools.values() for breaker in pool.table.breakers)
+    assert not any(pool.breaker.trips for pool in core.pools.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "refused", "failed"),
+    [
+        # its own engines fail, a fallback refuses it, and the last one takes it
+        ((0, 1, 2, 4), {2: "context-window"}, {0, 1}),
+        # the fallback that takes it fails, and its own engines come last
+        ((0, 4, 1), {0: "context-window", 1: "context-window"}, {4}),
+    ],
+)
+def test_the_order_of_attempts_is_known_after_a_refusal(
+    made: tuple[int, ...], refused: dict[int, str], failed: set[int]
+) -> None:
+    core = core_with(fallback=TAKING)
+    decision = sent(core)
+    assert decision.attempts is not None
+    addresses, servers = decision.attempts.addresses, decision.attempts.servers
+    outcome = {"served": addresses[made[-1]], "served_by": servers[made[-1]], "attempts": len(made)}
+    end(core, decision, 1.0, **outcome, refused={addresses[one]: kind for one, kind in refused.items()})
+    assert {address for address, count in failures(core).items() if count} == {addresses[one] for one in failed}
+
+
+def test_a_probe_that_is_refused_lets_the_next_one_go() -> None:
+    core = core_with(fallback=TAKING)
+    fail(core, "a")
+    now = 40.0
+    probe = sent(core, now)
+    assert probe.server == "default/a"
+    first = probe.assignment.addresses[0]
+    assert {sent(core, now).server for _ in range(3)} - {"default/a"}
+    end(core, probe, now + 0.1, served=C1, served_by="default/c", attempts=2, refused={first: "context-window"})
+    row = core.pools["default/a"].table.row_of(first)
+    assert row is not None
+    breaker = core.pools["default/a"].table.breakers[row]
+    assert breaker.trips == 1
+    assert not breaker.probes
+
+
+def test_a_refusal_of_all_is_no_failure_either() -> None:
+    core = core_with(fallback=TAKING)
+    for number in range(30):
+        decision = sent(core, float(number))
+        assert decision.attempts is not None
+        first = decision.attempts.addresses[0]
+        refused = {first: "context-window", C1: "context-window"}
+        attempts = {"served": C1, "served_by": "default/c", "attempts": 2, "status": 400, "prompt_tokens": None}
+        end(core, decision, number + 0.5, **attempts, refused=refused)
+    for number in range(30):
+        decision = sent(core, 100.0 + number)
+        assert decision.attempts is not None
+        refused = dict.fromkeys(decision.attempts.addresses[:2], "context-window")
+        second = decision.attempts.addresses[1]
+        attempts = {"served": second, "served_by": "default/a", "attempts": 2, "status": 400, "prompt_tokens": None}
+        end(core, decision, number + 100.5, **attempts, refused=refused)
+    assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
+
+
+def lists(core: Core, server: str, **tokens: int) -> None:
+    """The engines of ``server`` list their models, with the most tokens of a prompt."""
+    pool = core.pools[f"default/{server}"]
+    for address in pool.table.active_addresses:
+        body = json.dumps({"data": [{"id": "m", "object": "model", **tokens}]}).encode()
+        listed = models_in(body)
+        event = EngineReported(pool.name, address, EngineReport(), None, False, listed.names, listed.base)
+        core.ingest(EventBatch("p", [msgspec.structs.replace(event, context_tokens=listed.context_tokens)]), 0.0)
+
+
+def asked(core: Core, prompt: object, **fields: object) -> Decision:
+    """A request for completions with that prompt: some bytes of text, or some tokens."""
+    own, _ = core.arrive(
+        request(core, path="/v1/completions", prompt=prompt, **fields), 0.0, Attachment(), wants_reasons=True
+    )
+    assert isinstance(own, Decision)
+    return own
+
+
+def test_a_prompt_that_cannot_fit_goes_to_a_fallback_without_an_attempt() -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=1000)
+    lists(core, "c", max_model_len=3000)
+    decision = asked(core, [7] * 1001)
+    # the fallback before it has not the class
+    assert (decision.server, decision.fell_back_for) == ("default/c", "context_window")
+    assert decision.explanation is not None
+    text = to_text(decision.explanation)
+    assert "default/c" in text
+    assert "is taken: the prompt is longer than the ModelServer before it takes" in text
+    assert core.explain(request(core, path="/v1/completions", prompt=[7] * 1001), 0.0).server == "default/c"
+    assert asked(core, [7] * 1000).server == "default/a"
+    # it fits nowhere: its own engines say so
+    decision = asked(core, [7] * 3001)
+    assert (decision.server, decision.fell_back_for) == ("default/a", "")
+    assert decision.explanation is not None
+    assert "the fallback default/c: the prompt is longer than it takes" in to_text(decision.explanation)
+
+
+def test_an_estimate_must_be_far_beyond_what_fits() -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=1000)
+    bytes_per_token = core.pools["default/a"].caches.bytes_per_token
+    most = int(2 * 1000 * bytes_per_token)
+    assert asked(core, "x" * (most - 100)).server == "default/a"
+    assert asked(core, "x" * (most + 100)).server == "default/c"
+    # engines shorten it, or it is several prompts
+    assert asked(core, "x" * (most + 100), truncate_prompt_tokens=100).server == "default/a"
+    assert asked(core, ["x" * most] * 2).server == "default/a"
+
+
+@pytest.mark.parametrize("length", [None, 0, -5, "many", True, 1e9, {}])
+def test_where_a_length_is_not_known_the_engine_decides(length: object) -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=length)  # type: ignore[arg-type]
+    assert asked(core, [7] * 100_000).server == "default/a"
+    lists(core, "a", max_model_len=1000)
+    assert asked(core, [7] * 100_000).server == "default/c"
+    # one engine that is not known may take it
+    table = core.pools["default/a"].table
+    table.set_loras(table.active_rows[0], LoraState())
+    assert asked(core, [7] * 100_000).server == "default/a"
+
+
+def test_a_report_of_metrics_leaves_the_length_known() -> None:
+    core = core_with(fallback=TAKING)
+    lists(core, "a", max_model_len=1000)
+    for address in (A1, A2):
+        event = EngineReported("default/a", address, EngineReport(loras=LoraState(max_active=3)))
+        core.ingest(EventBatch("p", [event]), 0.0)
+    assert asked(core, [7] * 1001).server == "default/c"
+
+
+def test_without_the_class_a_long_prompt_stays() -> None:
+    core = core_with()
+    lists(core, "a", max_model_len=1000)
+    lists(core, "b", max_model_len=1000)
+    decision = asked(core, [7] * 1001)
+    assert decision.server == "default/a"
+    assert decision.attempts is not None
+    # nor is it tried where it cannot fit
+    assert set(decision.attempts.servers) == {"default/a", "default/c"}
+
+
+SHORT = [{"modelServerName": "b", "degrade": {"maxOutputTokens": 100}}, {"modelServerName": "c"}]
+
+
+def edited(body: bytes, edits: str) -> dict[str, object]:
+    """What Envoy's filter makes of the body."""
+    found = [one.split(",", 2) for one in edits.split(";") if one]
+    for at, length, text in sorted(found, key=lambda one: -int(one[0])):
+        body = body[: int(at)] + text.encode() + body[int(at) + int(length) :]
+    return json.loads(body)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "shorter"),
+    [
+        ("/v1/chat/completions", {}, {"max_completion_tokens": 100}),
+        ("/v1/chat/completions", {"max_tokens": 101}, {"max_tokens": 100}),
+        ("/v1/chat/completions", {"max_tokens": None}, {"max_completion_tokens": 100}),
+        ("/v1/chat/completions", {"max_completion_tokens": None, "seed": 7}, {"max_completion_tokens": 100}),
+        (
+            "/v1/chat/completions",
+            {"max_tokens": 900, "max_completion_tokens": 8000, "stream": True},
+            {"max_tokens": 100, "max_completion_tokens": 100},
+        ),
+        ("/v1/messages", {"max_tokens": 4096}, {"max_tokens": 100}),
+        ("/v1/responses", {"input": "hi"}, {"max_output_tokens": 100}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 4096}, {"max_tokens": 100}),
+        # it asks for no more
+        ("/v1/chat/completions", {"max_tokens": 100}, None),
+        ("/v1/completions", {"prompt": "hi"}, None),
+        ("/v1/embeddings", {"input": "hi"}, None),
+    ],
+)
+def test_answers_of_a_fallback_may_be_shorter(
+    path: str, fields: dict[str, object], shorter: dict[str, int] | None
+) -> None:
+    core = core_with(fallback=SHORT)
+    arrival = request(core, path=path, **fields)
+    own, _ = core.arrive(arrival, 0.0, Attachment(), wants_reasons=True)
+    assert isinstance(own, Decision)
+    assert own.attempts is not None
+    body = arrival.body if own.body is None else own.body
+    sent_body = json.loads(body)
+    clamps = dict(own.attempts.clamps)
+    assert clamps.keys() == (set() if shorter is None else {"default/b"})
+    assert edited(body, clamps.get("default/b", "")) == {**sent_body, **(shorter or {})}
+    # its own engines are asked for what the client wants
+    assert {name: sent_body.get(name) for name in fields} == {**fields}
+    assert own.explanation is not None
+    assert ("answers of at most 100 tokens" in to_text(own.explanation)) is (shorter is not None)
+    # sent there at once, its body has the limits, and those behind it get no more
+    fail(core, "a")
+    arrival = request(core, path=path, **fields)
+    own, _ = core.arrive(arrival, 0.0)
+    assert isinstance(own, Decision)
+    assert own.server == "default/b"
+    assert own.body is not None
+    there = json.loads(own.body)
+    assert {name: there.get(name) for name in shorter or {}} == (shorter or {})
+    assert own.attempts is not None
+    marked = {} if shorter is None else {"default/b": "", "default/c": ""}
+    assert dict(own.attempts.clamps) == marked
+
+
+def test_the_usage_log_knows_whose_answers_are_shorter() -> None:
+    gateway = json.dumps(
+        {
+            "apiVersion": "attache.dev/v1alpha1",
+            "kind": "GatewayConfig",
+            "metadata": {"name": "gateway"},
+            "spec": {"usageLog": {"path": "/var/log/attache/usage.log"}},
+        }
+    )
+    core = core_with(others=gateway, fallback=SHORT)
+    usage = sent(core).usage
+    assert usage is not None
+    assert [usage.as_served_by(f"default/{name}").degraded for name in "abc"] == [False, True, False]
+    fail(core, "a")
+    usage = sent(core).usage
+    assert usage is not None
+    assert (usage.server, usage.degraded, usage.as_served_by("default/c").degraded) == ("default/b", True, True)
 
 
 def test_the_usage_log_knows_all_that_may_serve_it() -> None:

@@ -99,6 +99,15 @@ def test_an_adapter_that_is_not_there_is_unloaded(status: int, *, gone: bool) ->
     assert is_unloaded(status, error("The lora adapter 'sql' is not loaded"))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "known"), [([4096], 4096), ([4096, 8192], 8192), ([4096, None], 0), ([True], 0), ([-1], 0), ([], 0)]
+)
+def test_the_longest_prompt_is_that_of_models_that_are_no_adapters(lengths: list[object], known: int) -> None:
+    listed = [{"id": f"m{number}", "max_model_len": length} for number, length in enumerate(lengths)]
+    adapter = {"id": "sql", "parent": "m0", "max_model_len": 10**6}
+    assert models_in(json.dumps({"data": [*listed, adapter]}).encode()).context_tokens == known
+
+
 NESTED = b'{"data":' + b"[" * 100_000
 
 

@@ -138,6 +138,20 @@ async def test_pools_receive_engines_reports() -> None:
         await eventually(lambda: pool.table.waiting[0] == 9)
 
 
+async def test_pools_know_the_longest_prompt_that_engines_list() -> None:
+    engine = Engine()
+    engine.models_text = '{"data": [{"id": "llama", "max_model_len": 4096}]}'
+    engine.text = (
+        engine.page() + 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapters=""} 1\n'
+    )
+    async with scraped(engine) as (pool, _, _, _):
+        await eventually(lambda: pool.context_tokens() == 4096)
+        asked = engine.asked
+        await eventually(lambda: engine.asked > asked + 3)
+        assert pool.table.loras[0].max_active == 4
+        assert pool.context_tokens() == 4096
+
+
 async def test_a_restart_empties_the_index_of_its_cache() -> None:
     engine = Engine()
     async with scraped(engine) as (pool, _, _, _):
