@@ -26,15 +26,17 @@ from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from extproc.core.record import Arrival, Attachment, Record, Run
     from extproc.core.request_builder import RequestBuilder
     from extproc.request.prefill import Changes
+    from extproc.request.rewrite import Span
     from extproc.routing.resolve import Destination, Fallbacks
     from extproc.scheduling.pool import Consideration, Pool
 
 
+_SALT_NAME: Final = b'"cache_salt":'
 # Why a request goes to a fallback at once.
 _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -176,7 +178,8 @@ class FallbackPlanner:
             servers=tuple(servers),
             addresses=tuple(addresses),
             degraded=tuple(degraded),
-            splice="" if span is None else f"{span[0]},{span[1] - span[0]}",
+            splice=_place(span),
+            salt=_place(_salt_in(body, [own, *(one.pool for one in reserves.values())])),
             policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
         )
         return FallbackPlan(None if considered.pick.prefill_row is not None else attempts, reserves, tuple(states))
@@ -224,10 +227,28 @@ def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> s
     """Which fields an engine must read otherwise than as ``base`` has them, beside the model's name; empty: none."""
     other = changes_for(arrival, with_usage=asks_for_usage(arrival, attachment))
     fields, others = base.fields, other.fields
-    names = (fields.keys() | others.keys()) - {"model"}
+    # a provider gets no salt, whatever the body has
+    names = (fields.keys() | others.keys()) - {"model", *(("cache_salt",) if arrival.pool.spec.provider else ())}
     found = {name for name in names if fields.get(name) != others.get(name) or (name in fields) != (name in others)}
     found |= set(base.without) ^ set(other.without)
     return f"its body would have another {', '.join(sorted(found))} there" if found else ""
+
+
+def _place(span: Span | None) -> str:
+    return "" if span is None else f"{span[0]},{span[1] - span[0]}"
+
+
+def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> Span | None:
+    """Where the whole field stands in a body that was made here; None if there is none, or no provider among
+    ``pools``.
+    """
+    if body is None or not any(one.spec.provider for one in pools):
+        return None
+    value = span_of_field(body, "cache_salt")
+    if value is None:
+        return None
+    start, end = value[0] - len(_SALT_NAME), value[1]
+    return (start - 1, end) if body[start - 1 : start] == b"," else (start, end + (body[end : end + 1] == b","))
 
 
 def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> Reserve:

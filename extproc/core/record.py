@@ -226,7 +226,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
     and its usage is not known. ``served_by``: the ModelServer of the last attempt, of ``attempts``; empty if unknown.
     ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
-    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does.
+    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``pauses``: likewise
+    providers of attempts before the last; None: they do not say for how long.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -252,6 +253,7 @@ class Outcome(msgspec.Struct, frozen=True):
     attempts: int = 0
     engine_s: float | None = None
     retry_after_s: float | None = None
+    pauses: Mapping[str, float | None] = {}
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -292,13 +294,15 @@ class Reserve(msgspec.Struct, frozen=True):
 class Attempts(msgspec.Struct, frozen=True):
     """All attempts that Envoy may make. ``servers``, ``addresses``: one of each for each attempt. ``degraded``: the
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
-    same. ``policy``: of Envoy's route.
+    same. ``salt``: where its cache salt stands, which providers do not get; empty if it has none, or no provider is
+    asked. ``policy``: of Envoy's route.
     """
 
     servers: tuple[str, ...]
     addresses: tuple[str, ...]
     degraded: tuple[str, ...] = ()
     splice: str = ""
+    salt: str = ""
     policy: str = ""
 
 

@@ -34,6 +34,7 @@ from extproc.protocol import (
     PREFILLER,
     REQUEST_ID,
     ROUTE_NAMESPACE,
+    SALT,
     SCORES,
     SERVER_CLUSTER,
     SERVER_HEADER,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
     from extproc.api.usage import UsageContext
     from extproc.core.effects import Decision
+    from extproc.core.record import Attempts
     from extproc.core.trace import Trace
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
@@ -316,7 +318,7 @@ def _decision_answer(
         common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, b"", more=size), more=size)
     answer = field(answer_tag, field(response_tag, common, more=size), more=size)
     # the body comes last, and is copied once
-    route = b"" if attempts is None else _route_metadata(attempts.servers, attempts.degraded, attempts.splice)
+    route = b"" if attempts is None else _route_metadata(attempts)
     return b"".join((_metadata(decision, destination), route, answer, body or b""))
 
 
@@ -336,11 +338,15 @@ def _groups(servers: tuple[str, ...], degraded: tuple[str, ...]) -> bytes:
     return found.SerializeToString()
 
 
-def _route_metadata(servers: tuple[str, ...], degraded: tuple[str, ...], splice: str) -> bytes:
+def _route_metadata(attempts: Attempts) -> bytes:
     """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
-    place = _member(SPLICE).fill(splice.encode()) if splice else ()
-    members = b"".join((_groups(servers, degraded), *place))
-    return field(_METADATA_TAG, field(_FIELDS_TAG, _ROUTE_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, members))))
+    places = (SPLICE, attempts.splice), (SALT, attempts.salt)
+    members = [_groups(attempts.servers, attempts.degraded)]
+    for name, place in places:
+        members += _member(name).fill(place.encode()) if place else ()
+    return field(
+        _METADATA_TAG, field(_FIELDS_TAG, _ROUTE_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, b"".join(members))))
+    )
 
 
 def _leg_headers(decision: Decision) -> bytes:

@@ -28,7 +28,16 @@ from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
 from extproc.api.fallback import CONDITIONS, STATUSES
-from extproc.protocol import DEGRADED, DEGRADED_SERVERS, NAMESPACE, ROUTE_NAMESPACE, SERVED_BY, SERVER_CLUSTER, SPLICE
+from extproc.protocol import (
+    DEGRADED,
+    DEGRADED_SERVERS,
+    NAMESPACE,
+    ROUTE_NAMESPACE,
+    SALT,
+    SERVED_BY,
+    SERVER_CLUSTER,
+    SPLICE,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,9 +55,12 @@ _SPECIFIER: Final = (
 )
 # A cluster's own metadata, from which answers get the name of its ModelServer.
 _SERVER: Final = "server"
-# Dynamic metadata of what attempts have added to the request's headers: that a ModelServer's key is among them.
-_ATTEMPT_NAMESPACE: Final = "attache.attempt"
-_KEYED: Final = "keyed"
+# Dynamic metadata of what attempts have changed in the request's headers: that a ModelServer's key is among them, and
+# the path and host before a provider's took their place.
+ATTEMPT_NAMESPACE: Final = "attache.attempt"
+KEYED: Final = "keyed"
+PATH: Final = "path"
+HOST: Final = "host"
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
 _SCRIPT: Final = r"""
@@ -56,26 +68,48 @@ local function chosen(handle)
   return handle:streamInfo():dynamicMetadata():get("@NAMESPACE@") or {}
 end
 
--- Headers are the same object in all attempts: the key that stands there may be that of another ModelServer.
-local function change_keys(handle)
-  local metadata = handle:streamInfo():dynamicMetadata()
-  if (metadata:get("@ATTEMPT@") or {})["@KEYED@"] then handle:headers():remove("authorization") end
+-- Headers are the same object in all attempts: what stands there may be another ModelServer's.
+local function change_back(handle)
+  local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
+  local before = metadata:get("@ATTEMPT@") or {}
+  if before["@KEYED@"] then
+    headers:remove("authorization")
+    headers:remove("x-api-key")
+  end
+  if before["@PATH@"] then
+    headers:replace(":path", before["@PATH@"])
+    headers:replace(":authority", before["@HOST@"])
+  end
   if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", true) end
 end
 
+-- A place, as "first byte,length", and what is to stand there.
+local function edit(place, text)
+  local first, length = string.match(place or "", "^(%d+),(%d+)$")
+  return first and {first = tonumber(first), after = first + length + 1, text = text}
+end
+
 function envoy_on_request(handle)
-  change_keys(handle)
-  local first, length = string.match(chosen(handle)["@SPLICE@"] or "", "^(%d+),(%d+)$")
-  if not first then return end
+  change_back(handle)
+  local named = edit(chosen(handle)["@SPLICE@"], "@MODEL@")
+  local cut = @CUTS@ and edit(chosen(handle)["@SALT@"], "")
+  if not named and not cut then return end
+  local one, other = named or cut, named and cut
+  if other and other.first < one.first then one, other = other, one end
   local body = handle:body()
   local size = body:length()
   local json = body:getBytes(0, size)
-  local after = first + length + 1
-  length = body:setBytes(string.sub(json, 1, first) .. "@MODEL@" .. string.sub(json, after))
+  local parts = {string.sub(json, 1, one.first), one.text}
+  if other then
+    parts[3], parts[4] = string.sub(json, one.after, other.first), other.text
+    one = other
+  end
+  parts[#parts + 1] = string.sub(json, one.after)
+  local length = body:setBytes(table.concat(parts))
   -- each attempt writes the length of its own body
   handle:headers():replace("content-length", tostring(length))
   if size > @LARGE@ then
-    json = nil
+    json, parts = nil, nil
     collectgarbage()
   end
 end
@@ -137,18 +171,22 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
 
 
 def names_model(server: ModelServer) -> HttpFilter:
-    """The cluster's filter: its model's name into bodies, and a header into answers that are degraded. It removes the
-    key that an attempt before has added for another ModelServer.
+    """The cluster's filter: its model's name into bodies, and a header into answers that are degraded. It takes back
+    what an attempt before has changed for another ModelServer, and a provider gets no cache salt.
     """
     marks = {
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
-        "@MODEL@": _lua_text(msgspec.json.encode(server.spec.model)),
+        "@MODEL@": lua_text(msgspec.json.encode(server.spec.model)),
         "@SERVERS@": DEGRADED_SERVERS,
-        "@SERVER@": _lua_text(server.metadata.key.encode()),
+        "@SERVER@": lua_text(server.metadata.key.encode()),
         "@DEGRADED@": DEGRADED,
-        "@ATTEMPT@": _ATTEMPT_NAMESPACE,
-        "@KEYED@": _KEYED,
+        "@ATTEMPT@": ATTEMPT_NAMESPACE,
+        "@KEYED@": KEYED,
+        "@PATH@": PATH,
+        "@HOST@": HOST,
+        "@CUTS@": "true" if server.spec.provider is not None else "false",
+        "@SALT@": SALT,
         "@HAS_KEY@": "true" if server.spec.connection.has_key else "false",
         "@LARGE@": str(_LARGE_BYTES),
     }
@@ -158,7 +196,7 @@ def names_model(server: ModelServer) -> HttpFilter:
     return http_filter("envoy.filters.http.lua", Lua(default_source_code=DataSource(inline_string=script)))
 
 
-def _lua_text(value: bytes) -> str:
+def lua_text(value: bytes) -> str:
     """Within quotation marks, whatever it has in it."""
     return "".join(f"\\{byte:03d}" for byte in value)
 
