@@ -156,15 +156,19 @@ HIDES_USAGE: Final = "hides_usage"
 # usage log.
 USAGE_CONTEXT: Final = "usage"
 # Of a request whose rule has fallbacks: Envoy's clusters, one for each attempt; where the model's name stands in the
-# body, as "first byte,length"; the ModelServers whose answers are marked as degraded, and how; by ModelServer, the
-# limits of the answer in the body, each as "first byte,length,text;"; by class of refusals, the clusters that take what
-# others have refused for it; and, as Envoy writes them, which endpoints have refused it.
+# body, as "first byte,length", and likewise the cache salt, which providers do not get; the ModelServers whose answers
+# are marked as degraded, and how; by ModelServer, the limits of the answer in the body, each as
+# "first byte,length,text;"; by class of refusals, the clusters that take what others have refused for it; and, as Envoy
+# writes them, which endpoints have refused it.
 ROUTE_NAMESPACE: Final = "attache.route"
 GROUPS: Final = "priority_groups"
 SPLICE: Final = "splice"
+SALT: Final = "salt"
 DEGRADED_SERVERS: Final = "degraded"
 CLAMPS: Final = "clamps"
 REFUSED: Final = "refused"
+# By ModelServer, the retry-after of a provider that has answered 429, or 503 with it, to an attempt; maybe empty.
+PAUSES_NAMESPACE: Final = "attache.pauses"
 # Token usage, which Envoy's filters read out of answers.
 USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"

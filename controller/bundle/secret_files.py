@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import stat
 from datetime import datetime
 from hashlib import sha256
@@ -23,9 +24,10 @@ from controller.bundle.envoy.secrets import (
     Authorities,
     Certificate,
     EngineKey,
-    engine_secrets,
+    SystemAuthorities,
     listener_secrets,
     secret_file,
+    server_secrets,
 )
 from extproc.api.authentication import has_usable_key
 from extproc.api.connection import EngineConnection
@@ -47,6 +49,11 @@ _MAX_BYTES: Final = 4 * 1024 * 1024
 # Warning time before certificates expire: enough to repair their renewal.
 _WARN_BEFORE_S: Final = 7 * 86400
 _Content = tuple[bytes | None, ...]
+_SYSTEM_AUTHORITIES: Final = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/cert.pem",
+)
 _MOST_KEY_BYTES: Final = 1_000_000
 _NO_CONNECTION: Final = EngineConnection()
 
@@ -135,6 +142,8 @@ class SecretFiles:
             case Authorities():
                 crl_file = source.crl_file
                 return self._read_file(source.ca_file), None if crl_file is None else self._read_file(crl_file)
+            case SystemAuthorities():
+                return (self._read_file(self._system_authorities()),)
             case EngineKey(variable=None):
                 return (self._read_file(source.file_name or ""),)
             case EngineKey(variable=str(name)):
@@ -143,6 +152,14 @@ class SecretFiles:
                     raise CertificateUnusable("is not set; set it where the bundle's writer and extproc run")
                 return (text.encode(errors="surrogateescape"),)
         raise TypeError(type(source).__name__)
+
+    def _system_authorities(self) -> str:
+        """As OpenSSL finds them, or where distributions put them."""
+        own = self._environment.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
+        found = next((one for one in (own, *_SYSTEM_AUTHORITIES) if one and Path(one).is_file()), None)
+        if found is None:
+            raise CertificateUnusable("are not on this machine; write connection.tls.caFile, or set SSL_CERT_FILE")
+        return found
 
     def _read_file(self, name: str) -> bytes:
         return _read_file(os.fspath(self._folder / name), _MAX_BYTES)[0]
@@ -166,6 +183,10 @@ def _checked(source: SecretSource, content: _Content) -> _Secret:
         case Authorities():
             ends_at = check_authorities(first, content[1])
             fields = {"trusted_ca": first, **({} if content[1] is None else {"crl": content[1]})}
+        case SystemAuthorities():
+            # of some hundred, one or the other ends soon
+            check_authorities(first, None)
+            fields = {"trusted_ca": first}
         case _:
             fields = {"secret": b"Bearer " + _key_in(first)}
     return _Secret(secret_file(source, fields), ends_at)
@@ -185,6 +206,8 @@ def _title(source: SecretSource) -> str:
             return source.cert_file
         case Authorities():
             return source.ca_file
+        case SystemAuthorities():
+            return "the authorities that this machine trusts"
         case EngineKey():
             return source.file_name or f"the environment variable {source.variable}"
     raise TypeError(type(source).__name__)
@@ -351,8 +374,7 @@ def without_unusable(snapshot: Snapshot, unusable: Mapping[SecretSource, Mistake
     if named and not listeners:
         raise ConfigInvalid(list(unusable.values()))
     servers = tuple(
-        one if unusable.keys().isdisjoint(engine_secrets(one.spec.connection)) else _unconnected(one)
-        for one in snapshot.servers
+        one if unusable.keys().isdisjoint(server_secrets(one.spec)) else _unconnected(one) for one in snapshot.servers
     )
     gateway = snapshot.gateway
     if listeners != named:
@@ -361,5 +383,5 @@ def without_unusable(snapshot: Snapshot, unusable: Mapping[SecretSource, Mistake
 
 
 def _unconnected(server: ModelServer) -> ModelServer:
-    spec = msgspec.structs.replace(server.spec, listed=(), connection=_NO_CONNECTION)
+    spec = msgspec.structs.replace(server.spec, listed=(), provider=None, connection=_NO_CONNECTION)
     return msgspec.structs.replace(server, spec=spec)

@@ -14,7 +14,7 @@ import msgspec
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage import UsageContext, UsageCounts, UsageLine, stored_name
 from extproc.api.used_tokens import CUTS, TIME_LIMITS, Answer, expected_of, used_tokens
-from extproc.protocol import ANONYMOUS, APIS_BY_PATH, SERVER_CLUSTER, truncate_name
+from extproc.protocol import ANONYMOUS, SERVER_CLUSTER, api_of_path, truncate_name
 
 # A line has some 2 KB, and one with all of its texts at their longest 32: what is longer is no line of Envoy's.
 MOST_LINE_BYTES: Final = 256 * 1024
@@ -261,5 +261,5 @@ def _text(text: str | None, most: int = MOST_NAME) -> str:
 
 
 def _api(path: str | None) -> str:
-    found = APIS_BY_PATH.get((path or "").partition("?")[0])
+    found = api_of_path((path or "").partition("?")[0])
     return "" if found is None else found.name

@@ -165,7 +165,7 @@ def _endpoints(one: StaticEndpoint, spec: ModelServerSpec, addresses: Addresses)
     if where.is_ip:
         return [_with_publishers(one, where.host, addresses)]
     tls = spec.connection.tls
-    needs_name = tls is not None and tls.server_name is None and one.server_name is None
+    needs_name = spec.uses_tls and (tls is None or tls.server_name is None) and one.server_name is None
     name = where.host if needs_name else one.server_name
     return [
         msgspec.structs.replace(

@@ -14,6 +14,7 @@ from extproc.api.admission import FlowControl, check_flow_control
 from extproc.api.connection import EngineConnection
 from extproc.api.matches import check_header_name
 from extproc.api.pricing import PriceSpec, check_pricing
+from extproc.api.provider import Provider, check_provider
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
 from extproc.api.spec import (
     DirectoryObject,
@@ -42,6 +43,17 @@ _OF_PROMPTS: Final = {
     "pickerConfig": "picker_config",
     "modelRewrites": "model_rewrites",
     "cacheIsolation": "cache_isolation",
+}
+# Fields about what extproc asks of engines or knows of them.
+_OF_ENGINES: Final = {
+    "pdGroup": "pd_group",
+    "kvEvents": "kv_events",
+    "adapterLoading": "adapter_loading",
+    "pickerConfig": "picker_config",
+    "activation": "activation",
+    "metricsPath": "metrics_path",
+    "metricsPort": "metrics_port",
+    "allowedFields": "allowed_fields",
 }
 _NO_NAME: Final = "nothing says which name the engines' certificates have; write serverName"
 
@@ -306,9 +318,10 @@ class ModelRewrite(Spec, frozen=True):
 
 
 class ModelServerSpec(Spec, frozen=True):
-    """The engines that serve one base model: listed as ``endpoints``, or in a cluster selected as pods.
+    """The engines that serve one base model: listed as ``endpoints``, or in a cluster selected as pods; or a provider.
 
-    ``model``: the name under which the engines serve it. ``listed``: the engines. ``workload_selector``: labels of the
+    ``model``: the name under which the engines serve it. ``listed``: the engines. ``provider``: a server of others in
+    their place. ``workload_selector``: labels of the
     pods that the engines run in. ``workload_port``: where they listen. ``engine``: the server program, which determines
     the names of metrics. ``traffic_policy``: time limits and retries. ``pd_group``: prefill and decode on separate
     engines. ``kv_events``: engines publish changes of their caches. ``tokenizer``: how prompts become tokens, where
@@ -316,8 +329,23 @@ class ModelServerSpec(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        exactly_one("endpoints", "workloadSelector"),
+        exactly_one("endpoints", "workloadSelector", "provider"),
         together("workloadSelector", "workloadPort"),
+        Rule(
+            f"!has(self.provider) || !({' || '.join(f'has(self.{name})' for name in _OF_ENGINES)})",
+            f"{', '.join(_OF_ENGINES)} are about engines, which a provider does not show; remove them",
+        ),
+        Rule(
+            "!has(self.provider) || !has(self.provider.scheme) || self.provider.scheme != 'http'"
+            " || !has(self.connection) || !has(self.connection.tls)",
+            "connection.tls has no effect with scheme: http; write https, or leave it out",
+        ),
+        Rule(
+            "!has(self.provider) || !has(self.provider.scheme) || self.provider.scheme != 'http'"
+            " || !has(self.connection) || !(has(self.connection.apiKeyFile) || has(self.connection.apiKeyEnv)"
+            " || has(self.connection.apiKeyRef))",
+            "http would show the key to everybody on the way; write scheme: https, or leave the key out",
+        ),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
             "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
@@ -356,6 +384,7 @@ class ModelServerSpec(Spec, frozen=True):
         Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("address"))]
         | None
     ) = msgspec.field(default=None, name="endpoints")
+    provider: Provider | None = None
     workload_selector: WorkloadSelector | None = None
     workload_port: WorkloadPort | None = None
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
@@ -404,8 +433,20 @@ class ModelServerSpec(Spec, frozen=True):
 
     @property
     def endpoints(self) -> tuple[StaticEndpoint, ...]:
-        """The listed engines; none where pods are selected."""
+        """The listed engines, or the provider, by its name until that is resolved; none where pods are selected."""
+        if self.listed is None and self.provider is not None:
+            return (StaticEndpoint(address=self.provider.address),)
         return self.listed or ()
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether its endpoints are reached over TLS."""
+        return self.connection.tls is not None or (self.provider is not None and self.provider.scheme == "https")
+
+    @property
+    def reads_metrics(self) -> bool:
+        """Whether its engines have metrics that are read."""
+        return self.scrape_interval > 0 and self.provider is None
 
 
 class ModelServer(DirectoryObject, frozen=True, kw_only=True):
@@ -429,10 +470,35 @@ def longest_waits(spec: ModelServerSpec, control: FlowControl | None) -> dict[st
 
 def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
     """Endpoint addresses are ``ip:port`` or ``name:port`` and differ; no field is without effect."""
-    if (spec.listed is None) == (spec.workload_selector is None):
-        yield ("spec",), "write endpoints or, in a cluster, workloadSelector, one of the two"
+    if sum(one is not None for one in (spec.listed, spec.workload_selector, spec.provider)) != 1:
+        yield ("spec",), "write endpoints, provider or, in a cluster, workloadSelector, one of the three"
+    yield from _check_requests(spec)
+    if spec.provider is not None:
+        yield from _check_provider(spec, spec.provider)
+        return
     if (spec.workload_selector is None) != (spec.workload_port is None):
         yield ("spec",), "workloadSelector and workloadPort go together; write both or neither"
+    yield from _check_endpoints(spec)
+    if spec.picker_config is not None and spec.pd_group is not None:
+        yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
+    yield from _check_protocol(spec)
+    yield from _check_pairs(spec, spec.pd_group)
+    yield from _check_adapters(spec, spec.adapter_loading)
+    yield from _check_activation(spec.activation)
+
+
+def _check_requests(spec: ModelServerSpec) -> Iterator[Finding]:
+    """What becomes of requests, whoever serves them."""
+    if spec.cache_scope_header is not None:
+        yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
+    yield from check_pricing(spec.pricing)
+    if spec.flow_control is not None:
+        yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
+        yield from check_flow_control(spec.flow_control)
+    yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
+
+
+def _check_endpoints(spec: ModelServerSpec) -> Iterator[Finding]:
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index, "address")
@@ -443,19 +509,21 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         for name, address in (("kvEvents", endpoint.kv_events), ("kvReplay", endpoint.kv_replay)):
             if address is not None:
                 yield from check_endpoint(address, ("spec", "endpoints", index, name))
-    if spec.picker_config is not None and spec.pd_group is not None:
-        yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
-    if spec.cache_scope_header is not None:
-        yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
-    yield from _check_protocol(spec)
-    yield from _check_pairs(spec, spec.pd_group)
-    yield from _check_adapters(spec, spec.adapter_loading)
-    yield from _check_activation(spec.activation)
-    yield from check_pricing(spec.pricing)
-    if spec.flow_control is not None:
-        yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
-        yield from check_flow_control(spec.flow_control)
-    yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
+
+
+def _check_provider(spec: ModelServerSpec, provider: Provider) -> Iterator[Finding]:
+    """Nothing depends on engines."""
+    path: Path = ("spec", "provider")
+    connection = spec.connection
+    has_key = connection.has_key or connection.api_key_ref is not None
+    yield from check_provider(provider, path, has_key=has_key, tls=connection.tls)
+    for name, attribute in _OF_ENGINES.items():
+        if getattr(spec, attribute):
+            yield ("spec", name), "is about engines, which a provider does not show; remove it"
+    if spec.protocol != "OpenAI":
+        yield ("spec", "protocol"), "providers take the APIs of provider.apis; leave it out"
+    if provider.scheme == "http" and connection.tls is not None:
+        yield ("spec", "connection", "tls"), "has no effect with provider.scheme http; write https, or leave it out"
 
 
 def _check_protocol(spec: ModelServerSpec) -> Iterator[Finding]:
@@ -549,7 +617,7 @@ def check_connection(spec: ModelServerSpec) -> Iterator[Finding]:
     for where, name in names:
         if name is not None and not is_hostname(name):
             yield where, f"'{name}' is no host name; write a name that the certificate has"
-    if not tls.insecure_skip_verify and tls.server_name is None:
+    if not tls.insecure_skip_verify and tls.server_name is None and spec.provider is None:
         yield from _check_names(spec)
 
 

@@ -154,7 +154,7 @@ def limits_without_redis(snapshot: Snapshot) -> list[str]:
 def scrape_stretch(servers: Iterable[ModelServer]) -> float:
     """By what every ``scrapeInterval`` is multiplied, 1 or more, so that reading engines leaves time for requests."""
     specs = [one.spec for one in servers]
-    asked_per_s = sum(len(one.endpoints) / one.scrape_interval for one in specs if one.scrape_interval > 0)
+    asked_per_s = sum(len(one.endpoints) / one.scrape_interval for one in specs if one.reads_metrics)
     return max(1.0, asked_per_s / MOST_SCRAPES_PER_S)
 
 
@@ -167,7 +167,7 @@ def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
     """That engines are read less often than configured."""
     stretch = scrape_stretch(snapshot.servers)
     if stretch > 1:
-        read = [one.spec for one in snapshot.servers if one.spec.scrape_interval > 0]
+        read = [one.spec for one in snapshot.servers if one.spec.reads_metrics]
         endpoints = sum(len(one.endpoints) for one in read)
         shortest_s = min(float(one.scrape_interval) for one in read if one.endpoints)
         yield (
@@ -186,7 +186,7 @@ def kv_event_sources(servers: Iterable[ModelServer]) -> int:
 
 def wanted_descriptors(snapshot: Snapshot) -> int:
     """Descriptors for connections to all engines, and for subscriptions to their events."""
-    read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.scrape_interval > 0)
+    read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.reads_metrics)
     return read + kv_event_sources(snapshot.servers) * _OF_A_SUBSCRIPTION
 
 

@@ -27,6 +27,8 @@ OWN_PATH: Final = r"^(/[!\x24-\x3e\x40-\x7e]*)?\Z"
 # A key of a Secret's or a ConfigMap's data.
 DATA_KEY: Final = r"^[-._a-zA-Z0-9]+\Z"
 HEADER: Final = r"^[0-9A-Za-z-]+\Z"
+# A name or an IP address, IPv6 without brackets; no scheme, path or user.
+HOST: Final = r"^[0-9A-Za-z:]([-.0-9A-Za-z:]*[0-9A-Za-z])?\Z"
 # Of another's configuration, where an empty text means the default.
 HEADER_OR_EMPTY: Final = r"^[0-9A-Za-z_-]*\Z"
 ISOLATION: Final = r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)\Z"
@@ -54,6 +56,7 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         HTTP_PATH: "is no path; write one that begins with '/' and has no spaces, such as /metrics",
         DATA_KEY: "is no key of a Secret's or ConfigMap's data; write letters, digits, '-', '_' and '.'",
         HEADER: "is no name of a header; write letters, digits and '-'",
+        HOST: "is no host; write its name or IP address alone, without scheme, port and path, such as api.example.com",
         HEADER_OR_EMPTY: "is no name of a header; write letters, digits, '-' and '_'",
         ISOLATION: "is not a choice; write Tenant, User, Shared or Header:NAME",
         WILDCARD: "is no name; '*' stands at its beginning or at its end, and control characters nowhere",

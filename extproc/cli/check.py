@@ -550,7 +550,9 @@ def _fallback_notes(snapshot: Snapshot, targets: Sequence[ModelServerSpec], spec
     if any(one.stream_usage != spec.stream_usage for one in targets):
         yield "has another streamUsage, so no stream without usage can go on to it; write the same"
     default = snapshot.gateway.cache_isolation
-    if any((one.cache_isolation or default) != (spec.cache_isolation or default) for one in targets):
+    # a provider gets no salt
+    engines = () if spec.provider is not None else targets
+    if any((one.cache_isolation or default) != (spec.cache_isolation or default) for one in engines):
         yield "has another cacheIsolation, so requests would need another body there; write the same"
 
 

@@ -497,7 +497,9 @@ def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
     the fields that clients may not set.
     """
     request, changes = arrival.request, dict[str, object]()
-    if arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
+    # a provider knows no such field; with fallbacks there is one body for all attempts, and Envoy cuts it out there
+    has_salt = arrival.pool.spec.provider is None or arrival.destination.fallbacks is not None
+    if has_salt and arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model

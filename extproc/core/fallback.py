@@ -37,7 +37,7 @@ from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from extproc.core.record import Arrival, Attachment, Record, Run
     from extproc.core.request_builder import RequestBuilder
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _CONTEXT: Final = "context-window"
 # Texts have up to so many times the bytes in a token that are usual for their ModelServer.
 _CERTAIN: Final = 2.0
+_SALT_NAME: Final = b'"cache_salt":'
 # Why a request goes to a fallback at once.
 _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -201,6 +202,7 @@ class FallbackPlanner:
             addresses=tuple(addresses),
             degraded=tuple(degraded),
             splice=edited.splice,
+            salt=_place(_salt_in(body, [own, *(one.pool for one in reserves.values())])),
             policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
             refusals=_takers(fallbacks, reserves),
             clamps=tuple(edited.clamps.items()),
@@ -316,10 +318,29 @@ def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> s
     other = changes_for(arrival, with_usage=asks_for_usage(arrival, attachment))
     fields, others = base.fields, other.fields
     limits = () if arrival.request.api is None else arrival.request.api.spec.limits
-    names = (fields.keys() | others.keys()) - {"model", *limits}
+    # a provider gets no salt, whatever the body has
+    salts = ("cache_salt",) if arrival.pool.spec.provider else ()
+    names = (fields.keys() | others.keys()) - {"model", *limits, *salts}
     found = {name for name in names if fields.get(name) != others.get(name) or (name in fields) != (name in others)}
     found |= set(base.without) ^ set(other.without)
     return f"its body would have another {', '.join(sorted(found))} there" if found else ""
+
+
+def _place(span: Span | None) -> str:
+    return "" if span is None else f"{span[0]},{span[1] - span[0]}"
+
+
+def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> Span | None:
+    """Where the whole field stands in a body that was made here; None if there is none, or no provider among
+    ``pools``.
+    """
+    if body is None or not any(one.spec.provider for one in pools):
+        return None
+    value = spans_of_fields(body, ("cache_salt",)).get("cache_salt")
+    if value is None:
+        return None
+    start, end = value[0] - len(_SALT_NAME), value[1]
+    return (start - 1, end) if body[start - 1 : start] == b"," else (start, end + (body[end : end + 1] == b","))
 
 
 def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> Reserve:

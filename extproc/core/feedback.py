@@ -106,9 +106,18 @@ def _is_load(outcome: Outcome) -> bool:
 
 def _hold_off(run: Run, row: int | None, outcome: Outcome, now: float) -> None:
     if row is not None:
-        pause_s = _LOAD_PAUSE_S if outcome.retry_after_s is None else outcome.retry_after_s
-        table = run.pool.table
-        set_breaker(table, row, table.breakers[row].held_off(pause_s, now))
+        _pause(run.pool, run.pool.table.addresses[row], outcome.retry_after_s, now)
+
+
+def _pause(pool: Pool, address: str, pause_s: float | None, now: float) -> None:
+    """The endpoint has asked to be left alone for so long; None: it did not say. A provider asks for all of its
+    addresses: its limit is of the key.
+    """
+    table, asking = pool.table, pool.table.row_of(address)
+    if asking is None:
+        return
+    for row in [asking] if pool.spec.provider is None else list(table.active_rows):
+        set_breaker(table, row, table.breakers[row].held_off(_LOAD_PAUSE_S if pause_s is None else pause_s, now))
 
 
 def _release(run: Run) -> None:
@@ -175,7 +184,10 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
         _release(run)
     failed = _failed_before(run, outcome)
     for server, address in failed:
-        _count_passed_over(runs[server], address, now, out)
+        if server in outcome.pauses:
+            _pause(runs[server].pool, address, outcome.pauses[server], now)
+        else:
+            _count_passed_over(runs[server], address, now, out)
     is_own = any(server == run.pool.name for server, _ in failed)
     _count_at_server(run, outcome, EngineFailure.PASSED_OVER if is_own else EngineFailure.REFUSED, now, out)
     there = runs.get(outcome.served_by)

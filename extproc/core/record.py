@@ -226,8 +226,9 @@ class Outcome(msgspec.Struct, frozen=True):
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
     and its usage is not known. ``served_by``: the ModelServer of the last attempt, of ``attempts``; empty if unknown.
     ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
-    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``refused``: by address
-    of an attempt, the class for which the prompt was refused there, and may not be at another ModelServer.
+    sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``pauses``: likewise
+    providers of attempts before the last; None: they do not say for how long. ``refused``: by address of an attempt,
+    the class for which the prompt was refused there, and may not be at another ModelServer.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -254,6 +255,7 @@ class Outcome(msgspec.Struct, frozen=True):
     engine_s: float | None = None
     retry_after_s: float | None = None
     refused: Mapping[str, str] = {}
+    pauses: Mapping[str, float | None] = {}
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -296,7 +298,8 @@ class Reserve(msgspec.Struct, frozen=True):
 class Attempts(msgspec.Struct, frozen=True):
     """All attempts that Envoy may make. ``servers``, ``addresses``: one of each for each attempt. ``degraded``: the
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
-    same. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
+    same. ``salt``: where its cache salt stands, which providers do not get; empty if it has none, or no provider is
+    asked. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
     ``clamps``: ModelServers that write shorter answers than the client asks for, and what they change in the body.
     """
 
@@ -304,6 +307,7 @@ class Attempts(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     degraded: tuple[str, ...] = ()
     splice: str = ""
+    salt: str = ""
     policy: str = ""
     refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
     clamps: tuple[tuple[str, str], ...] = ()

@@ -347,7 +347,7 @@ class RequestBuilder:
             raise no_model()
         try:
             candidates = self._candidates(request.model, _IN_BODIES, head, self._access_of(head))
-            return self._arrival(request, self._draw(candidates.targets), head, body, candidates)
+            return self._arrival(request, self._draw(candidates.targets, request.api), head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
             raise
@@ -391,12 +391,15 @@ class RequestBuilder:
             if caller_access is None or caller_access.may(model, one):
                 yield one
 
-    def _draw(self, targets: Targets) -> Destination:
+    def _draw(self, targets: Targets, api: Api | None = None) -> Destination:
         """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
-        that has some.
+        that has some. Where it is a provider that does not take ``api``, one that does.
         """
         found = targets.draw(self._rng)
         pool = self.pools.get(found.server)
+        if pool is not None and api is not None and not _takes(pool.spec, api):
+            others = targets.among(lambda one: one.server in self.pools and _takes(self.pools[one.server].spec, api))
+            return found if others is None else self._draw(others)
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
         with_engines = targets.among(self._has_engines)
@@ -453,7 +456,25 @@ class RequestBuilder:
                 "add it, or send the request elsewhere."
             )
         _refuse_steering(request, pool.spec)
+        _refuse_api(request, pool.spec, head)
         return pool, self._isolation.salt(request, pool.spec, caller, head.headers)
+
+
+def _takes(spec: ModelServerSpec, api: Api | None) -> bool:
+    """Whether a provider takes requests of ``api``, and engines any. None: of no known API."""
+    if spec.provider is None:
+        return True
+    return api is not None and not set(api.spec.paths).isdisjoint(spec.provider.paths)
+
+
+def _refuse_api(request: InferenceRequest, spec: ModelServerSpec, head: Head) -> None:
+    """Raise UnknownPath for an API that a provider does not take. With its key, clients reach nothing else of it."""
+    provider = spec.provider
+    if provider is not None and not _takes(spec, request.api):
+        raise UnknownPath(
+            f"'{request.model[:_SHOWN_CHARACTERS]}' is not served under {head.path[:_SHOWN_CHARACTERS]};"
+            f" write to {', '.join(provider.paths)}."
+        )
 
 
 def _protocol_of(request: InferenceRequest) -> str:

@@ -194,7 +194,7 @@ def scrape_config_of(spec: ModelServerSpec, source: MetricsSource | None, names:
     read.
     """
     source = source or MetricsSource()
-    if spec.protocol != "OpenAI":
+    if spec.protocol != "OpenAI" or spec.provider is not None:
         # the metrics that are known are those of generative models
         return ScrapeConfig(0.0, spec.metrics_port, spec.metrics_path, spec.connection, names)
     interval = source.interval if source.interval and spec.scrape_interval else spec.scrape_interval

@@ -214,11 +214,16 @@ class Pool:
         return int(known.max()) if known.size and known.min() > 0 else 0
 
     def is_ready(self, now: float) -> bool:
-        """Whether an endpoint could serve a request now, by the breakers."""
+        """Whether an endpoint could serve a request now, by the breakers. A provider's limits are of this gateway as a
+        whole: until the end of the pause that it asks for, it serves nothing.
+        """
         if not self.readiness.can_serve or self.breaker.state(now) is BreakerState.OPEN:
             return False
         self.refresh(now)
-        return bool((self.table.is_active & (self.table.retry_at_s <= now)).any())
+        usable = self.table.is_active & (self.table.retry_at_s <= now)
+        if self.spec.provider is None:
+            return bool(usable.any())
+        return any(now >= self.table.breakers[row].not_before_s for row in np.flatnonzero(usable).tolist())
 
     def dialect_of(self, address: str) -> Dialect:
         """Names of the metrics of the engine at ``address``."""

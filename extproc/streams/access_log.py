@@ -20,6 +20,7 @@ from extproc.protocol import (
     EVENTS,
     FIRST_CONTENT_US,
     NAMESPACE,
+    PAUSES_NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
     REFUSED,
@@ -133,6 +134,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         engine_s=_engine_s(common),
         retry_after_s=_retry_after_s(response),
         refused=_texts(metadata.get(ROUTE_NAMESPACE), REFUSED),
+        pauses=_pauses(metadata.get(PAUSES_NAMESPACE)),
     )
 
 
@@ -141,6 +143,12 @@ def _retry_after_s(response: HttpResponseProperties) -> float | None:
     if response.response_code_details != _BY_ENGINE:
         return None
     return read_retry_after(response.response_headers.get(RETRY_AFTER, ""))
+
+
+def _pauses(namespace: Struct | None) -> dict[str, float | None]:
+    if namespace is None:
+        return {}
+    return {server: read_retry_after(value.string_value) for server, value in namespace.fields.items()}
 
 
 def _text(namespace: Struct | None, key: str) -> str:

@@ -35,6 +35,7 @@ from extproc.protocol import (
     PREFILLER,
     REQUEST_ID,
     ROUTE_NAMESPACE,
+    SALT,
     SCORES,
     SERVER_CLUSTER,
     SERVER_HEADER,
@@ -349,9 +350,10 @@ def _groups(
 
 def _route_metadata(attempts: Attempts) -> bytes:
     """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
-    place = _member(SPLICE).fill(attempts.splice.encode()) if attempts.splice else ()
     clamped = tuple([server for server, _ in attempts.clamps])
-    members = b"".join((_groups(attempts.servers, attempts.degraded, clamped, attempts.refusals), *place))
+    members = _groups(attempts.servers, attempts.degraded, clamped, attempts.refusals)
+    for name, place in ((SPLICE, attempts.splice), (SALT, attempts.salt)):
+        members += b"".join(_member(name).fill(place.encode())) if place else b""
     if clamped:
         clamps = Struct(fields={server: Value(string_value=text) for server, text in attempts.clamps})
         members += Struct(fields={CLAMPS: Value(struct_value=clamps)}).SerializeToString()

@@ -55,6 +55,7 @@ from controller.bundle.envoy.envoy_json import (
     typed_extension,
 )
 from controller.bundle.envoy.fallback import Chained, cluster_metadata, high_priority, names_model
+from controller.bundle.envoy.providers import adapts_to_provider
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
@@ -90,6 +91,8 @@ _PING_S: Final = 1.0
 _PING_ANSWER_S: Final = 3.0
 # vLLM's server closes idle connections after 5 s; a request sent at that moment would meet a reset.
 IDLE_S: Final = 4.0
+# Providers' servers keep them for a minute and more, and a new one costs a handshake over a long way.
+_PROVIDER_IDLE_S: Final = 30.0
 # File systems take names of 255 bytes; drafts of a file have a longer name.
 _LONGEST_FILE_NAME: Final = 200
 _BACKEND_CONNECT_S: Final = 5.0
@@ -107,10 +110,11 @@ def endpoints_file(server: ModelServer) -> str:
     or with another key, must never get the endpoints that are reached with it.
     """
     file = f"{ENDPOINTS_FOLDER}/{file_name(server.metadata.key)}"
-    connection = server.spec.connection
-    if connection == EngineConnection():
+    connection, provider = server.spec.connection, server.spec.provider
+    if connection == EngineConnection() and provider is None:
         return file
-    return f"{file.removesuffix('.json')}~{xxhash.xxh3_64_hexdigest(msgspec.json.encode(connection))}.json"
+    reached = connection if provider is None else (connection, provider)
+    return f"{file.removesuffix('.json')}~{xxhash.xxh3_64_hexdigest(msgspec.json.encode(reached))}.json"
 
 
 def file_name(key: str) -> str:
@@ -126,7 +130,8 @@ def server_cluster(server: ModelServer, directory: str, chained: Chained | None 
 
     ``chained``: it is in a rule with fallbacks.
     """
-    policy, connection = server.spec.traffic_policy, server.spec.connection
+    policy = server.spec.traffic_policy
+    idle_s = IDLE_S if server.spec.provider is None else _PROVIDER_IDLE_S
     name = server_cluster_name(server.metadata.key)
     return to_resource(
         Cluster(
@@ -143,11 +148,11 @@ def server_cluster(server: ModelServer, directory: str, chained: Chained | None 
             circuit_breakers=unlimited_circuit_breakers(chained=chained),
             metadata=None if chained is None else cluster_metadata(server),
             upstream_connection_options=keepalive(),
-            transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
+            transport_socket=engine_socket(server.spec, directory),
             typed_extension_protocol_options={
                 UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
-                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
+                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(idle_s)),
                         explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
                         http_filters=_upstream_filters(server, directory, chained),
                     )
@@ -323,7 +328,7 @@ def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, objec
 
 def _upstream_filters(server: ModelServer, directory: str, chained: Chained | None) -> list[HttpFilter]:
     """The ModelServer's model, if a request may come from another one. The engines' key takes the place of what the
-    client sent. Without both, nothing is changed and no filter needed.
+    client sent. A provider gets its own requests. Without all of them, nothing is changed and no filter needed.
     """
     connection = server.spec.connection
     found: list[HttpFilter] = []
@@ -335,6 +340,8 @@ def _upstream_filters(server: ModelServer, directory: str, chained: Chained | No
             overwrite=True, credential=typed_extension("envoy.http.injected_credentials.generic", credential)
         )
         found.append(http_filter("envoy.filters.http.credential_injector", injector))
+    if server.spec.provider is not None:
+        found.append(adapts_to_provider(server, server.spec.provider))
     return [*found, http_filter("envoy.filters.http.upstream_codec", UpstreamCodec())] if found else []
 
 

@@ -44,6 +44,7 @@ from extproc.protocol import (
     REFUSED,
     REFUSED_FOR,
     ROUTE_NAMESPACE,
+    SALT,
     SERVED_BY,
     SERVED_HOST,
     SERVED_NAMESPACE,
@@ -67,9 +68,12 @@ _SPECIFIER: Final = (
 )
 # A cluster's own metadata, from which answers get the name of its ModelServer.
 _SERVER: Final = "server"
-# Dynamic metadata of what attempts have added to the request's headers: that a ModelServer's key is among them.
-_ATTEMPT_NAMESPACE: Final = "attache.attempt"
-_KEYED: Final = "keyed"
+# Dynamic metadata of what attempts have changed in the request's headers: that a ModelServer's key is among them, and
+# the path and host before a provider's took their place.
+ATTEMPT_NAMESPACE: Final = "attache.attempt"
+KEYED: Final = "keyed"
+PATH: Final = "path"
+HOST: Final = "host"
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
 # An engine's error has some hundred bytes.
@@ -106,16 +110,24 @@ local function chosen(handle)
   return handle:streamInfo():dynamicMetadata():get("@NAMESPACE@") or {}
 end
 
--- Headers are the same object in all attempts: the key that stands there may be that of another ModelServer.
-local function change_keys(handle)
-  local metadata = handle:streamInfo():dynamicMetadata()
-  if (metadata:get("@ATTEMPT@") or {})["@KEYED@"] then handle:headers():remove("authorization") end
+-- Headers are the same object in all attempts: what stands there may be another ModelServer's.
+local function change_back(handle)
+  local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
+  local before = metadata:get("@ATTEMPT@") or {}
+  if before["@KEYED@"] then
+    headers:remove("authorization")
+    headers:remove("x-api-key")
+  end
+  if before["@PATH@"] then
+    headers:replace(":path", before["@PATH@"])
+    headers:replace(":authority", before["@HOST@"])
+  end
   if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", true) end
 end
 
 @REFUSALS@
 function envoy_on_request(handle)
-  change_keys(handle)
+  change_back(handle)
   @COUNT@
   local read, edits = chosen(handle), {}
   local first, length = string.match(read["@SPLICE@"] or "", "^(%d+),(%d+)$")
@@ -124,8 +136,13 @@ function envoy_on_request(handle)
   for first, length, text in string.gmatch(clamps, "(%d+),(%d+),([^;]*);") do
     edits[#edits + 1] = {at = tonumber(first), length = tonumber(length), text = text}
   end
+  first, length = string.match(@CUTS@ and read["@SALT@"] or "", "^(%d+),(%d+)$")
+  if first then edits[#edits + 1] = {at = tonumber(first), length = tonumber(length), text = ""} end
   if #edits == 0 then return end
-  table.sort(edits, function(one, other) return one.at < other.at end)
+  -- what is put in comes before what begins there
+  table.sort(edits, function(one, other)
+    return one.at < other.at or one.at == other.at and one.length < other.length
+  end)
   local body = handle:body()
   local size = body:length()
   local json = body:getBytes(0, size)
@@ -219,7 +236,7 @@ local function read_refusal(handle)
   local takes = class and read[class]
   if not takes then return end
   local metadata = handle:streamInfo():dynamicMetadata()
-  local host = (metadata:get("@SERVED_NAMESPACE@") or {})["@HOST@"]
+  local host = (metadata:get("@SERVED_NAMESPACE@") or {})["@SERVED_HOST@"]
   local refused, asked = read["@REFUSED@"] or {}, read.asked or {}
   asked[OWN] = true
   if host then refused[host] = class end
@@ -298,30 +315,34 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
 
 def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
     """The cluster's filter: its model's name into bodies, and headers into answers that are degraded, or refused for a
-    reason that another ModelServer may not have. It removes the key that an attempt before has added for another
-    ModelServer. ``most_read``: see Chained.
+    reason that another ModelServer may not have. It takes back what an attempt before has changed for another
+    ModelServer, and a provider gets no cache salt. ``most_read``: see Chained.
     """
     marks = {
         "@REFUSALS@": _REFUSALS_SCRIPT if most_read else "",
         "@COUNT@": "count_attempt(handle)" if most_read else "",
         "@READ@": "read_refusal(handle)" if most_read else "",
         "@WORDS@": ", ".join(_lua_words(one) for one in REFUSALS),
-        "@CLUSTER@": _lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
+        "@CLUSTER@": lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
         "@REFUSED_FOR@": REFUSED_FOR,
         "@REFUSED@": REFUSED,
         "@GROUPS@": GROUPS,
         "@SERVED_NAMESPACE@": SERVED_NAMESPACE,
-        "@HOST@": SERVED_HOST,
+        "@SERVED_HOST@": SERVED_HOST,
         "@LONGEST@": str(most_read),
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
         "@CLAMPS@": CLAMPS,
-        "@MODEL@": _lua_text(msgspec.json.encode(server.spec.model)),
+        "@MODEL@": lua_text(msgspec.json.encode(server.spec.model)),
         "@SERVERS@": DEGRADED_SERVERS,
-        "@SERVER@": _lua_text(server.metadata.key.encode()),
+        "@SERVER@": lua_text(server.metadata.key.encode()),
         "@DEGRADED@": DEGRADED,
-        "@ATTEMPT@": _ATTEMPT_NAMESPACE,
-        "@KEYED@": _KEYED,
+        "@ATTEMPT@": ATTEMPT_NAMESPACE,
+        "@KEYED@": KEYED,
+        "@PATH@": PATH,
+        "@HOST@": HOST,
+        "@CUTS@": "true" if server.spec.provider is not None else "false",
+        "@SALT@": SALT,
         "@HAS_KEY@": "true" if server.spec.connection.has_key else "false",
         "@LARGE@": str(_LARGE_BYTES),
     }
@@ -336,7 +357,7 @@ def _lua_words(one: FailureClass) -> str:
     return f'{{class = "{one}", codes = {codes}, phrases = {phrases}}}'
 
 
-def _lua_text(value: bytes) -> str:
+def lua_text(value: bytes) -> str:
     """Within quotation marks, whatever it has in it."""
     return "".join(f"\\{byte:03d}" for byte in value)
 

@@ -29,8 +29,9 @@ from controller.bundle.envoy.envoy_json import PackedMessage, resources_file, to
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.connection import CertificateFiles, EngineConnection, EngineTls
+    from extproc.api.connection import CertificateFiles, EngineConnection
     from extproc.api.gateway_config import ClientCertificates, Listener, ListenerTls
+    from extproc.api.model_server import ModelServerSpec
     from extproc.api.snapshot import Snapshot
 
 SECRETS_FOLDER: Final = "secrets"
@@ -66,6 +67,10 @@ class Authorities(SecretSource, frozen=True):
     crl_file: str | None = None
 
 
+class SystemAuthorities(SecretSource, frozen=True):
+    """The authorities that the machine of the bundle's writer trusts."""
+
+
 class EngineKey(SecretSource, frozen=True):
     """A key that engines require; from a file or a variable of the environment."""
 
@@ -92,7 +97,7 @@ def secret_sources(snapshot: Snapshot) -> tuple[SecretSource, ...]:
     """All secrets of a bundle, each once."""
     found = dict.fromkeys(one for listener in snapshot.gateway.listeners for one in listener_secrets(listener))
     for server in snapshot.servers:
-        found.update(dict.fromkeys(engine_secrets(server.spec.connection)))
+        found.update(dict.fromkeys(server_secrets(server.spec)))
     return tuple(found)
 
 
@@ -106,16 +111,25 @@ def listener_secrets(listener: Listener) -> Iterator[SecretSource]:
         yield authorities(listener.tls.client_certificates)
 
 
-def engine_secrets(connection: EngineConnection) -> Iterator[SecretSource]:
-    """What connections to engines need."""
+def server_secrets(spec: ModelServerSpec) -> Iterator[SecretSource]:
+    """What connections to engines or to a provider need."""
+    connection = spec.connection
     if connection.has_key:
         yield engine_key(connection)
+    if spec.uses_tls and (found := _engine_authorities(spec)) is not None:
+        yield found
     if connection.tls is None:
         return
-    if connection.tls.ca_file is not None:
-        yield Authorities(connection.tls.ca_file)
     if connection.tls.client_certificate is not None:
         yield certificate(connection.tls.client_certificate)
+
+
+def _engine_authorities(spec: ModelServerSpec) -> SecretSource | None:
+    """By which certificates of engines or of a provider are checked. None: any certificate is accepted."""
+    tls = spec.connection.tls
+    if tls is not None and tls.ca_file is not None:
+        return Authorities(tls.ca_file)
+    return SystemAuthorities() if spec.provider is not None and (tls is None or not tls.insecure_skip_verify) else None
 
 
 def secret_reference(source: SecretSource, directory: str) -> SdsSecretConfig:
@@ -126,9 +140,12 @@ def secret_reference(source: SecretSource, directory: str) -> SdsSecretConfig:
 def secret_file(source: SecretSource, content: Mapping[str, bytes]) -> str:
     """The file of a secret. ``content``: by the name of the field in Envoy's schema."""
     fields = {name: {"inline_bytes": base64.b64encode(text).decode()} for name, text in content.items()}
-    kind = {Certificate: "tls_certificate", Authorities: "validation_context", EngineKey: "generic_secret"}[
-        type(source)
-    ]
+    kind = {
+        Certificate: "tls_certificate",
+        Authorities: "validation_context",
+        SystemAuthorities: "validation_context",
+        EngineKey: "generic_secret",
+    }[type(source)]
     # the classes of Envoy's schema would print the key when they fail
     return resources_file([{**to_resource(Secret(name=source.name)), kind: fields}])
 
@@ -151,22 +168,27 @@ def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=PackedMessage(context))
 
 
-def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
-    """TLS towards engines. The SNI, which their certificate must match, is each endpoint's host name."""
+def engine_socket(spec: ModelServerSpec, directory: str) -> TransportSocket | None:
+    """TLS towards engines or a provider; None: plain HTTP. The SNI, which the certificate must match, is each
+    endpoint's host name.
+    """
+    if not spec.uses_tls:
+        return None
+    shown = None if spec.connection.tls is None else spec.connection.tls.client_certificate
     common = CommonTlsContext(
         tls_params=TlsParameters(
             tls_minimum_protocol_version=_VERSIONS["1.2"], tls_maximum_protocol_version=_VERSIONS["1.3"]
         )
     )
-    if tls.client_certificate is not None:
-        source = certificate(tls.client_certificate)
-        common.tls_certificate_sds_secret_configs = [secret_reference(source, directory)]
-    if tls.ca_file is not None:
-        common.validation_context_sds_secret_config = secret_reference(Authorities(tls.ca_file), directory)
+    if shown is not None:
+        common.tls_certificate_sds_secret_configs = [secret_reference(certificate(shown), directory)]
+    trusted = _engine_authorities(spec)
+    if trusted is not None:
+        common.validation_context_sds_secret_config = secret_reference(trusted, directory)
     context = UpstreamTlsContext(
         common_tls_context=common,
         auto_host_sni=True,
-        auto_sni_san_validation=tls.ca_file is not None,
+        auto_sni_san_validation=trusted is not None,
         # a resumed session shows no certificate: one that is no longer trusted would still be good
         max_session_keys=0,
     )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.pods import Pod
     from controller.gateway.compile.secrets import Read
     from extproc.api.picker_config import PickerCheck
+    from extproc.api.provider import Provider
 
 # ConfigMaps with this label are read; others may be large, and are none of our business.
 LABEL: Final = "attache.dev/picker-config"
@@ -53,16 +54,17 @@ def address_mistake(spec: ModelServerSpec, networks: Sequence[Network] | None = 
 
     Host names are checked again when they are resolved.
     """
+    field = "endpoints" if spec.provider is None else "provider"
     for one in _addresses(spec):
         where = parse_endpoint(one)
         if is_guarded(where.host):
             message = "is an address of the gateway's own pod or node, or of a cloud's metadata service"
-            return f"endpoints: {one} {message}, which objects of a cluster may not name; write one of an engine"
+            return f"{field}: {one} {message}, which objects of a cluster may not name; write one of an engine"
         if networks is not None and not (is_in(where.host, networks) if where.is_ip else networks):
             message = "objects of this cluster may list endpoints in these networks alone"
             named = ", ".join(map(str, networks)) or "none"
             advice = "select pods by labels, or ask who runs the gateway for --endpoint-networks"
-            return f"endpoints: {one} is not allowed: {message}: {named}; {advice}"
+            return f"{field}: {one} is not allowed: {message}: {named}; {advice}"
     return ""
 
 
@@ -155,13 +157,15 @@ def compile_server(
         content["connection"] = connection.document
     resolved = _with_connection(resolved, connection)
     content = {name: value for name, value in content.items() if name not in _PORT_FIELDS}
-    if grace.holds:
+    if grace.holds and spec.provider is None:
         content.setdefault("activation", _HOLD)
     if connection.problem is not None:
-        return _unconnected(source, {**content, "endpoints": []}, resolved, connection)
-    engines = _engines(grace, spec, pods)
+        others = {name: value for name, value in content.items() if name != "provider"}
+        return _unconnected(source, {**others, "endpoints": []}, resolved, connection)
+    engines = _provider(spec.provider) if spec.provider is not None else _engines(grace, spec, pods)
     conditions = (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY), engines.available)
-    document = _document(source, {**content, "endpoints": engines.endpoints}, networks)
+    endpoints = {} if spec.provider is not None else {"endpoints": engines.endpoints}
+    document = _document(source, {**content, **endpoints}, networks)
     counts = {"endpoints": engines.ready + engines.draining, "ready": engines.ready, "draining": engines.draining}
     made = _result(source, document, conditions, **counts)
     return msgspec.structs.replace(made, files=connection.files, pointers=connection.pointers)
@@ -183,6 +187,11 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     draining: int
     available: WantedCondition
+
+
+def _provider(provider: Provider) -> Engines:
+    available = holds("Available", f"new requests go to the provider at {provider.address}")
+    return Engines(endpoints=(), ready=1, draining=0, available=available)
 
 
 def _engines(grace: GraceState, spec: ModelServerSpec, pods: Iterable[Pod]) -> Engines:
@@ -310,7 +319,8 @@ def _result(
 
 def _document(source: SourceObject, content: Mapping[str, Any], networks: Sequence[Network] | None = None) -> bytes:
     """Marked as a cluster's, which limits what host names may stand for."""
-    limited = {} if networks is None or not source.spec.get("endpoints") else {NETWORKS: ",".join(map(str, networks))}
+    names = source.spec.get("endpoints") or source.spec.get("provider")
+    limited = {} if networks is None or not names else {NETWORKS: ",".join(map(str, networks))}
     return source.document(content, {OF_CLUSTER: "true", **limited})
 
 

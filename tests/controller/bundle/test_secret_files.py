@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.bundle.envoy.bundle import BundleWriter, build_bundle
-from controller.bundle.envoy.secrets import Authorities, Certificate, EngineKey
+from controller.bundle.envoy.secrets import Authorities, Certificate, EngineKey, SystemAuthorities
 from controller.bundle.secret_files import SIGNS_NOTHING, KeyFiles, SecretFiles
 from controller.bundle.sync import BundleSync, remove_orphans, steps, write_once, write_step
 from extproc.api.authentication import has_usable_key
@@ -124,6 +124,19 @@ def test_authorities_come_with_what_they_have_revoked(tmp_path: Path) -> None:
     (tmp_path / "crl").write_text("nothing")
     with pytest.raises(ConfigInvalid, match="has no list"):
         SecretFiles({}).read([source], TODAY)
+
+
+def test_the_authorities_of_the_machine_are_found_as_openssl_finds_them(tmp_path: Path) -> None:
+    file = tmp_path / "roots.pem"
+    file.write_bytes(AUTHORITY.cert + Authority("another").cert)
+    files = SecretFiles({"SSL_CERT_FILE": str(file)})
+    (text,) = files.read([SystemAuthorities()], TODAY).values()
+    assert content(text, "validation_context", "trusted_ca") == file.read_bytes()
+    # of some hundred, one or the other ends soon
+    assert files.ends_at == {}
+    file.write_bytes(b"none")
+    with pytest.raises(ConfigInvalid, match="the authorities that this machine trusts"):
+        SecretFiles({"SSL_CERT_FILE": str(file)}).read([SystemAuthorities()], TODAY)
 
 
 def test_engines_keys_come_from_files_or_the_environment(tmp_path: Path) -> None:

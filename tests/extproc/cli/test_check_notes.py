@@ -387,6 +387,12 @@ def test_a_fallback_that_cannot_help(check: Check, spare: dict[str, Any], note: 
     assert any(f"ModelRoute default/llama: rules[0].fallback: ModelServer default/spare {note}" in one for one in found)
 
 
+def test_a_provider_gets_no_cache_salt_so_its_isolation_is_not_noted(check: Check) -> None:
+    spare = {"model": "m", "provider": {"host": "api.example.com", "apis": ["ChatCompletions"]}}
+    own = {**SERVER, "cacheIsolation": "Shared"}
+    assert check(ModelServer=own, ModelServer_spare=spare, ModelRoute=fallback_to("spare")) == []
+
+
 def test_fallbacks_of_adapters_alone(check: Check) -> None:
     route = {**fallback_to("spare"), "loraAdapters": ["sql"]}
     del route["modelName"]

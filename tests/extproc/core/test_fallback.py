@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.api.host_names import with_addresses
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import Broadcast, Decision, Held, RequestRefused, RequestSettled
@@ -22,6 +23,7 @@ from extproc.core.record import Attachment, Outcome
 from extproc.core.states import State
 from extproc.engines.answers import models_in
 from extproc.engines.metrics import EngineReport, LoraState
+from extproc.errors import UnknownPath
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
@@ -118,6 +120,86 @@ def test_without_another_name_nothing_is_replaced() -> None:
     attempts = sent(core_with(servers={"b": endpoints(B1)})).attempts
     assert attempts is not None
     assert attempts.splice == ""
+
+
+PROVIDER = "provider: {host: a.example, apis: [ChatCompletions]}\n"
+SALTED = """apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec: {cacheIsolation: Tenant}
+"""
+
+
+@pytest.mark.parametrize("own", ["a", "b"])
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"seed": 7}])
+def test_a_provider_gets_the_body_without_the_salt(own: str, fields: dict[str, object]) -> None:
+    to = "b" if own == "a" else "a"
+    core = core_with(
+        servers={"b": PROVIDER},
+        fallback=[{"modelServerName": to}],
+        targetModels=[{"modelServerName": own}],
+        others=SALTED,
+    )
+    arrival = request(core, "hi", **fields)
+    decision, _ = core.arrive(arrival, 0.0)
+    assert isinstance(decision, Decision)
+    assert decision.attempts is not None
+    assert {*decision.attempts.servers} == {"default/a", "default/b"}
+    body = decision.body
+    assert body is not None
+    first, length = map(int, decision.attempts.salt.split(","))
+    cut = json.loads(body[:first] + body[first + length :])
+    assert cut == {name: value for name, value in json.loads(body).items() if name != "cache_salt"}
+    assert "cache_salt" in json.loads(body)
+
+
+def test_a_provider_alone_gets_no_salt_and_other_apis_never_reach_it() -> None:
+    core = core_with(servers={"a": PROVIDER}, fallback=[], others=SALTED)
+    decision = sent(core)
+    assert decision.attempts is None
+    assert decision.body is None or "cache_salt" not in json.loads(decision.body)
+    with pytest.raises(UnknownPath, match="write to /v1/chat/completions"):
+        request(core, "hi", path="/v1/completions", prompt="hi")
+
+
+def test_a_provider_is_skipped_for_other_apis() -> None:
+    core = core_with(servers={"b": PROVIDER})
+    decision, _ = core.arrive(request(core, "hi", path="/v1/completions", prompt="hi"), 0.0)
+    assert isinstance(decision, Decision)
+    assert decision.attempts is not None
+    assert {*decision.attempts.servers} == {"default/a", "default/c"}
+
+
+def test_by_weight_a_provider_gets_its_own_apis_alone() -> None:
+    targets = [{"modelServerName": "a", "weight": 1}, {"modelServerName": "b", "weight": 1_000_000}]
+    core = core_with(servers={"b": PROVIDER}, fallback=[], targetModels=targets)
+    found = {request(core, "hi", path="/v1/completions", prompt="hi").destination.server for _ in range(50)}
+    assert found == {"default/a"}
+    assert request(core, "hi").destination.server == "default/b"
+
+
+def paused(*, after_fallback: bool) -> Core:
+    """A provider with two addresses, one of which has asked at 1 s for 30 s."""
+    core = core_with(servers={"a": PROVIDER}, fallback=[{"modelServerName": "c"}])
+    snapshot = with_addresses(core.snapshot, {"a.example": ("192.0.2.1", "192.0.2.2")})
+    core.apply(snapshot, 0.0)
+    first = sent(core)
+    assert first.server == "default/a"
+    own = first.assignment.addresses[0]
+    if after_fallback:
+        passed = len(first.assignment.addresses)
+        end(core, first, 1.0, served=C1, served_by="default/c", attempts=1 + passed, pauses={"default/a": 30.0})
+    else:
+        end(core, first, 1.0, status=429, served=own, served_by="default/a", attempts=1, retry_after_s=30.0)
+    return core
+
+
+@pytest.mark.parametrize("after_fallback", [True, False])
+def test_the_pause_of_a_provider_is_no_failure_and_holds_at_all_its_addresses(after_fallback: bool) -> None:
+    core = paused(after_fallback=after_fallback)
+    assert {failures(core)[f"192.0.2.{one}:443"] for one in (1, 2)} == {0}
+    assert sent(core, 30.9).server == "default/c"
+    assert sent(core, 31.0).server == "default/a"
 
 
 def test_no_more_of_its_own_engines_than_its_policy_says() -> None:

@@ -25,7 +25,7 @@ from tests.gateway_objects import (
     service,
     tls_secret,
 )
-from tests.kube_objects import pod, route, secret, server
+from tests.kube_objects import pod, resource, route, secret, server
 
 CONNECTION: dict[str, Any] = {
     "tls": {
@@ -181,3 +181,35 @@ def test_long_names_fit_into_files_and_do_not_meet() -> None:
     assert max(map(len, outcome.files)) <= 240
     assert len(secret_files(outcome)) == 2
     assert len(load_snapshot({one: text for one, text in outcome.files.items() if one.endswith(".json")}).servers) == 3
+
+
+PROVIDER: dict[str, Any] = {"host": "api.example.com", "apis": ["ChatCompletions"]}
+
+
+def provider(**connection: object) -> Object:
+    return resource("ModelServer", "llama", {"model": "m", "provider": PROVIDER, "connection": connection})
+
+
+def test_a_providers_key_comes_from_a_secret() -> None:
+    outcome = compiled(provider(apiKeyRef={"name": "keys"}), route(), *ALL)
+    (found,) = snapshot(outcome).servers
+    assert found.spec.provider is not None
+    assert [one.address for one in found.spec.endpoints] == ["api.example.com:443"]
+    assert outcome.files[found.spec.connection.api_key_file or ""].decode().strip() == KEY
+    assert says(outcome, "Available") == (
+        "True",
+        "Available",
+        "new requests go to the provider at api.example.com:443",
+    )
+
+
+def test_without_its_secret_a_provider_gets_nothing() -> None:
+    outcome = compiled(provider(apiKeyRef={"name": "keys"}), route())
+    (found,) = snapshot(outcome).servers
+    assert (found.spec.provider, found.spec.endpoints) == (None, ())
+    assert says(outcome, "Available")[:2] == ("False", "ConnectionNotUsable")
+
+
+def test_a_providers_key_is_no_file_of_the_gateway() -> None:
+    outcome = compiled(provider(apiKeyFile="/etc/passwd"), route())
+    assert says(outcome, "Accepted")[0] == "False"

@@ -98,3 +98,38 @@ def test_the_networks_travel_with_the_document_for_names_that_are_resolved_later
     compiler.update_object("ModelServer", "default/a", resource("ModelServer", "a", listed))
     metadata = json.loads(compiler.compile().files["modelserver.default.a.json"])["metadata"]
     assert metadata["annotations"]["attache.dev/endpoint-networks"] == "10.0.0.0/24,fd00::/8"
+
+
+def provider_said(host: str, networks: str | None = None) -> tuple[str, str]:
+    """The same of one whose provider is at ``host``."""
+    compiler = Compiler(networks=None if networks is None else parse_networks(networks) if networks else ())
+    provider = {"host": host, "apis": ["Messages"], "scheme": "http", "port": 80}
+    spec = {"model": "m", "provider": provider}
+    compiler.update_object("ModelServer", "default/a", resource("ModelServer", "a", spec))
+    outcome = compiler.compile()
+    accepted = next(one for one in outcome.statuses["ModelServer", "default/a"].conditions if one.type == "Accepted")
+    document = outcome.files.get("modelserver.default.a.json")
+    assert (document is not None) == (accepted.status == "True")
+    if document is not None:
+        assert json.loads(document)["spec"]["provider"] == provider
+        limited = {"attache.dev/endpoint-networks": networks} if networks else {}
+        assert json.loads(document)["metadata"]["annotations"] == {"attache.dev/of-cluster": "true", **limited}
+    return accepted.status, accepted.message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "169.254.169.254", "a.localhost", "::1"])
+def test_a_provider_is_not_on_the_gateways_own_pod_or_node(host: str) -> None:
+    status, message = provider_said(host)
+    assert status == "False"
+    assert message.startswith("provider: ")
+    assert "is an address of the gateway's own pod or node" in message
+
+
+def test_a_provider_is_in_the_networks_that_may_be_listed() -> None:
+    assert provider_said("api.example.com", "192.0.2.0/24")[0] == "True"
+    assert provider_said("192.0.2.1", "192.0.2.0/24")[0] == "True"
+    assert provider_said("api.example.com")[0] == "True"
+    for host, networks in (("192.0.3.1", "192.0.2.0/24"), ("api.example.com", "")):
+        status, message = provider_said(host, networks)
+        assert status == "False"
+        assert message.startswith(f"provider: {host}:80 is not allowed")

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Providers: what Envoy changes in requests to a server of others, and in its answers.
+
+A provider gets its own host and path, the key of this gateway, and of the client's headers those of a list: nothing by
+which a client or this gateway is known elsewhere. With that key, only the APIs that it is configured for can be
+reached. Clients get its answers with the headers of another list. If it refuses the key, or redirects, they get 502 and
+none of its words, so that Envoy goes on to a fallback and breakers count a failure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
+
+from controller.bundle.envoy.envoy_json import http_filter
+from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH, lua_text
+from extproc.api.provider import ANTHROPIC_APIS, PATHS
+from extproc.protocol import ANTHROPIC_TYPES, ANTHROPIC_VERSION, PAUSES_NAMESPACE, REQUEST_ID, RETRY_AFTER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+
+    from extproc.api.model_server import ModelServer
+    from extproc.api.provider import Provider
+
+_AUTHORIZATION: Final = "authorization"
+_API_KEY: Final = "x-api-key"
+# Of requests. Not openai-organization and openai-project: by this gateway's key, they would be this gateway's.
+_REQUEST_HEADERS: Final = (
+    *(":authority", ":method", ":path", ":scheme"),
+    *("accept", "content-length", "content-type", "transfer-encoding", "user-agent"),
+    *("anthropic-beta", ANTHROPIC_VERSION, "openai-beta", REQUEST_ID),
+)
+# Of answers. Not the limits that the provider has for this gateway, and no cookies.
+_ANSWER_HEADERS: Final = (
+    *(":status", "cache-control", "content-encoding", "content-length", "content-type", "transfer-encoding"),
+    *("openai-processing-ms", "openai-version", "request-id", RETRY_AFTER, "x-should-retry"),
+)
+# The version of Anthropic's API, which it demands of every request.
+_ANTHROPIC_VERSION: Final = "2023-06-01"
+# A refusal of known length up to this is replaced when it is whole, a longer one while it comes.
+_SHORT_BYTES: Final = 64 * 1024
+_REFUSED_KEY: Final = "provider_refused_key"
+_REDIRECTED: Final = "provider_redirected"
+_MESSAGES: Final = {
+    _REFUSED_KEY: "The provider of this model does not accept the gateway's key; tell whoever runs the gateway.",
+    _REDIRECTED: "The provider of this model is elsewhere; tell whoever runs the gateway.",
+}
+_SCRIPT: Final = r"""
+local KEYS = {@KEYS@}
+local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
+local ERRORS = {@ERRORS@}
+
+local function keep(headers, kept)
+  local others = {}
+  for name in pairs(headers) do
+    if not kept[name] then others[name] = true end
+  end
+  for name in pairs(others) do headers:remove(name) end
+end
+
+-- What the client asked for, before an attempt has changed it.
+local function path_of(handle)
+  local before = handle:streamInfo():dynamicMetadata():get("@ATTEMPT@") or {}
+  return before["@PATH@"] or handle:headers():get(":path") or ""
+end
+
+local function form_of(handle)
+  return string.find(path_of(handle), "@MESSAGES@", 1, true) and "anthropic" or "openai"
+end
+
+function envoy_on_request(handle)
+  local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
+  local path = path_of(handle)
+  local wanted = KEYS[string.match(path, "^[^?]*")]
+  if not wanted or headers:get(":method") ~= "POST" then
+    local refusal = {[":status"] = "404", ["content-type"] = "application/json"}
+    return handle:respond(refusal, ERRORS[form_of(handle)]["unknown_url"])
+  end
+  local key = @HAS_KEY@ and headers:get("@AUTHORIZATION@")
+  keep(headers, ASKED)
+  if wanted == "@API_KEY@" then
+    if not headers:get("@ANTHROPIC_VERSION@") then headers:add("@ANTHROPIC_VERSION@", "@VERSION@") end
+    -- without "Bearer "
+    key = key and string.sub(key, 8)
+  end
+  if key then
+    headers:replace(wanted, key)
+    metadata:set("@ATTEMPT@", "@KEYED@", true)
+  end
+  if not (metadata:get("@ATTEMPT@") or {})["@PATH@"] then
+    metadata:set("@ATTEMPT@", "@HOST@", headers:get(":authority"))
+    metadata:set("@ATTEMPT@", "@PATH@", path)
+  end
+  headers:replace(":authority", "@AUTHORITY@")
+  headers:replace(":path", "@PREFIX@" .. path)
+end
+
+function envoy_on_response(handle)
+  local headers = handle:headers()
+  local status = headers:get(":status")
+  keep(headers, ANSWERED)
+  local pause = headers:get("@RETRY_AFTER@")
+  if status == "429" or (status == "503" and pause) then
+    handle:streamInfo():dynamicMetadata():set("@PAUSES@", "@SERVER@", pause or "")
+  end
+  local code = (status == "401" or status == "402" or status == "403") and "@REFUSED_KEY@"
+  code = code or string.sub(status, 1, 1) == "3" and "@REDIRECTED@"
+  if not code then return end
+  local length = tonumber(headers:get("content-length") or "") or math.huge
+  for _, name in ipairs({"content-encoding", "content-length", "@RETRY_AFTER@", "x-should-retry"}) do
+    headers:remove(name)
+  end
+  headers:replace(":status", "502")
+  headers:replace("content-type", "application/json")
+  local text = ERRORS[form_of(handle)][code]
+  if length <= @SHORT@ then
+    handle:body(true):setBytes(text)
+    -- after the wait for the body, the object of before is gone
+    return handle:headers():replace("content-length", tostring(#text))
+  end
+  -- one that is longer than what Envoy keeps would end in an answer that is never tried again
+  for chunk in handle:bodyChunks() do
+    chunk:setBytes(text)
+    text = ""
+  end
+end
+"""
+
+
+def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
+    """The cluster's filter, behind the one that writes the key as ``authorization``."""
+    marks = {
+        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(provider)),
+        "@ASKED@": _lua_set(_REQUEST_HEADERS),
+        "@ANSWERED@": _lua_set(_ANSWER_HEADERS),
+        "@ERRORS@": _errors(provider),
+        "@ATTEMPT@": ATTEMPT_NAMESPACE,
+        "@PATH@": PATH,
+        "@HOST@": HOST,
+        "@KEYED@": KEYED,
+        "@MESSAGES@": PATHS["Messages"],
+        "@HAS_KEY@": "true" if server.spec.connection.has_key else "false",
+        "@AUTHORIZATION@": _AUTHORIZATION,
+        "@API_KEY@": _API_KEY,
+        "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
+        "@VERSION@": _ANTHROPIC_VERSION,
+        "@AUTHORITY@": lua_text(provider.authority.encode()),
+        "@PREFIX@": lua_text(provider.path_prefix.encode()),
+        "@SHORT@": str(_SHORT_BYTES),
+        "@REFUSED_KEY@": _REFUSED_KEY,
+        "@REDIRECTED@": _REDIRECTED,
+        "@RETRY_AFTER@": RETRY_AFTER,
+        "@PAUSES@": PAUSES_NAMESPACE,
+        "@SERVER@": lua_text(server.metadata.key.encode()),
+    }
+    script = _SCRIPT
+    for mark, text in marks.items():
+        script = script.replace(mark, text)
+    return http_filter("attache.provider", Lua(default_source_code=DataSource(inline_string=script)))
+
+
+def _key_headers(provider: Provider) -> Iterable[tuple[str, str]]:
+    """By path, the header that has the key: Anthropic's API has one of its own."""
+    for name in provider.apis:
+        yield PATHS[name], _API_KEY if name in ANTHROPIC_APIS else _AUTHORIZATION
+
+
+def _lua_set(names: Iterable[str]) -> str:
+    return ", ".join(f'["{name}"] = true' for name in names)
+
+
+def _errors(provider: Provider) -> str:
+    """A table of Lua: by the form of the client's API and by code, the body of the error."""
+    where = ", ".join(provider.paths)
+    messages = {**_MESSAGES, "unknown_url": f"This model is not served under this path; write to {where}."}
+    openai, anthropic = [], []
+    for code, message in messages.items():
+        status, kind = (404, "invalid_request_error") if code == "unknown_url" else (502, "server_error")
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        openai.append(_entry(code, {"error": error}))
+        error = {"type": ANTHROPIC_TYPES[status], "message": message}
+        anthropic.append(_entry(code, {"type": "error", "error": error}))
+    return f"openai = {{{', '.join(openai)}}}, anthropic = {{{', '.join(anthropic)}}}"
+
+
+def _entry(code: str, body: object) -> str:
+    return f'{code} = "{lua_text(msgspec.json.encode(body))}"'
