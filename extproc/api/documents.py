@@ -62,7 +62,7 @@ class Loader(_SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As the library does, but for names."""
         for name, _ in node.value:
-            if name.tag == _BOOLEAN:
+            if name.tag == _BOOLEAN and name.value == "on":
                 name.tag = _TEXT
         return super().construct_mapping(node, deep)
 
