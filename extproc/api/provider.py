@@ -48,8 +48,9 @@ _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
 
 
 class Provider(Spec, frozen=True):
-    """A server of others, in place of engines. ``host``: its name or IP address. ``apis``: those of its APIs that
-    requests may use. ``path_prefix``: stands before the path of each request there, such as ``/api/openai``.
+    """A server of others, in place of engines. ``host``: its name or IP address. ``port``: of its server. ``apis``:
+    those of its APIs that requests may use. ``path_prefix``: stands before the path of each request there, such as
+    ``/api/openai``.
     """
 
     host: Annotated[str, msgspec.Meta(pattern=patterns.HOST, max_length=253)]
