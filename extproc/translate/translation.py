@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process between a client and an engine of another API does with what passes it.
+
+Chat is the hub: a request for messages becomes one for chat, and that one for responses; so do answers and events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, Protocol
+
+import msgspec
+
+from extproc.errors import BadRequest, UnknownPath
+from extproc.protocol import ANTHROPIC_VERSION, Api
+from extproc.translate import chat, forms, messages, responses
+from extproc.translate.events import DONE, EventReader
+from extproc.translate.forms import Dropped, Fields, Malformed, Object
+
+_VERSION: Final = "2023-06-01"
+_ANTHROPIC_BETA: Final = "anthropic-beta"
+_UNFINISHED: Final = "The engine's stream ended before its answer did."
+
+
+class ToChunks(Protocol):
+    """An engine's events as chunks of the hub.
+
+    ``ended``: the answer is whole. ``more_follows``: usage may come after that, until ``[DONE]``.
+    """
+
+    ended: bool
+    more_follows: bool
+
+    def chunks(self, event: Object) -> list[Object]:
+        """Those that ``event`` becomes; one with ``error`` ends the answer."""
+        ...
+
+
+class FromChunks(Protocol):
+    """Chunks of the hub as a client's events."""
+
+    def events(self, found: Object) -> list[bytes]:
+        """Those that a chunk becomes."""
+        ...
+
+    def finish(self) -> list[bytes]:
+        """The end of a whole answer."""
+        ...
+
+    def fail(self, error: Object) -> list[bytes]:
+        """An error; nothing follows it."""
+        ...
+
+
+class _StartFromChunks(Protocol):
+    def __call__(self, *, include_usage: bool) -> FromChunks: ...
+
+
+class _Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """An API, as functions from chat and to it."""
+
+    api: Api
+    to_chat: Callable[[Object, Dropped], Object]
+    from_chat: Callable[[Object, Dropped], Object]
+    answer_to_chat: Callable[[Object], Object]
+    answer_from_chat: Callable[[Object], Object]
+    to_chunks: Callable[[], ToChunks]
+    from_chunks: _StartFromChunks
+    fields_to_chat: Fields = MappingProxyType({})
+    fields_from_chat: Fields = MappingProxyType({})
+
+
+def _as_it_is(request: Object, _: Dropped) -> Object:
+    return request
+
+
+DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
+    {
+        "chat": _Dialect(
+            api=Api.CHAT,
+            to_chat=_as_it_is,
+            from_chat=chat.for_engine,
+            answer_to_chat=lambda answer: answer,
+            answer_from_chat=lambda answer: answer,
+            to_chunks=chat.ToChunks,
+            from_chunks=chat.FromChunks,
+        ),
+        "messages": _Dialect(
+            api=Api.MESSAGES,
+            to_chat=messages.to_chat,
+            from_chat=messages.from_chat,
+            answer_to_chat=messages.answer_to_chat,
+            answer_from_chat=messages.answer_from_chat,
+            to_chunks=messages.ToChunks,
+            from_chunks=messages.FromChunks,
+            fields_to_chat=messages.TO_CHAT,
+            fields_from_chat=messages.FROM_CHAT,
+        ),
+        "responses": _Dialect(
+            api=Api.RESPONSES,
+            to_chat=responses.to_chat,
+            from_chat=responses.from_chat,
+            answer_to_chat=responses.answer_to_chat,
+            answer_from_chat=responses.answer_from_chat,
+            to_chunks=responses.ToChunks,
+            from_chunks=responses.FromChunks,
+            fields_to_chat=responses.TO_CHAT,
+            fields_from_chat=responses.FROM_CHAT,
+        ),
+    }
+)
+
+
+class Translated(msgspec.Struct, frozen=True):
+    """A request for the engine.
+
+    ``dropped``: dotted paths of the client's fields that the engine's API has no place for; letters, digits, ``_``,
+    ``.`` and ``-`` alone. ``stream``: the answer will be events. ``include_usage``: for ``stream``.
+    """
+
+    body: bytes
+    dropped: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = True
+
+
+class Translation(msgspec.Struct, frozen=True):
+    """From the API ``client`` to the API ``engine``, and back."""
+
+    client: str
+    engine: str
+
+    def path(self, client_path: str) -> str:
+        """The engine's path; what stands before the API's own path stays, a query goes."""
+        plain = client_path.partition("?")[0]
+        own = DIALECTS[self.client].api.spec.paths[0]
+        if not plain.endswith(own):
+            raise UnknownPath(f"{plain} is no path of the API {self.client}; use {own}.")
+        return plain.removesuffix(own) + DIALECTS[self.engine].api.spec.paths[0]
+
+    def headers(self) -> tuple[tuple[str, str | None], ...]:
+        """Request headers to set; None: to remove. Credentials and lengths are the caller's."""
+        version = _VERSION if self.engine == "messages" else None
+        return ((ANTHROPIC_VERSION, version), (_ANTHROPIC_BETA, None))
+
+    def request(self, body: bytes, *, strict: bool) -> Translated:
+        """The engine's body. Raises BadRequest if the client's is invalid or has what would be missed; if ``strict``,
+        also if anything is dropped.
+        """
+        client, engine, dropped = DIALECTS[self.client], DIALECTS[self.engine], Dropped()
+        try:
+            given = forms.decode(body)
+            options = forms.part(given, "stream_options")
+            found = engine.from_chat(client.to_chat(given, dropped), dropped)
+            out = forms.encode(found)
+        except Malformed as error:
+            raise forms.bad_request(error) from None
+        if strict and dropped.paths:
+            names = ", ".join(dropped.paths)
+            raise BadRequest(f"The engines of this model have no counterpart for: {names}.", param=dropped.paths[0])
+        is_stream = found.get("stream") is True
+        include_usage = self.client != "chat" or options.get("include_usage") is True
+        return Translated(out, dropped.paths, is_stream, include_usage)
+
+    def answer(self, status: int, body: bytes) -> bytes:
+        """The engine's whole answer or error, in the client's form. Raises UntranslatableAnswer."""
+        if status >= 400:
+            return self.error(forms.error_of(status, body))
+        client, engine = DIALECTS[self.client], DIALECTS[self.engine]
+        try:
+            found = forms.decode(body)
+            if isinstance(found.get("error"), dict):
+                return self.error(forms.error_object(500, found))
+            return forms.encode(client.answer_from_chat(engine.answer_to_chat(found)))
+        except Malformed as error:
+            raise forms.bad_answer(error) from None
+
+    def error(self, error: Object) -> bytes:
+        """An error in the client's form."""
+        form = forms.anthropic_error if self.client == "messages" else forms.openai_error
+        return forms.encode(form(error))
+
+    def stream(self, *, include_usage: bool = True) -> StreamTranslator:
+        """For the events of one answer. ``include_usage``: clients of chat get the chunk that has usage alone."""
+        client, engine = DIALECTS[self.client], DIALECTS[self.engine]
+        return StreamTranslator(engine.to_chunks(), client.from_chunks(include_usage=include_usage))
+
+
+class StreamTranslator:
+    """One streamed answer: an engine's bytes, cut anywhere, as the client's events.
+
+    ``error``: None, or why the answer has failed; what follows then is left out.
+    """
+
+    def __init__(self, engine: ToChunks, client: FromChunks) -> None:
+        self._engine = engine
+        self._client = client
+        self._reader = EventReader()
+        self._is_over = False
+        self.error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """The client has had the end of the answer, or an error."""
+        return self._is_over
+
+    def feed(self, piece: bytes) -> bytes:
+        """The client's events that ``piece`` completes."""
+        out: list[bytes] = []
+        try:
+            for data in () if self.is_over else self._reader.feed(piece):
+                if not self.is_over:
+                    self._on_data(data, out)
+        except Malformed as error:
+            out += self._fail(forms.failure(f"The engine's answer cannot be translated: {error}."))
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        """The client's last events: an error unless the answer is whole."""
+        if self._is_over:
+            return b""
+        return b"".join(self._finish() if self._engine.ended else self._fail(forms.failure(_UNFINISHED)))
+
+    def _on_data(self, data: bytes, out: list[bytes]) -> None:
+        if data == DONE:
+            out.append(self.end())
+            return
+        for one in self._engine.chunks(forms.decode(data)):
+            if one.get("error"):
+                out += self._fail(one)
+                return
+            out += self._client.events(one)
+        if self._engine.ended and not self._engine.more_follows:
+            out += self._finish()
+
+    def _finish(self) -> list[bytes]:
+        self._is_over = True
+        return self._client.finish()
+
+    def _fail(self, found: Object) -> list[bytes]:
+        self._is_over = True
+        error = forms.error_object(500, found)
+        self.error = error["message"]
+        return self._client.fail(error)
+
+
+_TRANSLATIONS: Final[Mapping[tuple[str, str], Translation]] = MappingProxyType(
+    {(client, engine): Translation(client, engine) for client in DIALECTS for engine in DIALECTS if client != engine}
+)
+
+
+def translation(client: str, engine: str) -> Translation | None:
+    """Between two of chat, messages and responses; None if they are the same, or one of them is another API."""
+    return _TRANSLATIONS.get((client, engine))
