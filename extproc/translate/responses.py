@@ -50,7 +50,7 @@ FROM_CHAT: Final[Fields] = {
     "model": Field("model"),
     "messages": Field(note="`input`"),
     "max_tokens": Field("max_output_tokens"),
-    "max_completion_tokens": Field("max_output_tokens"),
+    "max_completion_tokens": Field(note="`max_output_tokens`"),
     "stream": Field("stream"),
     "stream_options": Field(note="`include_usage` decides whether the client gets usage"),
     "temperature": Field("temperature"),
@@ -300,6 +300,8 @@ def _choice(choice: object) -> str | Object:
 def from_chat(request: Object, dropped: Dropped) -> Object:
     """A request for chat as one for responses."""
     out = forms.apply(FROM_CHAT, request, dropped)
+    if request.get("max_completion_tokens") is not None:
+        out["max_output_tokens"] = request["max_completion_tokens"]
     out["store"] = bool(request.get("store"))  # it is the default there, and not in chat
     out["input"] = [item for one in objects(request.get("messages"), "messages") for item in _items(one, dropped)]
     if request.get("tools"):
