@@ -9,14 +9,39 @@ request keep its signatures.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from extproc.translate import forms
 from extproc.translate.events import DONE, unnamed
-from extproc.translate.forms import Dropped, Malformed, Object, count, index, objects, part, text
+from extproc.translate.forms import Dropped, Field, Fields, Malformed, Object, count, index, objects, part, text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TEXT_DETAIL: Final = "reasoning.text"
 ENCRYPTED_DETAIL: Final = "reasoning.encrypted"
+_ONE_TEXT: Final = "ask for one text"
+# What becomes of a request's fields in all other APIs.
+FIELDS: Final[Fields] = {
+    **{name: Field(name) for name in ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")},
+    "stream_options": Field(note="`include_usage` decides whether the client gets usage"),
+    "tools": Field(note="`tools`"),
+    "tool_choice": Field(note="`tool_choice`"),
+    "n": Field(refused=_ONE_TEXT, neutral=(None, 1)),
+    "audio": Field(refused=_ONE_TEXT),
+    "modalities": Field(refused=_ONE_TEXT, neutral=(None, ["text"])),
+    "functions": Field(refused="use `tools`"),
+    "function_call": Field(refused="use `tool_choice`"),
+    "web_search_options": Field(refused="search yourself"),
+    "logprobs": Field(neutral=(None, False)),
+    "frequency_penalty": Field(neutral=(None, 0, 0.0)),
+    "presence_penalty": Field(neutral=(None, 0, 0.0)),
+}
+_MESSAGE: Final = frozenset(
+    ("role", "content", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "reasoning_details")
+)
+_FUNCTION: Final = frozenset(("name", "description", "parameters", "strict"))
+NO_PARAMETERS: Final[Object] = {"type": "object", "properties": {}}
 # Tool calls of one answer.
 MOST_CALLS: Final = 1024
 
@@ -117,7 +142,45 @@ def with_reasoning(message: Object, details: list[Object]) -> Object:
     return message
 
 
-def for_engine(request: Object, dropped: Dropped) -> Object:
+def messages_of(request: Object, dropped: Dropped) -> list[Object]:
+    """A request's messages; names of their authors are dropped."""
+    found = objects(request.get("messages"), "messages")
+    for one in found:
+        dropped.rest(one, _MESSAGE, "messages")
+    dropped.rest(part(request, "stream_options"), frozenset(("include_usage",)), "stream_options")
+    return found
+
+
+def functions_of(request: Object, dropped: Dropped) -> Iterator[Object]:
+    """A request's tools: name, description, parameters, strict."""
+    for tool in objects(request.get("tools"), "tools"):
+        if tool.get("type") != "function":
+            raise forms.no_counterpart("tools", f"one of type {tool.get('type')}")
+        function = forms.obj(tool.get("function"), "tools.function")
+        dropped.rest(function, _FUNCTION, "tools.function")
+        text(function.get("name"), "tools.function.name")
+        found = {name: one for name, one in function.items() if name in _FUNCTION and one is not None}
+        yield {**found, "parameters": part(found, "parameters") or NO_PARAMETERS}
+
+
+def choice_of(request: Object) -> str | Object | None:
+    """The choice of tools: auto, required, none, or a function with its name."""
+    choice = request.get("tool_choice")
+    if choice is None or choice in ("auto", "required", "none"):
+        return choice
+    function = part(choice, "function") if isinstance(choice, dict) else {}
+    if isinstance(function.get("name"), str):
+        return function
+    raise Malformed("tool_choice must be auto, required, none or a function")
+
+
+def to_chat(request: Object, dropped: Dropped) -> Object:
+    """Chat itself."""
+    del dropped
+    return request
+
+
+def from_chat(request: Object, dropped: Dropped) -> Object:
     """The request as engines that have chat alone take it: none of them verifies signatures."""
     for message in request["messages"]:
         for detail in message.pop("reasoning_details", ()):
@@ -126,6 +189,16 @@ def for_engine(request: Object, dropped: Dropped) -> Object:
     if request.get("stream"):
         request["stream_options"] = {"include_usage": True}
     return request
+
+
+def answer_to_chat(answer: Object) -> Object:
+    """Chat itself."""
+    return answer
+
+
+def answer_from_chat(answer: Object) -> Object:
+    """Chat itself."""
+    return answer
 
 
 def chunk(first: Object, delta: Object, finish: str | None = None, **more: object) -> Object:

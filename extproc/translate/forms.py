@@ -241,6 +241,15 @@ def anthropic_error(error: Object) -> Object:
     return {"type": "error", "error": {"type": kind, "message": error["message"]}}
 
 
+def no_counterpart(path: str, what: str) -> Refusal:
+    """Of a request whose content or tools an engine's API cannot have: the model would answer another one."""
+    return BadRequest(
+        f"`{path}` has {what:.128}, which has no counterpart in the API of this model's engines; send texts, images "
+        "and files in the request itself, and define tools as functions that you run yourself.",
+        param=path,
+    )
+
+
 def bad_request(error: Malformed) -> Refusal:
     """Of a client's body."""
     return BadRequest(f"This request cannot be translated for this model's engines: {error}.")

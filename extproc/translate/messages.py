@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.errors import BadRequest
 from extproc.translate import chat, forms
 from extproc.translate.events import named
 from extproc.translate.forms import Dropped, Field, Fields, Malformed, Object, count, index, obj, objects, part, text
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS: Final = 4096
 _SERVER_STATE: Final = "send what it refers to in the request itself"
 _EFFORTS: Final = {one: one for one in ("low", "medium", "high", "xhigh", "max")}
-_ONE_ANSWER: Final = "ask for one answer"
 
 TO_CHAT: Final[Fields] = {
     "model": Field("model"),
@@ -41,34 +39,17 @@ TO_CHAT: Final[Fields] = {
     "context_management": Field(refused="shorten the conversation yourself"),
 }
 FROM_CHAT: Final[Fields] = {
-    "model": Field("model"),
+    **chat.FIELDS,
     "messages": Field(note="`system`, `messages`"),
     "max_tokens": Field(note=f"`max_tokens`; {DEFAULT_MAX_TOKENS} without it"),
     "max_completion_tokens": Field(note="`max_tokens`"),
     "stop": Field(note="`stop_sequences`"),
-    "stream": Field("stream"),
-    "stream_options": Field(note="`include_usage` decides whether the client gets usage"),
-    "temperature": Field("temperature"),
-    "top_p": Field("top_p"),
-    "top_k": Field("top_k"),
-    "cache_salt": Field("cache_salt"),
-    "tools": Field(note="`tools`"),
-    "tool_choice": Field(note="`tool_choice`"),
     "parallel_tool_calls": Field(note="`tool_choice.disable_parallel_tool_use`"),
     "user": Field(note="`metadata.user_id`"),
     "service_tier": Field("service_tier", {"auto": "auto", "default": "standard_only"}),
     "reasoning_effort": Field(note="`output_config.effort`; `thinking` for none"),
     "response_format": Field(note="`output_config.format` for a schema"),
-    "n": Field(refused=_ONE_ANSWER, neutral=(None, 1)),
     "store": Field(refused="nothing can be stored there", neutral=(None, False)),
-    "functions": Field(refused="use `tools`"),
-    "function_call": Field(refused="use `tool_choice`"),
-    "web_search_options": Field(refused="search yourself"),
-    "audio": Field(refused="ask for text"),
-    "modalities": Field(refused="ask for text", neutral=(None, ["text"])),
-    "logprobs": Field(neutral=(None, False)),
-    "frequency_penalty": Field(neutral=(None, 0, 0.0)),
-    "presence_penalty": Field(neutral=(None, 0, 0.0)),
 }
 _STOP_TO_CHAT: Final = {
     "end_turn": "stop",
@@ -93,9 +74,8 @@ _IMAGE: Final = frozenset(("type", "source"))
 _DOCUMENT: Final = frozenset(("type", "source", "title"))
 _RESULT: Final = frozenset(("type", "tool_use_id", "content", "is_error"))
 _TOOL: Final = frozenset(("type", "name", "description", "input_schema", "strict"))
-_CHAT_MESSAGE: Final = frozenset(
-    ("role", "content", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "reasoning_details")
-)
+_TOOL_NAMES: Final = {"parameters": "input_schema"}
+_CHOICES: Final = {"auto": "auto", "required": "any", "none": "none"}
 _ERROR_PREFIX: Final = "Error: "
 _ANSWERED: Final = frozenset(("text", "thinking", "redacted_thinking", "tool_use"))
 
@@ -201,10 +181,8 @@ def _part(block: Object, path: str, dropped: Dropped) -> Object:
             return {"type": "text", "text": data}
         name = text(block.get("title"), f"{path}.title") or "document.pdf"
         return {"type": "file", "file": {"filename": name, "file_data": _url(source, path)}}
-    what = f"{kind} with source {source.get('type')}" if source else kind
-    raise BadRequest(
-        f"`{path}` has a block of type {what!s:.64}, which has no counterpart in the API of this model's engines.",
-        param=path,
+    raise forms.no_counterpart(
+        path, f"a block of type {kind}" + (f" with source {source.get('type')}" if source else "")
     )
 
 
@@ -254,18 +232,11 @@ def _call(block: Object) -> Object:
 def _tool(tool: Object, dropped: Dropped) -> Object:
     kind = forms.kind_of(tool)
     if kind not in ("", "custom"):
-        raise BadRequest(
-            f"`tools` has one of type {kind!s:.64}, which the engines of this model cannot run; "
-            "define a tool that you run yourself.",
-            param="tools",
-        )
+        raise forms.no_counterpart("tools", f"one of type {kind}")
     dropped.rest(tool, _TOOL, "tools")
     function = {"name": text(tool.get("name"), "tools.name"), "parameters": part(tool, "input_schema")}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    if tool.get("strict") is not None:
-        function["strict"] = tool["strict"]
-    return {"type": "function", "function": function}
+    more = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": {**function, **more}}
 
 
 def _choice_to_chat(choice: Object, out: Object) -> None:
@@ -309,17 +280,17 @@ def from_chat(request: Object, dropped: Dropped) -> Object:
         out["stop_sequences"] = [stop] if isinstance(stop, str) else stop
     if request.get("user") is not None:
         out["metadata"] = {"user_id": request["user"]}
-    messages = objects(request.get("messages"), "messages")
+    messages = chat.messages_of(request, dropped)
     leading = next((at for at, one in enumerate(messages) if not _is_system(one)), len(messages))
     system = _system_blocks(messages[:leading], dropped)
     if system:
         out["system"] = system
     out["messages"] = list(_from_chat(messages[leading:], dropped))
     if request.get("tools"):
-        out["tools"] = [_tool_from_chat(one, dropped) for one in objects(request["tools"], "tools")]
+        tools = chat.functions_of(request, dropped)
+        out["tools"] = [{_TOOL_NAMES.get(name, name): one for name, one in tool.items()} for tool in tools]
     _choice_from_chat(request, out)
     _output_from_chat(request, out, dropped)
-    dropped.rest(part(request, "stream_options"), frozenset(("include_usage",)), "stream_options")
     return out
 
 
@@ -329,11 +300,9 @@ def _is_system(message: Object) -> bool:
 
 def _system_blocks(messages: list[Object], dropped: Dropped) -> str | list[Object]:
     if len(messages) == 1 and isinstance(messages[0].get("content"), str):
-        dropped.rest(messages[0], _CHAT_MESSAGE, "messages")
         return messages[0]["content"]  # type: ignore[no-any-return]
     found: list[Object] = []
     for message in messages:
-        dropped.rest(message, _CHAT_MESSAGE, "messages")
         found.extend(_blocks(message.get("content"), dropped))
     return found
 
@@ -342,7 +311,6 @@ def _from_chat(messages: list[Object], dropped: Dropped) -> Iterator[Object]:
     """Results of tools that follow each other are one message of the user."""
     results: list[Object] = []
     for message in messages:
-        dropped.rest(message, _CHAT_MESSAGE, "messages")
         role, content = message.get("role"), message.get("content")
         if role == "tool":
             found = {"type": "tool_result", "tool_use_id": text(message.get("tool_call_id"), "messages.tool_call_id")}
@@ -387,10 +355,7 @@ def _block(found: Object, dropped: Dropped) -> Object:
     if kind == "file" and file.get("file_data") is not None:
         out = {"type": "document", "source": _source(text(file["file_data"], f"{path}.file.file_data"))}
         return {**out, "title": file["filename"]} if file.get("filename") else out
-    raise BadRequest(
-        f"`{path}` has a part of type {kind!s:.64}, which has no counterpart in the API of this model's engines.",
-        param=path,
-    )
+    raise forms.no_counterpart(path, f"a part of type {kind}")
 
 
 def _source(url: str) -> Object:
@@ -447,43 +412,15 @@ def _tool_use(call: Object, *, is_answer: bool) -> Object:
     }
 
 
-def _tool_from_chat(tool: Object, dropped: Dropped) -> Object:
-    if forms.kind_of(tool) != "function":
-        raise BadRequest(
-            f"`tools` has one of type {tool.get('type')!s:.64}, which has no counterpart in the API of this model's "
-            "engines; define a function.",
-            param="tools",
-        )
-    function = obj(tool.get("function"), "tools.function")
-    dropped.rest(function, frozenset(("name", "description", "parameters", "strict")), "tools.function")
-    out: Object = {
-        "name": text(function.get("name"), "tools.function.name"),
-        "input_schema": part(function, "parameters") or {"type": "object", "properties": {}},
-    }
-    for name in ("description", "strict"):
-        if function.get(name) is not None:
-            out[name] = function[name]
-    return out
-
-
 def _choice_from_chat(request: Object, out: Object) -> None:
-    choice = request.get("tool_choice")
-    found: Object | None = None
-    if isinstance(choice, str):
-        kinds = {"auto": "auto", "required": "any", "none": "none"}
-        if choice not in kinds:
-            raise Malformed("tool_choice must be auto, required, none or a function")
-        found = {"type": kinds[choice]}
-    elif choice is not None:
-        name = part(obj(choice, "tool_choice"), "function").get("name")
-        if not isinstance(name, str):
-            raise Malformed("tool_choice must be auto, required, none or a function")
-        found = {"type": "tool", "name": name}
-    if request.get("parallel_tool_calls") is False and out.get("tools"):
-        found = found or {"type": "auto"}
-        if found["type"] != "none":
-            found["disable_parallel_tool_use"] = True
-    if found:
+    choice = chat.choice_of(request)
+    found: Object = {"type": _CHOICES[choice or "auto"]} if not isinstance(choice, dict) else {"type": "tool"}
+    if isinstance(choice, dict):
+        found["name"] = choice["name"]
+    is_single = request.get("parallel_tool_calls") is False and bool(out.get("tools")) and choice != "none"
+    if is_single:
+        found["disable_parallel_tool_use"] = True
+    if is_single or choice is not None:
         out["tool_choice"] = found
 
 

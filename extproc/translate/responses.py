@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.errors import BadRequest
 from extproc.translate import chat, forms
 from extproc.translate.events import MOST_EVENT_BYTES, named
 from extproc.translate.forms import Dropped, Field, Fields, Malformed, Object, count, index, obj, objects, part, text
@@ -16,7 +15,22 @@ if TYPE_CHECKING:
 _WHOLE: Final = "send the whole conversation as `input`"
 ENCRYPTED: Final = "reasoning.encrypted_content"
 
+_SAME: Final[Fields] = {
+    **{
+        name: Field(name)
+        for name in (
+            "parallel_tool_calls",
+            "user",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "service_tier",
+        )
+    },
+    "metadata": Field("metadata", neutral=(None, {})),
+}
 TO_CHAT: Final[Fields] = {
+    **_SAME,
     "model": Field("model"),
     "input": Field(note="`messages`"),
     "instructions": Field(note="the first of `messages`"),
@@ -28,13 +42,6 @@ TO_CHAT: Final[Fields] = {
     "cache_salt": Field("cache_salt"),
     "tools": Field(note="`tools`"),
     "tool_choice": Field(note="`tool_choice`"),
-    "parallel_tool_calls": Field("parallel_tool_calls"),
-    "user": Field("user"),
-    "safety_identifier": Field("safety_identifier"),
-    "prompt_cache_key": Field("prompt_cache_key"),
-    "prompt_cache_retention": Field("prompt_cache_retention"),
-    "metadata": Field("metadata", neutral=(None, {})),
-    "service_tier": Field("service_tier"),
     "reasoning": Field(note="`reasoning_effort`"),
     "text": Field(note="`response_format`, `verbosity`"),
     "include": Field(note=f"`{ENCRYPTED}`: nothing, as answers have it anyway"),
@@ -47,38 +54,15 @@ TO_CHAT: Final[Fields] = {
     "background": Field(refused="wait for the answer", neutral=(None, False)),
 }
 FROM_CHAT: Final[Fields] = {
-    "model": Field("model"),
+    **chat.FIELDS,
+    **_SAME,
     "messages": Field(note="`input`"),
     "max_tokens": Field("max_output_tokens"),
     "max_completion_tokens": Field(note="`max_output_tokens`"),
-    "stream": Field("stream"),
-    "stream_options": Field(note="`include_usage` decides whether the client gets usage"),
-    "temperature": Field("temperature"),
-    "top_p": Field("top_p"),
-    "top_k": Field("top_k"),
-    "cache_salt": Field("cache_salt"),
-    "tools": Field(note="`tools`"),
-    "tool_choice": Field(note="`tool_choice`"),
-    "parallel_tool_calls": Field("parallel_tool_calls"),
-    "user": Field("user"),
-    "safety_identifier": Field("safety_identifier"),
-    "prompt_cache_key": Field("prompt_cache_key"),
-    "prompt_cache_retention": Field("prompt_cache_retention"),
-    "metadata": Field("metadata"),
-    "service_tier": Field("service_tier"),
     "reasoning_effort": Field(note="`reasoning.effort`"),
     "verbosity": Field(note="`text.verbosity`"),
     "response_format": Field(note="`text.format`"),
     "store": Field(note="`store`; false without it"),
-    "n": Field(refused="ask for one answer", neutral=(None, 1)),
-    "functions": Field(refused="use `tools`"),
-    "function_call": Field(refused="use `tool_choice`"),
-    "web_search_options": Field(refused="search yourself"),
-    "audio": Field(refused="ask for text"),
-    "modalities": Field(refused="ask for text", neutral=(None, ["text"])),
-    "logprobs": Field(neutral=(None, False)),
-    "frequency_penalty": Field(neutral=(None, 0, 0.0)),
-    "presence_penalty": Field(neutral=(None, 0, 0.0)),
 }
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _TEXT: Final = frozenset(("type", "text", "refusal", "annotations", "logprobs"))
@@ -86,12 +70,8 @@ _TOOL: Final = frozenset(("type", "name", "description", "parameters", "strict")
 _FORMAT: Final = ("name", "schema", "strict", "description")
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FINISH: Final = {"max_output_tokens": "length", "content_filter": "content_filter"}
-_CHAT_MESSAGE: Final = frozenset(
-    ("role", "content", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "reasoning_details")
-)
 # What the text of an item is called: in its part, in events of the part, and in those of the text.
 _PARTS: Final = {"text": "output_text", "refusal": "refusal", "reasoning": "reasoning_text"}
-_NO_PARAMETERS: Final[Object] = {"type": "object", "properties": {}}
 
 
 # Requests to chat
@@ -213,10 +193,7 @@ def _messages(items: list[Object], dropped: Dropped) -> Iterator[Object]:
 
 def _message(item: Object, kind: object, dropped: Dropped) -> Object:
     if kind != "message":
-        raise BadRequest(
-            f"`input` has an item of type {kind!s:.64}, which has no counterpart in the API of this model's engines.",
-            param="input",
-        )
+        raise forms.no_counterpart("input", f"an item of type {kind}")
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "system", "developer"):
         raise Malformed("input.role must be user, assistant, system or developer")
@@ -254,11 +231,7 @@ def _part(found: Object, dropped: Dropped) -> Object:
     if kind == "input_file" and found.get("file_data") is not None:
         file = {name: found[name] for name in ("file_data", "filename") if found.get(name) is not None}
         return {"type": "file", "file": file}
-    raise BadRequest(
-        f"`{path}` has a part of type {kind!s:.64} that has no counterpart in the API of this model's engines; "
-        "send texts, images and files in the request itself.",
-        param="input",
-    )
+    raise forms.no_counterpart(path, f"a part of type {kind}")
 
 
 def _detail(item: Object, at: int) -> Object:
@@ -273,13 +246,12 @@ def _detail(item: Object, at: int) -> Object:
 
 def _tool(tool: Object, dropped: Dropped) -> Object:
     if forms.kind_of(tool) != "function":
-        raise BadRequest(
-            f"`tools` has one of type {tool.get('type')!s:.64}, which the engines of this model cannot run; "
-            "define a function that you run yourself.",
-            param="tools",
-        )
+        raise forms.no_counterpart("tools", f"one of type {tool.get('type')}")
     dropped.rest(tool, _TOOL, "tools")
-    function = {"name": text(tool.get("name"), "tools.name"), "parameters": part(tool, "parameters") or _NO_PARAMETERS}
+    function = {
+        "name": text(tool.get("name"), "tools.name"),
+        "parameters": part(tool, "parameters") or chat.NO_PARAMETERS,
+    }
     for name in ("description", "strict"):
         if tool.get(name):
             function[name] = tool[name]
@@ -303,11 +275,14 @@ def from_chat(request: Object, dropped: Dropped) -> Object:
     if request.get("max_completion_tokens") is not None:
         out["max_output_tokens"] = request["max_completion_tokens"]
     out["store"] = bool(request.get("store"))  # it is the default there, and not in chat
-    out["input"] = [item for one in objects(request.get("messages"), "messages") for item in _items(one, dropped)]
+    out["input"] = [item for one in chat.messages_of(request, dropped) for item in _items(one, dropped)]
     if request.get("tools"):
-        out["tools"] = [_tool_from_chat(one, dropped) for one in objects(request["tools"], "tools")]
-    if request.get("tool_choice") is not None:
-        out["tool_choice"] = _choice_from_chat(request["tool_choice"])
+        # true is the default of strict there, and not in chat
+        tools = chat.functions_of(request, dropped)
+        out["tools"] = [{"type": "function", "strict": False, **one} for one in tools]
+    choice = chat.choice_of(request)
+    if choice is not None:
+        out["tool_choice"] = {"type": "function", "name": choice["name"]} if isinstance(choice, dict) else choice
     if request.get("reasoning_effort") is not None:
         out["reasoning"] = {"effort": request["reasoning_effort"]}
         if request["reasoning_effort"] != "none" and not out["store"]:
@@ -323,12 +298,10 @@ def from_chat(request: Object, dropped: Dropped) -> Object:
         written["verbosity"] = request["verbosity"]
     if written:
         out["text"] = written
-    dropped.rest(part(request, "stream_options"), frozenset(("include_usage",)), "stream_options")
     return out
 
 
 def _items(message: Object, dropped: Dropped) -> Iterator[Object]:
-    dropped.rest(message, _CHAT_MESSAGE, "messages")
     role, content = message.get("role"), message.get("content")
     if role == "assistant":
         yield from _assistant_items(message, dropped)
@@ -387,37 +360,7 @@ def _input_part(found: Object, dropped: Dropped) -> Object:
     file = part(found, "file")
     if kind == "file" and file:
         return {"type": "input_file", **{name: one for name, one in file.items() if one is not None}}
-    raise BadRequest(
-        f"`{path}` has a part of type {kind!s:.64}, which has no counterpart in the API of this model's engines.",
-        param=path,
-    )
-
-
-def _tool_from_chat(tool: Object, dropped: Dropped) -> Object:
-    if forms.kind_of(tool) != "function":
-        raise BadRequest(
-            f"`tools` has one of type {tool.get('type')!s:.64}, which has no counterpart in the API of this model's "
-            "engines; define a function.",
-            param="tools",
-        )
-    function = obj(tool.get("function"), "tools.function")
-    dropped.rest(function, _TOOL, "tools.function")
-    out: Object = {
-        "type": "function",
-        "name": text(function.get("name"), "tools.function.name"),
-        "parameters": part(function, "parameters") or _NO_PARAMETERS,
-        "strict": bool(function.get("strict")),  # true is the default there, and not in chat
-    }
-    return {**out, "description": function["description"]} if function.get("description") is not None else out
-
-
-def _choice_from_chat(choice: object) -> str | Object:
-    if choice in ("auto", "required", "none"):
-        return choice
-    name = part(obj(choice, "tool_choice"), "function").get("name")
-    if not isinstance(name, str):
-        raise Malformed("tool_choice must be auto, required, none or a function")
-    return {"type": "function", "name": name}
+    raise forms.no_counterpart(path, f"a part of type {kind}")
 
 
 # Answers

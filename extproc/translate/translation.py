@@ -6,9 +6,8 @@ Chat is the hub: a request for messages becomes one for chat, and that one for r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -16,7 +15,10 @@ from extproc.errors import BadRequest, UnknownPath
 from extproc.protocol import ANTHROPIC_VERSION, Api
 from extproc.translate import chat, forms, messages, responses
 from extproc.translate.events import DONE, EventReader
-from extproc.translate.forms import Dropped, Fields, Malformed, Object
+from extproc.translate.forms import Dropped, Malformed, Object
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _VERSION: Final = "2023-06-01"
 _ANTHROPIC_BETA: Final = "anthropic-beta"
@@ -53,63 +55,24 @@ class FromChunks(Protocol):
         ...
 
 
-class _StartFromChunks(Protocol):
-    def __call__(self, *, include_usage: bool) -> FromChunks: ...
+class _Dialect(Protocol):
+    """A module that has an API's translations to chat and from it."""
+
+    def to_chat(self, request: Object, dropped: Dropped) -> Object: ...
+    def from_chat(self, request: Object, dropped: Dropped) -> Object: ...
+    def answer_to_chat(self, answer: Object) -> Object: ...
+    def answer_from_chat(self, answer: Object) -> Object: ...
+    def ToChunks(self) -> ToChunks: ...  # noqa: N802 - a class of the module
+    def FromChunks(self, *, include_usage: bool) -> FromChunks: ...  # noqa: N802 - the same
 
 
-class _Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """An API, as functions from chat and to it."""
-
-    api: Api
-    to_chat: Callable[[Object, Dropped], Object]
-    from_chat: Callable[[Object, Dropped], Object]
-    answer_to_chat: Callable[[Object], Object]
-    answer_from_chat: Callable[[Object], Object]
-    to_chunks: Callable[[], ToChunks]
-    from_chunks: _StartFromChunks
-    fields_to_chat: Fields = MappingProxyType({})
-    fields_from_chat: Fields = MappingProxyType({})
-
-
-def _as_it_is(request: Object, _: Dropped) -> Object:
-    return request
-
-
-DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
-    {
-        "chat": _Dialect(
-            api=Api.CHAT,
-            to_chat=_as_it_is,
-            from_chat=chat.for_engine,
-            answer_to_chat=lambda answer: answer,
-            answer_from_chat=lambda answer: answer,
-            to_chunks=chat.ToChunks,
-            from_chunks=chat.FromChunks,
-        ),
-        "messages": _Dialect(
-            api=Api.MESSAGES,
-            to_chat=messages.to_chat,
-            from_chat=messages.from_chat,
-            answer_to_chat=messages.answer_to_chat,
-            answer_from_chat=messages.answer_from_chat,
-            to_chunks=messages.ToChunks,
-            from_chunks=messages.FromChunks,
-            fields_to_chat=messages.TO_CHAT,
-            fields_from_chat=messages.FROM_CHAT,
-        ),
-        "responses": _Dialect(
-            api=Api.RESPONSES,
-            to_chat=responses.to_chat,
-            from_chat=responses.from_chat,
-            answer_to_chat=responses.answer_to_chat,
-            answer_from_chat=responses.answer_from_chat,
-            to_chunks=responses.ToChunks,
-            from_chunks=responses.FromChunks,
-            fields_to_chat=responses.TO_CHAT,
-            fields_from_chat=responses.FROM_CHAT,
-        ),
-    }
+_DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
+    {"chat": chat, "messages": messages, "responses": responses}
 )
+_PATHS: Final = {
+    name: api.spec.paths[0]
+    for name, api in (("chat", Api.CHAT), ("messages", Api.MESSAGES), ("responses", Api.RESPONSES))
+}
 
 
 class Translated(msgspec.Struct, frozen=True):
@@ -134,10 +97,10 @@ class Translation(msgspec.Struct, frozen=True):
     def path(self, client_path: str) -> str:
         """The engine's path; what stands before the API's own path stays, a query goes."""
         plain = client_path.partition("?")[0]
-        own = DIALECTS[self.client].api.spec.paths[0]
+        own = _PATHS[self.client]
         if not plain.endswith(own):
             raise UnknownPath(f"{plain} is no path of the API {self.client}; use {own}.")
-        return plain.removesuffix(own) + DIALECTS[self.engine].api.spec.paths[0]
+        return plain.removesuffix(own) + _PATHS[self.engine]
 
     def headers(self) -> tuple[tuple[str, str | None], ...]:
         """Request headers to set; None: to remove. Credentials and lengths are the caller's."""
@@ -148,7 +111,7 @@ class Translation(msgspec.Struct, frozen=True):
         """The engine's body. Raises BadRequest if the client's is invalid or has what would be missed; if ``strict``,
         also if anything is dropped.
         """
-        client, engine, dropped = DIALECTS[self.client], DIALECTS[self.engine], Dropped()
+        client, engine, dropped = _DIALECTS[self.client], _DIALECTS[self.engine], Dropped()
         try:
             given = forms.decode(body)
             options = forms.part(given, "stream_options")
@@ -167,7 +130,7 @@ class Translation(msgspec.Struct, frozen=True):
         """The engine's whole answer or error, in the client's form. Raises UntranslatableAnswer."""
         if status >= 400:
             return self.error(forms.error_of(status, body))
-        client, engine = DIALECTS[self.client], DIALECTS[self.engine]
+        client, engine = _DIALECTS[self.client], _DIALECTS[self.engine]
         try:
             found = forms.decode(body)
             if isinstance(found.get("error"), dict):
@@ -183,8 +146,8 @@ class Translation(msgspec.Struct, frozen=True):
 
     def stream(self, *, include_usage: bool = True) -> StreamTranslator:
         """For the events of one answer. ``include_usage``: clients of chat get the chunk that has usage alone."""
-        client, engine = DIALECTS[self.client], DIALECTS[self.engine]
-        return StreamTranslator(engine.to_chunks(), client.from_chunks(include_usage=include_usage))
+        client, engine = _DIALECTS[self.client], _DIALECTS[self.engine]
+        return StreamTranslator(engine.ToChunks(), client.FromChunks(include_usage=include_usage))
 
 
 class StreamTranslator:
@@ -246,7 +209,7 @@ class StreamTranslator:
 
 
 _TRANSLATIONS: Final[Mapping[tuple[str, str], Translation]] = MappingProxyType(
-    {(client, engine): Translation(client, engine) for client in DIALECTS for engine in DIALECTS if client != engine}
+    {(client, engine): Translation(client, engine) for client in _DIALECTS for engine in _DIALECTS if client != engine}
 )
 
 
