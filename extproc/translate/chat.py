@@ -42,8 +42,8 @@ _MESSAGE: Final = frozenset(
 )
 _FUNCTION: Final = frozenset(("name", "description", "parameters", "strict"))
 NO_PARAMETERS: Final[Object] = {"type": "object", "properties": {}}
-# Tool calls of one answer.
-MOST_CALLS: Final = 1024
+# Blocks or items of one answer, and its tool calls.
+MOST_BLOCKS: Final = 1024
 
 
 class Call(NamedTuple):
@@ -106,8 +106,8 @@ def _calls(delta: Object) -> list[Call]:
     for position, one in enumerate(objects(delta["tool_calls"], "tool_calls")):
         function = part(one, "function")
         at = index(one["index"], "tool_calls.index") if "index" in one else position
-        if at >= MOST_CALLS:
-            raise Malformed(f"an answer has more than {MOST_CALLS} tool calls")
+        if at >= MOST_BLOCKS:
+            raise Malformed(f"an answer has more than {MOST_BLOCKS} tool calls")
         found.append(
             Call(
                 at,
@@ -256,10 +256,10 @@ class ToChunks:
 
     def chunks(self, event: Object) -> list[Object]:
         """``event`` itself."""
-        for one in objects(event.get("choices"), "choices"):
-            if one.get("finish_reason"):
-                self.ended = True
-        return [event]
+        choices = objects(event.get("choices"), "choices")
+        self.ended = self.ended or any(one.get("finish_reason") for one in choices)
+        # some providers begin with a chunk that has nothing, not even an id
+        return [event] if choices or event.get("usage") or event.get("error") else []
 
 
 class FromChunks:

@@ -32,9 +32,9 @@ class Field(msgspec.Struct, frozen=True):
     """What becomes of a top-level field of a request.
 
     ``to``: its name in the other API, the value unchanged. ``values``: the values that have a counterpart, and theirs;
-    others are dropped. ``note``: the function of this module that translates it, in words for the reference page.
-    ``refused``: a request with it is refused always, as it would mean something else without it; the text says what to
-    do. ``neutral``: values that mean the same as its absence.
+    others are dropped. ``note``: what code makes of it, for the reference page. ``refused``: a request with it is
+    refused always, as it would mean something else without it; the text says what to do. ``neutral``: values that mean
+    the same as its absence. Without any of these, it is dropped.
     """
 
     to: str = ""
@@ -92,6 +92,8 @@ def apply(fields: Fields, request: Object, dropped: Dropped) -> Object:
                 out[field.to] = found
         elif field.to:
             out[field.to] = value
+        elif not field.note:
+            dropped.add(name)
     return out
 
 
@@ -211,6 +213,7 @@ def error_object(status: int, found: Object) -> Object:
     inner = found.get("error")
     error = inner if isinstance(inner, dict) else {"message": inner} if isinstance(inner, str) else found
     message, kind, code, param = (error.get(name) for name in ("message", "type", "code", "param"))
+    message = message or error.get("detail")  # FastAPI
     by_status = ANTHROPIC_TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
     return {
         "message": message[:_MOST_ERROR_CHARACTERS]

@@ -552,8 +552,7 @@ class ToChunks:
         self.ended = False
         self._first: Object = {}
         self._usage: Object = {}
-        self._calls = 0
-        self._details = 0
+        self._blocks = self._calls = self._details = 0
         self._open: dict[int, Object] = {}
 
     def chunks(self, event: Object) -> list[Object]:
@@ -593,10 +592,11 @@ class ToChunks:
 
     def _block(self, at: int, block: Object) -> list[Object]:
         kind = forms.kind_of(block)
+        self._blocks += 1
+        if self._blocks > chat.MOST_BLOCKS:
+            raise Malformed(f"an answer has more than {chat.MOST_BLOCKS} blocks")
         state = self._open[at] = {"type": kind}
         if kind == "tool_use":
-            if self._calls >= chat.MOST_CALLS:
-                raise Malformed(f"an answer has more than {chat.MOST_CALLS} tool calls")
             call = _call(block)
             state["call"], self._calls = self._calls, self._calls + 1
             # engines that send the arguments here send no deltas
@@ -726,6 +726,8 @@ class FromChunks:
         out.append({"type": "content_block_delta", "index": self._blocks - 1, "delta": delta})
 
     def _open(self, out: list[Object], block: Object) -> None:
+        if self._blocks >= chat.MOST_BLOCKS:
+            raise Malformed(f"an answer has more than {chat.MOST_BLOCKS} blocks")
         out.append({"type": "content_block_start", "index": self._blocks, "content_block": block})
         self._blocks += 1
 

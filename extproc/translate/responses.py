@@ -470,7 +470,7 @@ class ToChunks:
         if kind in ("response.completed", "response.incomplete"):
             return self._finish(obj(event.get("response"), "response"))
         if kind in ("response.output_item.added", "response.output_item.done"):
-            at = index(event.get("output_index"), "output_index")
+            at = _position(event)
             item = obj(event.get("item"), "item")
             return self._added(at, item) if kind.endswith("added") else self._done(at, item)
         return self._delta(str(kind), event)
@@ -480,15 +480,13 @@ class ToChunks:
             self._details.setdefault(at, len(self._details))
         if forms.kind_of(item) != "function_call" or at in self._calls:
             return []
-        if len(self._calls) >= chat.MOST_CALLS:
-            raise Malformed(f"an answer has more than {chat.MOST_CALLS} tool calls")
         self._calls[at] = len(self._calls)
         function = {"name": text(item.get("name"), "item.name"), "arguments": ""}
         identifier = text(item.get("call_id") or item.get("id"), "item.call_id")
         return self._call(at, {"id": identifier, "type": "function", "function": function})
 
     def _delta(self, kind: str, event: Object) -> list[Object]:
-        at = index(event.get("output_index"), "output_index")
+        at = _position(event)
         if kind == "response.reasoning_summary_part.added":
             return self._reasoning(at, "\n\n") if event.get("summary_index") else []
         if not kind.endswith(".delta"):
@@ -540,6 +538,13 @@ class ToChunks:
         self.ended = True
         last = chat.usage_chunk(self._first, _usage_to_chat(part(answer, "usage")))
         return [chat.chunk(self._first, {}, _finish(answer, calls=bool(self._calls))), {**last, **_tier(answer)}]
+
+
+def _position(event: Object) -> int:
+    at = index(event.get("output_index"), "output_index")
+    if at >= chat.MOST_BLOCKS:
+        raise Malformed(f"an answer has more than {chat.MOST_BLOCKS} items")
+    return at
 
 
 class _Item:
@@ -623,6 +628,8 @@ class FromChunks:
 
     def _add(self, kind: str, prefix: str, item: Object) -> _Item:
         at = len(self._items)
+        if at >= chat.MOST_BLOCKS:
+            raise Malformed(f"an answer has more than {chat.MOST_BLOCKS} items")
         identifier = f"{prefix}_{self._answer['id'].removeprefix('resp_')}_{at}"
         found = _Item(kind, at, {"id": identifier, **item, "status": "in_progress"})
         self._items.append(found)

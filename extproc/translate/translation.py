@@ -134,7 +134,7 @@ class Translation(msgspec.Struct, frozen=True):
         try:
             found = forms.decode(body)
             if isinstance(found.get("error"), dict):
-                return self.error(forms.error_object(500, found))
+                raise Malformed(forms.error_object(500, found)["message"])
             return forms.encode(client.answer_from_chat(engine.answer_to_chat(found)))
         except Malformed as error:
             raise forms.bad_answer(error) from None

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat.completion_create_params import CompletionCreateParams
 from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParams
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 Json = dict[str, Any]
 _PARAMS: dict[str, Any] = {
@@ -38,7 +38,7 @@ def _adapter(api: str) -> TypeAdapter[Any]:
     return TypeAdapter(_PARAMS[api])
 
 
-def _consume(value: Any) -> None:
+def _consume(value: object) -> None:
     """Iterables are validated as they are read."""
     if isinstance(value, dict):
         for one in value.values():
@@ -53,8 +53,8 @@ def validated_answer(api: str, answer: Json) -> Json:
     return _plain(_ANSWERS[api].model_validate(answer, strict=True))
 
 
-def _plain(found: Any) -> Json:
-    return found.model_dump(exclude_none=True, by_alias=True, warnings=False)  # type: ignore[no-any-return]
+def _plain(found: BaseModel) -> Json:
+    return found.model_dump(exclude_none=True, by_alias=True, warnings=False)
 
 
 def _transport(events: bytes) -> httpx2.MockTransport:
@@ -82,7 +82,7 @@ def accumulated(api: str, events: bytes) -> Json:
             return _plain(chat.current_completion_snapshot)
 
 
-def answered(api: str, body: bytes, status: int = 200) -> Any:
+def answered(api: str, body: bytes, status: int = 200) -> Any:  # noqa: ANN401 - of three APIs
     """A whole answer as the SDK's method returns it; raises what it raises."""
     headers = {"content-type": "application/json"}
     http = httpx2.Client(

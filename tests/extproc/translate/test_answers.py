@@ -140,7 +140,7 @@ BODIES: dict[str, Json] = {
     "openai": {"error": {"message": "too long", "type": "invalid_request_error", "param": "messages", "code": "x"}},
     "older vLLM": {"object": "error", "message": "too long", "type": "BadRequestError", "code": 400},
     "text": {"error": "too long"},
-    "fastapi": {"message": "too long"},
+    "fastapi": {"detail": "too long"},
     "anthropic": {"type": "error", "error": {"type": "invalid_request_error", "message": "too long"}},
 }
 
@@ -182,6 +182,8 @@ def test_long_errors_are_cut() -> None:
         assert len(between("chat", "messages").answer(500, body)) < 5000
 
 
-def test_an_error_with_status_200_is_one_for_the_client() -> None:
-    body = json.dumps({"error": {"message": "broken", "type": "server_error"}}).encode()
-    assert json.loads(between("messages", "chat").answer(200, body))["error"]["message"] == "broken"
+@pytest.mark.parametrize("engine", ["chat", "responses"])
+def test_an_error_with_status_200_is_one(engine: str) -> None:
+    body = json.dumps({"status": "failed", "error": {"message": "broken", "type": "server_error"}}).encode()
+    with pytest.raises(UntranslatableAnswer, match="broken"):
+        between("messages", engine).answer(200, body)

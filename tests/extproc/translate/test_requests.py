@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, UnknownPath
 from extproc.translate.translation import Translated, Translation, translation
@@ -36,7 +35,7 @@ def request(client: str, engine: str, given_one: Json, *, strict: bool = False) 
     return json.loads(translated(client, engine, given_one, strict=strict).body)  # type: ignore[no-any-return]
 
 
-def content(parts: Any, *, joined: bool) -> Any:
+def content(parts: Any, *, joined: bool) -> Any:  # noqa: ANN401 - JSON
     """Parts of text alone as one text, where the other API has no parts."""
     if isinstance(parts, list) and joined:
         return "".join(one["text"] for one in parts)
@@ -72,10 +71,9 @@ def test_a_request_for_chat_is_valid_there_and_the_same_after_a_round_trip(engin
     expected = normalised(given_one, there.dropped)
     if engine == "messages":
         expected.setdefault("max_tokens", 4096)
-        if expected.get("parallel_tool_calls") is False:
-            # it is a part of the choice there
-            if expected.setdefault("tool_choice", "auto") == "none":
-                expected.pop("parallel_tool_calls")
+        is_single = expected.get("parallel_tool_calls") is False  # a part of the choice there
+        if is_single and expected.setdefault("tool_choice", "auto") == "none":
+            expected.pop("parallel_tool_calls")
     assert normalised(found, ()) == expected
     assert set(back.dropped) <= {"reasoning.signature"}
 
@@ -340,6 +338,26 @@ def test_dropped_fields_are_named_by_their_paths() -> None:
         "thinking.budget_tokens",
         "tools.cache_control",
     )
+
+
+@pytest.mark.parametrize(
+    ("client", "fields", "dropped"),
+    [
+        ("chat", {"logprobs": True, "top_logprobs": 3}, ("logprobs", "top_logprobs")),
+        ("chat", {"presence_penalty": 1, "logit_bias": {"5": 1}}, ("logit_bias", "presence_penalty")),
+        ("chat", {"stream_options": {"include_obfuscation": False}}, ("stream_options.include_obfuscation",)),
+        ("chat", {"messages": [{**HELLO[0], "name": "Ann"}]}, ("messages.name",)),
+        ("responses", {"truncation": "auto"}, ("truncation",)),
+        ("responses", {"include": ["message.output_text.logprobs"]}, ("include",)),
+        ("messages", {"thinking": {"type": "adaptive", "display": "omitted"}}, ("thinking.display",)),
+    ],
+)
+def test_what_is_dropped(client: str, fields: Json, dropped: tuple[str, ...]) -> None:
+    engine = "chat" if client != "chat" else "messages"
+    given_one = {"model": "m", "max_tokens": 1, "messages": HELLO, "input": "hello", **fields}
+    given_one.pop("messages" if client == "responses" else "input")
+    given_one.pop("max_tokens" if client == "responses" else "", None)
+    assert translated(client, engine, given_one).dropped == dropped
 
 
 ITEMS: dict[str, Json] = {

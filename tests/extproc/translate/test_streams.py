@@ -38,7 +38,7 @@ def events_of(body: bytes) -> list[Json]:
     return [json.loads(one) for one in found if one != b"[DONE]"]
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -304,3 +304,9 @@ def test_the_answer_ends_with_its_last_event_however_long_the_connection_lasts(e
     stream = between("chat", engine).stream()
     assert stream.feed(example(engine)).endswith(b"data: [DONE]\n\n")
     assert stream.is_over
+
+
+def test_a_chunk_that_has_nothing_does_not_begin_an_answer() -> None:
+    first = corpora.sse([{"id": "", "choices": [], "prompt_filter_results": []}], done=False)
+    found = read(between("messages", "chat").stream(), first, example("chat"))
+    assert found == read(between("messages", "chat").stream(), example("chat"))
