@@ -68,6 +68,8 @@ _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "r
 _TEXT: Final = frozenset(("type", "text", "refusal", "annotations", "logprobs"))
 _TOOL: Final = frozenset(("type", "name", "description", "parameters", "strict"))
 _FORMAT: Final = ("name", "schema", "strict", "description")
+# Ids of reasoning items begin so if they are redacted thinking of messages: nothing else in them can show it.
+_REDACTED: Final = "rse"
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FINISH: Final = {"max_output_tokens": "length", "content_filter": "content_filter"}
 # What the text of an item is called: in its part, in events of the part, and in those of the text.
@@ -236,6 +238,8 @@ def _part(found: Object, dropped: Dropped) -> Object:
 
 def _detail(item: Object, at: int) -> Object:
     """A reasoning item: its text, or what stands for it."""
+    if text(item.get("id"), "reasoning.id").startswith(f"{_REDACTED}_"):
+        return {"index": at, "type": chat.ENCRYPTED_DETAIL, "data": text(item.get("encrypted_content"), "reasoning")}
     pieces = objects(item.get("content"), "reasoning.content")
     texts = [text(one.get("text"), "reasoning.content.text") for one in pieces]
     texts = texts or [text(one.get("text"), "summary.text") for one in objects(item.get("summary"), "summary")]
@@ -523,8 +527,11 @@ class ToChunks:
         if is_new and (message.get("content") or turn.refusals):
             out.append(chat.chunk(self._first, {name: message.get(name) for name in ("content", "refusal")}))
         for detail in turn.details:
-            if is_new and detail["text"]:
+            if is_new and detail.get("text"):
                 out += self._reasoning(at, detail["text"])
+            if "data" in detail:
+                redacted = {**detail, "index": self._details[at]}
+                out.append(chat.chunk(self._first, {"reasoning_details": [redacted]}))
             if "signature" in detail:
                 proof = {"index": self._details[at], "type": chat.TEXT_DETAIL}
                 proof |= {"signature": detail["signature"], "id": detail["id"]}
@@ -589,7 +596,9 @@ class FromChunks:
         if not self._answer:
             self._start(piece)
         for detail in piece.details:
-            if forms.kind_of(detail) != chat.ENCRYPTED_DETAIL:
+            if forms.kind_of(detail) == chat.ENCRYPTED_DETAIL:
+                self._redacted(text(detail.get("data"), "reasoning_details.data"))
+            else:
                 item = self._item("reasoning", index(detail.get("index"), "reasoning_details.index"))
                 self._write(item, text(detail.get("text"), "reasoning_details.text"))
                 item.signature = text(detail.get("signature"), "reasoning_details.signature") or item.signature
@@ -648,6 +657,12 @@ class FromChunks:
         self._emit("response.content_part.added", **self._place(found), part=_part_of(kind, ""))
         self._open, self._key = found, (kind, which)
         return found
+
+    def _redacted(self, data: str) -> None:
+        self._close()
+        item = self._add("reasoning", _REDACTED, {"type": "reasoning", "summary": [], "encrypted_content": data})
+        item.item["status"] = "completed"
+        self._emit("response.output_item.done", output_index=item.at, item=item.item)
 
     def _call(self, call: chat.Call) -> _Item:
         found = self._calls.get(call.at)

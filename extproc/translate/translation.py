@@ -20,6 +20,13 @@ from extproc.translate.forms import Dropped, Malformed, Object
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
+    {"chat": chat, "messages": messages, "responses": responses}
+)
+_PATHS: Final = {
+    name: api.spec.paths[0]
+    for name, api in (("chat", Api.CHAT), ("messages", Api.MESSAGES), ("responses", Api.RESPONSES))
+}
 _VERSION: Final = "2023-06-01"
 _ANTHROPIC_BETA: Final = "anthropic-beta"
 _UNFINISHED: Final = "The engine's stream ended before its answer did."
@@ -64,15 +71,6 @@ class _Dialect(Protocol):
     def answer_from_chat(self, answer: Object) -> Object: ...
     def ToChunks(self) -> ToChunks: ...  # noqa: N802 - a class of the module
     def FromChunks(self, *, include_usage: bool) -> FromChunks: ...  # noqa: N802 - the same
-
-
-_DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
-    {"chat": chat, "messages": messages, "responses": responses}
-)
-_PATHS: Final = {
-    name: api.spec.paths[0]
-    for name, api in (("chat", Api.CHAT), ("messages", Api.MESSAGES), ("responses", Api.RESPONSES))
-}
 
 
 class Translated(msgspec.Struct, frozen=True):

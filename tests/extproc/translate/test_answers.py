@@ -35,8 +35,6 @@ def test_a_completion_is_the_same_after_a_round_trip(client: str, data: st.DataO
         if message.get("refusal"):
             message["content"] = message.pop("refusal")
             expected["choices"][0]["finish_reason"] = "content_filter"
-    for one in comparable("chat", back)["choices"][0]["message"].get("reasoning_details", ()):
-        one.pop("id", None)
     found = comparable("chat", back)
     for one in found["choices"][0]["message"].get("reasoning_details", ()):
         one.pop("id", None)
@@ -51,11 +49,8 @@ def test_a_message_is_the_same_after_a_round_trip(message: Json) -> None:
         back = whole("messages", through, there)
         validated_answer("messages", back)
         expected = {**message, "stop_details": None}
-        if through == "responses":
-            # no place for a stop sequence, and none for reasoning that cannot be read
-            expected["content"] = [one for one in message["content"] if one["type"] != "redacted_thinking"]
-            if message["stop_reason"] == "stop_sequence":
-                expected |= {"stop_reason": "end_turn", "stop_sequence": None}
+        if through == "responses" and message["stop_reason"] == "stop_sequence":  # no place
+            expected |= {"stop_reason": "end_turn", "stop_sequence": None}
         assert comparable("messages", back) == comparable("messages", expected)
 
 
