@@ -258,6 +258,6 @@ def bad_request(error: Malformed) -> Refusal:
     return BadRequest(f"This request cannot be translated for this model's engines: {error}.")
 
 
-def bad_answer(error: Malformed) -> Refusal:
+def bad_answer(error: Exception) -> Refusal:
     """Of an engine's body."""
     return UntranslatableAnswer(f"The engine's answer cannot be translated: {error}.")

@@ -459,7 +459,6 @@ def answer_to_chat(answer: Object) -> Object:
         **_first(answer, "chat.completion"),
         "choices": [choice],
         "usage": _usage_to_chat(part(answer, "usage")),
-        **_tier_to_chat(part(answer, "usage")),
     }
 
 
@@ -475,6 +474,7 @@ def _first(message: Object, kind: str) -> Object:
         "object": kind,
         "created": 0,
         "model": text(message.get("model"), "model"),
+        **_tier_to_chat(part(message, "usage")),
     }
 
 
@@ -580,7 +580,7 @@ class ToChunks:
             out = self._finish(event)
         elif kind == "message_stop":
             self.ended = True
-            out = [{**chat.usage_chunk(self._first, _usage_to_chat(self._usage)), **_tier_to_chat(self._usage)}]
+            out = [chat.usage_chunk(self._first, _usage_to_chat(self._usage))]
         return out
 
     def _start(self, message: Object) -> list[Object]:
@@ -668,7 +668,7 @@ class FromChunks:
         self._blocks = 0
         self._current: tuple[str, int] | None = None  # kind of the open block of text or thinking, and of which detail
         self._calls: dict[int, int] = {}
-        self._finish = self._stop = self._tier = ""
+        self._finish = self._stop = ""
         self._refused = False
         self._usage: Object | None = None
 
@@ -679,7 +679,7 @@ class FromChunks:
         if not self._started:
             self._started = True
             message = _message(piece, [])
-            usage = _usage_from_chat(piece.usage)
+            usage = _usage_from_chat(piece.usage, piece.service_tier)
             message = {**message, "stop_reason": None, "stop_sequence": None, "usage": usage}
             out.append({"type": "message_start", "message": message})
         for detail in piece.details:
@@ -692,7 +692,7 @@ class FromChunks:
         for call in piece.calls:
             self._on_call(call, out)
         self._finish, self._stop = piece.finish or self._finish, piece.stop or self._stop
-        self._usage, self._tier = piece.usage or self._usage, piece.service_tier or self._tier
+        self._usage = piece.usage or self._usage
         return [named(one) for one in out]
 
     def _on_detail(self, detail: Object, out: list[Object]) -> None:

@@ -377,8 +377,7 @@ def answer_to_chat(answer: Object) -> Object:
         turn.add(item, Dropped())  # what the provider ran itself is left out
     message = turn.message() or {"role": "assistant", "content": None}
     choice = {"index": 0, "message": message, "finish_reason": _finish(answer, calls=bool(turn.calls))}
-    out = {**_first(answer, "chat.completion"), "choices": [choice], "usage": _usage_to_chat(part(answer, "usage"))}
-    return {**out, **_tier(answer)}
+    return {**_first(answer, "chat.completion"), "choices": [choice], "usage": _usage_to_chat(part(answer, "usage"))}
 
 
 def _finish(answer: Object, *, calls: bool) -> str:
@@ -395,6 +394,7 @@ def _first(answer: Object, kind: str) -> Object:
         "object": kind,
         "created": int(created) if isinstance(created, (int, float)) and 0 <= created < 2**40 else 0,
         "model": text(answer.get("model"), "model"),
+        **_tier(answer),
     }
 
 
@@ -627,6 +627,7 @@ class FromChunks:
             "tools": [],
             "error": None,
             "incomplete_details": None,
+            **({"service_tier": piece.service_tier} if piece.service_tier else {}),
         }
         self._emit("response.created", response=dict(self._answer))
         self._emit("response.in_progress", response=dict(self._answer))

@@ -134,7 +134,7 @@ class Translation(msgspec.Struct, frozen=True):
             if isinstance(found.get("error"), dict):
                 raise Malformed(forms.error_object(500, found)["message"])
             return forms.encode(client.answer_from_chat(engine.answer_to_chat(found)))
-        except Malformed as error:
+        except (Malformed, BadRequest) as error:
             raise forms.bad_answer(error) from None
 
     def error(self, error: Object) -> bytes:
@@ -173,7 +173,7 @@ class StreamTranslator:
             for data in () if self.is_over else self._reader.feed(piece):
                 if not self.is_over:
                     self._on_data(data, out)
-        except Malformed as error:
+        except (Malformed, BadRequest) as error:
             out += self._fail(forms.failure(f"The engine's answer cannot be translated: {error}."))
         return b"".join(out)
 

@@ -111,9 +111,10 @@ def completions(draw: st.DrawFn, *, signed: bool = False) -> Json:
     calls = [call(f"call_{n}", draw(NAMES), draw(ARGUMENTS)) for n in range(draw(st.integers(0, 3)))]
     if calls:
         message["tool_calls"] = calls
-    finish = "tool_calls" if calls else draw(st.sampled_from(["stop", "length", "content_filter"]))
-    if finish == "stop" and not message["content"] and draw(st.booleans()):
-        message["refusal"] = draw(TEXTS)
+    finish = "tool_calls" if calls else draw(st.sampled_from(["stop", "length", "content_filter", "refusal"]))
+    if finish == "refusal":
+        finish = "stop"
+        message |= {"content": None, "refusal": draw(TEXTS)}
     return {
         "id": "chatcmpl-1f",
         "object": "chat.completion",
@@ -121,6 +122,7 @@ def completions(draw: st.DrawFn, *, signed: bool = False) -> Json:
         "model": "m",
         "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
         "usage": draw(usages()),
+        **draw(st.sampled_from([{}, {"service_tier": "default"}])),
     }
 
 
@@ -154,7 +156,8 @@ def chunks(draw: st.DrawFn, completion: Json, *, interleaved: bool = True) -> li
     while any(rows):
         row = draw(st.sampled_from([one for one in rows if one])) if interleaved else next(filter(None, rows))
         deltas.append({"tool_calls": [row.pop(0)]})
-    first = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    first = {name: completion[name] for name in ("id", "created", "model", "service_tier") if name in completion}
+    first["object"] = "chat.completion.chunk"
     out = [{**first, "choices": [{"index": 0, "delta": one, "finish_reason": None}]} for one in deltas]
     out.append({**first, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
     return [*out, {**first, "choices": [], "usage": completion["usage"]}]

@@ -128,6 +128,12 @@ def test_what_is_no_answer_is_an_error_of_the_gateway(client: str, engine: str) 
             between(client, engine).answer(200, body)
 
 
+def test_content_that_no_other_api_has_is_an_error_of_the_gateway() -> None:
+    item = {"type": "message", "role": "assistant", "content": [{"type": "hologram"}]}
+    with pytest.raises(UntranslatableAnswer, match="hologram"):
+        between("chat", "responses").answer(200, json.dumps({"output": [item]}).encode())
+
+
 # Errors
 
 

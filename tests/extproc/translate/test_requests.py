@@ -339,6 +339,126 @@ def test_dropped_fields_are_named_by_their_paths() -> None:
     )
 
 
+SYSTEM = {"role": "system", "content": [{"type": "text", "text": "in French"}]}
+CUT = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"x'}}]}
+IMAGE = {"type": "input_image", "image_url": "https://example.com/a.png", "detail": "high"}
+
+
+@pytest.mark.parametrize(
+    ("client", "fields", "messages"),
+    [
+        ("messages", {"messages": [*HELLO, SYSTEM]}, [*HELLO, {"role": "system", "content": "in French"}]),
+        ("responses", {"input": [*HELLO, SYSTEM]}, [*HELLO, {"role": "system", "content": "in French"}]),
+        (
+            "messages",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "a"}}]}
+                ]
+            },
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        ),
+        (
+            "messages",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "a",
+                                "is_error": True,
+                                "content": [{"type": "text", "text": "none"}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            [{"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "Error: none"}]}],
+        ),
+        (
+            "responses",
+            {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            [{"role": "assistant", "content": None, "refusal": "no"}],
+        ),
+        (
+            "responses",
+            {"input": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        ),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}, *HELLO]},
+            [
+                {"role": "tool", "tool_call_id": "a", "content": ""},
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": "high"}}],
+                },
+                *HELLO,
+            ],
+        ),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}]},
+            [
+                {"role": "tool", "tool_call_id": "a", "content": ""},
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": "high"}}],
+                },
+            ],
+        ),
+    ],
+)
+def test_messages_for_chat(client: str, fields: Json, messages: list[Json]) -> None:
+    given_one = {"model": "m", **fields} | ({"max_tokens": 1} if client == "messages" else {})
+    assert request(client, "chat", given_one, strict=True)["messages"] == messages
+
+
+def test_all_leading_messages_of_the_system_are_the_system_of_messages() -> None:
+    messages = [{"role": "system", "content": "one"}, SYSTEM, *HELLO, {"role": "assistant", "refusal": "no"}]
+    found = request("chat", "messages", {"model": "m", "messages": messages}, strict=True)
+    assert found["system"] == [{"type": "text", "text": "one"}, {"type": "text", "text": "in French"}]
+    assert found["messages"][1] == {"role": "assistant", "content": [{"type": "text", "text": "no"}]}
+
+
+def test_json_without_a_schema_passes_between_chat_and_responses() -> None:
+    there = request("chat", "responses", {"model": "m", "messages": HELLO, "response_format": {"type": "json_object"}})
+    assert there["text"] == {"format": {"type": "json_object"}}
+    assert request("responses", "chat", there)["response_format"] == {"type": "json_object"}
+
+
+def test_text_of_reasoning_beside_its_signature_belongs_together() -> None:
+    details = [{"type": "reasoning.encrypted", "data": "x"}, {"type": "reasoning.text", "signature": "c2ln"}]
+    message = {"role": "assistant", "content": "so", "reasoning_content": "hm", "reasoning_details": details}
+    found = request("chat", "messages", {"model": "m", "messages": [message]}, strict=True)
+    assert found["messages"][0]["content"][1] == {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
+
+
+@pytest.mark.parametrize(
+    ("client", "fields", "advice"),
+    [
+        ("chat", {"messages": [CUT]}, "must be a JSON object"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
+            "data:TYPE",
+        ),
+        ("chat", {"messages": HELLO, "tools": [{"type": "custom"}]}, "define tools as functions"),
+        ("chat", {"messages": HELLO, "tools": [FUNCTION], "tool_choice": {"type": "custom"}}, "or a function"),
+        ("messages", {"messages": HELLO, "tool_choice": {"type": "best"}}, "must be auto, any, none or tool"),
+        ("messages", {"messages": HELLO, "system": [{"type": "image", "source": {"type": "url"}}]}, "text alone"),
+        ("responses", {"input": [{"role": "developer", "content": [IMAGE]}]}, "text alone"),
+        ("responses", {"input": [{"role": "assistant", "content": [IMAGE]}]}, "text alone"),
+    ],
+)
+def test_mistakes_are_named(client: str, fields: Json, advice: str) -> None:
+    with pytest.raises(BadRequest, match=advice):
+        translated(client, "messages" if client == "chat" else "chat", {"model": "m", **fields})
+
+
 @pytest.mark.parametrize(
     ("client", "fields", "dropped"),
     [
@@ -346,6 +466,13 @@ def test_dropped_fields_are_named_by_their_paths() -> None:
         ("chat", {"presence_penalty": 1, "logit_bias": {"5": 1}}, ("logit_bias", "presence_penalty")),
         ("chat", {"stream_options": {"include_obfuscation": False}}, ("stream_options.include_obfuscation",)),
         ("chat", {"messages": [{**HELLO[0], "name": "Ann"}]}, ("messages.name",)),
+        ("chat", {"reasoning_effort": "minimal"}, ("reasoning_effort",)),
+        ("chat", {"response_format": {"type": "json_object"}}, ("response_format",)),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "content": "a", "reasoning": "hm"}]},
+            ("messages.reasoning_content",),
+        ),
         ("responses", {"truncation": "auto"}, ("truncation",)),
         ("responses", {"include": ["message.output_text.logprobs"]}, ("include",)),
         ("messages", {"thinking": {"type": "adaptive", "display": "omitted"}}, ("thinking.display",)),

@@ -98,6 +98,17 @@ def test_events_of_responses_become_the_same_answer(client: str, data: st.DataOb
     same_as_whole(client, "responses", events_of(events)[-1]["response"], events)
 
 
+@given(st.data())
+def test_a_message_comes_back_through_a_stream_of_responses(data: st.DataObject) -> None:
+    """Redacted thinking and signatures with it; a stop sequence has no place."""
+    message = data.draw(corpora.answered_messages())
+    events = corpora.sse(data.draw(corpora.message_events(message)), done=False)
+    there = read(between("responses", "messages").stream(), events)
+    back = accumulated("messages", read(between("messages", "responses").stream(), there))
+    assert back["content"] == message["content"]
+    assert back["usage"] == message["usage"]
+
+
 # Cut anywhere
 
 
@@ -246,6 +257,27 @@ def test_an_engine_that_sends_items_whole_is_read() -> None:
     assert [one.get("text") or one["input"] for one in found["content"]] == ["hello", {"x": 1}]
 
 
+def test_reasoning_that_an_engine_of_responses_sums_up_is_read() -> None:
+    response = {"id": "resp_1", "model": "m", "status": "completed", "usage": {}}
+    item = {"type": "reasoning", "id": "rs_1", "summary": []}
+    delta = {"type": "response.reasoning_summary_text.delta", "output_index": 0}
+    done = {**item, "summary": [{"text": "one"}, {"text": "two"}], "encrypted_content": "c2ln"}
+    events = [
+        {"type": "response.created", "response": response},
+        {"type": "response.in_progress", "response": response},
+        {"type": "response.output_item.added", "output_index": 0, "item": item},
+        {"type": "response.reasoning_summary_part.added", "output_index": 0, "summary_index": 0},
+        {**delta, "summary_index": 0, "delta": "one"},
+        {"type": "response.reasoning_summary_part.added", "output_index": 0, "summary_index": 1},
+        {**delta, "summary_index": 1, "delta": "two"},
+        {"type": "response.output_item.done", "output_index": 0, "item": done},
+        {"type": "response.completed", "response": {**response, "output": [done]}},
+    ]
+    found = accumulated("messages", read(between("messages", "responses").stream(), corpora.sse(events, done=False)))
+    assert found["content"] == [{"type": "thinking", "thinking": "one\n\ntwo", "signature": "c2ln"}]
+    assert whole("messages", "responses", events[-1]["response"])["content"] == found["content"]
+
+
 # Errors
 
 
@@ -283,6 +315,32 @@ def assert_fails(client: str, events: bytes, message: str) -> None:
         return
     with pytest.raises((anthropic.APIStatusError, openai.APIError), match=message):
         accumulated(client, events)
+
+
+OUT_OF_ORDER: list[tuple[str, list[Json]]] = [
+    ("messages", [{"type": "content_block_start", "index": 0, "content_block": {"type": "text"}}]),
+    (
+        "messages",
+        [
+            {"type": "message_start", "message": {"id": "msg_1", "model": "m"}},
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
+        ],
+    ),
+    ("responses", [{"type": "response.output_text.delta", "output_index": 0, "delta": "a"}]),
+    (
+        "responses",
+        [
+            {"type": "response.created", "response": {"id": "resp_1", "model": "m"}},
+            {"type": "response.function_call_arguments.delta", "output_index": 0, "delta": "{}"},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "events"), OUT_OF_ORDER, ids=range(4))
+def test_events_out_of_their_order_are_an_error(engine: str, events: list[Json]) -> None:
+    out = read(between("chat", engine).stream(), corpora.sse(events, done=False))
+    assert_fails("chat", out, "cannot be translated: .* came ")
 
 
 def test_done_without_a_reason_to_end_is_no_clean_end() -> None:
