@@ -89,7 +89,7 @@ def piece(chunk: Object) -> Piece:
         details=details,
         text=text(delta.get("content"), "content"),
         refusal=text(delta.get("refusal"), "refusal"),
-        calls=_calls(delta) if delta.get("tool_calls") else [],
+        calls=_calls(delta, forms.renamed(chunk.get("id"), "call_")) if delta.get("tool_calls") else [],
         finish=text(choice.get("finish_reason"), "finish_reason"),
         stop=stop if isinstance(stop, str) else "",
         usage=usage if isinstance(usage, dict) else None,
@@ -101,21 +101,18 @@ def _reasoning(delta: Object) -> str:
     return text(delta.get("reasoning") or delta.get("reasoning_content"), "reasoning")
 
 
-def _calls(delta: Object) -> list[Call]:
+def _calls(delta: Object, prefix: str) -> list[Call]:
+    """Some engines give a call no id; clients need one to answer it."""
     found = []
     for position, one in enumerate(objects(delta["tool_calls"], "tool_calls")):
         function = part(one, "function")
         at = index(one["index"], "tool_calls.index") if "index" in one else position
         if at >= MOST_BLOCKS:
             raise Malformed(f"an answer has more than {MOST_BLOCKS} tool calls")
-        found.append(
-            Call(
-                at,
-                text(one.get("id"), "tool_calls.id"),
-                text(function.get("name"), "tool_calls.function.name"),
-                text(function.get("arguments"), "tool_calls.function.arguments"),
-            )
-        )
+        identifier = text(one.get("id"), "tool_calls.id")
+        name = text(function.get("name"), "tool_calls.function.name")
+        arguments = text(function.get("arguments"), "tool_calls.function.arguments")
+        found.append(Call(at, identifier or f"{prefix}_{at}", name, arguments))
     return found
 
 

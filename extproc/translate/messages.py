@@ -499,6 +499,8 @@ def answer_from_chat(answer: Object) -> Object:
     found = chat.piece(answer)
     message = part((objects(answer.get("choices"), "choices") or [{}])[0], "message")
     blocks = _assistant_blocks(message, None)
+    for block, call in zip((one for one in blocks if one["type"] == "tool_use"), found.calls, strict=False):
+        block["id"] = call.id
     reason = _stop_reason(found.finish, found.stop, calls=bool(found.calls), refused=bool(found.refusal))
     return {
         **_message(found, blocks),

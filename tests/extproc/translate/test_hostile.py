@@ -235,3 +235,11 @@ def test_only_other_apis_are_translated() -> None:
     assert pair("chat", "chat") is None
     assert pair("chat", "completions") is None
     assert pair("", "messages") is None
+
+
+@pytest.mark.parametrize("client", ["messages", "responses"])
+def test_a_whole_answer_that_also_has_a_piece_of_a_stream_is_translated(client: str) -> None:
+    call = corpora.call("a", "f", {})
+    choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [call]}, "delta": {"content": "a"}}
+    body = json.dumps({"id": "1", "choices": [{**choice, "finish_reason": "stop"}]}).encode()
+    assert isinstance(json.loads(between(client, "chat").answer(200, body)), dict)

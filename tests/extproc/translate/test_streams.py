@@ -223,6 +223,20 @@ def test_the_stop_sequence_is_told_both_ways() -> None:
     assert [one["choices"][0].get("stop_reason") for one in back if one["choices"]][-1] == "END"
 
 
+@pytest.mark.parametrize("client", ["messages", "responses"])
+def test_calls_without_ids_get_some_of_the_engines_id(client: str) -> None:
+    calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("f", "g")]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    first = {"id": "chatcmpl-1f", "model": "m", "created": 5}
+    completion = {**first, "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+    delta = {"tool_calls": [{**one, "index": at} for at, one in enumerate(calls)]}
+    chunk = {**first, "choices": [{"index": 0, "delta": delta, "finish_reason": "tool_calls"}]}
+    same_as_whole(client, "chat", completion, corpora.sse([chunk], done=True))
+    found = whole(client, "chat", completion)
+    ids = [one.get("call_id", one["id"]) for one in found["content" if client == "messages" else "output"]]
+    assert ids == ["call_1f_0", "call_1f_1"]
+
+
 def test_a_call_without_arguments_has_an_empty_object_of_them() -> None:
     message = {"id": "msg_1", "model": "m", "usage": {}}
     block = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
