@@ -215,6 +215,14 @@ class PrefillFailed(Refusal):
     outcome = "prefill_failed"
 
 
+class UntranslatableAnswer(Refusal):
+    """The engine's answer does not have the form of its API, so the client's API has none for it."""
+
+    status = 502
+    code = "answer_untranslatable"
+    outcome = "answer_untranslatable"
+
+
 class QueueFull(Refusal):
     """The queue is full, or a request of higher priority evicted this one from it."""
 

@@ -14,7 +14,7 @@ from controller.api.crds.field_docs import wrap_paragraphs
 from extproc.llmd.notes import without_effect
 from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
 from extproc.protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
-from tools.reference import kinds, llm_d
+from tools.reference import kinds, llm_d, translation
 from tools.reference.kinds import MARK, field_table, structs_in
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ def pages() -> Mapping[str, str]:
         "plugins.md": plugins_page(),
         "commands.md": commands_page(),
         "llm-d-flags.md": llm_d.flags_page(),
+        "translation.md": translation.page(),
     }
     files = {"llm-d-plugins.md": llm_d.parameters_page(), "llm-d-files.md": llm_d.files_page()}
     return {name: text.rstrip("\n") + "\n" for name, text in {**found, **others, **files}.items()}

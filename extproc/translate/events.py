@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events: cut out of bytes that come in any pieces, and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from extproc.translate.forms import Malformed, Object, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DONE: Final = b"[DONE]"
+# The last event of a stream of responses repeats the whole answer.
+MOST_EVENT_BYTES: Final = 16 * 1024 * 1024
+
+
+class EventReader:
+    """The data of each event. Names of events are not read: those of all three APIs stand in the data, too."""
+
+    def __init__(self) -> None:
+        self._line = bytearray()  # that has not ended
+        self._searched = 0  # bytes of it that have no line break
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The data of events that ``piece`` ends; at most 16 MiB each."""
+        buffer = self._line
+        buffer += piece
+        start, end = 0, buffer.find(b"\n", self._searched)
+        while end >= 0:
+            line = bytes(buffer[start:end])
+            start = end + 1
+            data = self._on_line(line.removesuffix(b"\r"))
+            if data is not None:
+                yield data
+            end = buffer.find(b"\n", start)
+        del buffer[:start]
+        self._searched = len(buffer)
+        self._check(len(buffer))
+
+    def _on_line(self, line: bytes) -> bytes | None:
+        if line.startswith(b"data:"):
+            value = line[6:] if line[5:6] == b" " else line[5:]
+            self._data.append(value)
+            self._data_bytes += len(value) + 1
+            self._check(0)
+        elif not line and self._data:
+            data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+            self._data, self._data_bytes = [], 0
+            return data
+        return None
+
+    def _check(self, more: int) -> None:
+        if self._data_bytes + more > MOST_EVENT_BYTES:
+            raise Malformed("an event has more than 16 MiB")
+
+
+def named(event: Object) -> bytes:
+    """An event of messages or responses, whose name is its type."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+
+
+def unnamed(chunk: Object) -> bytes:
+    """An event of chat."""
+    return b"data: %b\n\n" % encode(chunk)
