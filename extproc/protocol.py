@@ -13,6 +13,8 @@ import msgspec
 
 # Clients of Anthropic's API send it with every request.
 ANTHROPIC_VERSION: Final = "anthropic-version"
+# What the API demands of every request, where a client has not named one.
+DEFAULT_ANTHROPIC_VERSION: Final = "2023-06-01"
 # Answered by the gateway itself.
 MODELS_PATH: Final = "/v1/models"
 # Of the V2 protocol: a server's metadata; under it are its health and its models, and the verbs by which models are

@@ -27,6 +27,7 @@ from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
 from controller.usage.queries import GROUPS, BadQuery, checked_zone, instant, query_of, run
 from controller.usage.reports import aligned, as_csv, as_json, as_table
+from controller.usage.rollups import DAY_S
 from controller.usage.rows import BadLine, row_of
 from controller.usage.server import Database, Reports, pages
 from controller.usage.store import SqlStore, StoreAway, StoreError, first_line, open_engine
@@ -51,7 +52,6 @@ _USAGE: Final = 2
 _JSON_LINES: Final = "jsonl:"
 _DEFAULT_STORE: Final = "usage.db"
 _NICENESS: Final = 10
-_DAY_S: Final = 86_400
 _AUTOGROUP: Final = Path("/proc/self/autogroup")
 _CLOCK, _WALL = time.monotonic, time.time  # noqa: TID251 - the clocks of the shell
 
@@ -216,7 +216,7 @@ def _drift(options: argparse.Namespace) -> int:
             raise BadQuery("--group-by", f"'{name[:40]}' is unknown; write some of {', '.join(GROUPS)}")
     zone = checked_zone(options.tz)
     end = instant("--end", options.end, zone, default=_WALL())
-    start = instant("--start", options.start, zone, default=end - _DAY_S)
+    start = instant("--start", options.start, zone, default=end - DAY_S)
     periods = Periods(int(start - Duration(options.before)), start, end)
     if not periods.before < start < end:
         raise BadQuery("--start", "is not before --end, or --before is no time")

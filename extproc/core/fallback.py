@@ -202,7 +202,7 @@ class FallbackPlanner:
             addresses=tuple(addresses),
             degraded=tuple(degraded),
             splice=edited.splice,
-            salt=_place(_salt_in(body, [own, *(one.pool for one in reserves.values())])),
+            salt=_salt_in(body, [own, *(one.pool for one in reserves.values())]),
             policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
             refusals=_takers(fallbacks, reserves),
             clamps=tuple(edited.clamps.items()),
@@ -266,8 +266,7 @@ class _EditedBody:
     def going_to(self, server: str, there: Reserve) -> Reserve:
         """``there``, with its answers marked if they are limited."""
         if there.model != self._own.destination.model:
-            first, end = self._spans["model"]
-            self.splice = f"{first},{end - first}"
+            self.splice = _place(self._spans["model"])
         if not self._is_short and not there.limits:
             return there
         self.clamps[server] = "".join(self._clamp(name, most) for name, most in there.limits.items())
@@ -326,21 +325,24 @@ def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> s
     return f"its body would have another {', '.join(sorted(found))} there" if found else ""
 
 
-def _place(span: Span | None) -> str:
-    return "" if span is None else f"{span[0]},{span[1] - span[0]}"
+def _place(span: Span) -> str:
+    """As Envoy's filter reads it: first byte and length."""
+    return f"{span[0]},{span[1] - span[0]}"
 
 
-def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> Span | None:
-    """Where the whole field stands in a body that was made here; None if there is none, or no provider among
+def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> str:
+    """Where the whole field stands in a body that was made here; empty if there is none, or no provider among
     ``pools``.
     """
     if body is None or not any(one.spec.provider for one in pools):
-        return None
+        return ""
     value = spans_of_fields(body, ("cache_salt",)).get("cache_salt")
     if value is None:
-        return None
+        return ""
     start, end = value[0] - len(_SALT_NAME), value[1]
-    return (start - 1, end) if body[start - 1 : start] == b"," else (start, end + (body[end : end + 1] == b","))
+    if body[start - 1 : start] == b",":
+        return _place((start - 1, end))
+    return _place((start, end + (body[end : end + 1] == b",")))
 
 
 def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> Reserve:

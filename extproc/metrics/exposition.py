@@ -155,6 +155,12 @@ def _keep(series: dict[tuple[str, ...], Any], family: MetricFamily, label: str, 
             del series[gone]
 
 
+def _forget(series: dict[tuple[str, ...], Any], family: MetricFamily, label: str, names: Collection[str]) -> None:
+    at = family.labels.index(label)
+    for gone in [one for one in series if one[at] in names]:
+        del series[gone]
+
+
 def _leave_out(name: str, value: float) -> None:
     log.warning("%s: values that are negative or not finite are left out, such as %s", name, value)
 
@@ -189,8 +195,7 @@ class Counters(PiecewiseCollector):
         """End the series with one of ``names`` as their ``label``. To add them up elsewhere would count them twice in
         ``increase()``.
         """
-        at = self._family.labels.index(label)
-        self._counts = defaultdict(int, {one: count for one, count in self._counts.items() if one[at] not in names})
+        _forget(self._counts, self._family, label, names)
 
     def keep(self, label: str, names: Collection[str]) -> None:
         """As ``forget``, of all other names."""
@@ -234,8 +239,7 @@ class DeferredHistograms(PiecewiseCollector):
 
     def forget(self, label: str, names: Collection[str]) -> None:
         """End the series with one of ``names`` as their ``label``."""
-        at = self._family.labels.index(label)
-        self._series = {one: buckets for one, buckets in self._series.items() if one[at] not in names}
+        _forget(self._series, self._family, label, names)
 
     def has(self, *values: str) -> bool:
         """Whether there is a series with these label values."""

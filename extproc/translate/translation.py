@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.errors import BadRequest, UnknownPath
-from extproc.protocol import ANTHROPIC_VERSION, Api
+from extproc.protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION, Api
 from extproc.translate import chat, forms, messages, responses
 from extproc.translate.events import DONE, EventReader
 from extproc.translate.forms import Dropped, Malformed, Object
@@ -27,7 +27,6 @@ _PATHS: Final = {
     name: api.spec.paths[0]
     for name, api in (("chat", Api.CHAT), ("messages", Api.MESSAGES), ("responses", Api.RESPONSES))
 }
-_VERSION: Final = "2023-06-01"
 _ANTHROPIC_BETA: Final = "anthropic-beta"
 _UNFINISHED: Final = "The engine's stream ended before its answer did."
 
@@ -102,7 +101,7 @@ class Translation(msgspec.Struct, frozen=True):
 
     def headers(self) -> tuple[tuple[str, str | None], ...]:
         """Request headers to set; None: to remove. Credentials and lengths are the caller's."""
-        version = _VERSION if self.engine == "messages" else None
+        version = DEFAULT_ANTHROPIC_VERSION if self.engine == "messages" else None
         return ((ANTHROPIC_VERSION, version), (_ANTHROPIC_BETA, None))
 
     def request(self, body: bytes, *, strict: bool) -> Translated:

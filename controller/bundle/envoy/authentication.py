@@ -51,7 +51,6 @@ from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
     RequirementRule,
 )
 from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import RemoteJwks as EnvoysRemoteJwks
-from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
@@ -79,6 +78,7 @@ from controller.bundle.envoy.envoy_json import (
     type_url,
     typed_extension,
 )
+from controller.bundle.envoy.lua import lua
 from extproc.api.advice import is_ip
 from extproc.protocol import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
 
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from betterproto2 import Message
+    from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
     from extproc.api.authentication import ApiKey, Authentication, CertificateName, JwtIssuer, RemoteJwks
 
@@ -390,8 +391,7 @@ def known_keys(keys: Sequence[ApiKey]) -> Lua:
         for digest, one in by_digest.items()
         if one.expires_at is not None
     }
-    script = _KEYS_SCRIPT
-    for mark, text in {
+    marks = {
         "@CLIENTS@": ",".join(f'["{digest}"]="{one.name}"' for digest, one in sorted(by_digest.items())),
         "@EXPIRES@": ",".join(f'["{digest}"]={at_ms}' for digest, at_ms in sorted(expires.items())),
         "@REPORTS_OF@": ",".join(
@@ -404,9 +404,8 @@ def known_keys(keys: Sequence[ApiKey]) -> Lua:
         "@MOST_BYTES@": str(_MOST_KEY_BYTES),
         "@CLIENT@": CLIENT,
         "@REPORTS@": REPORTS,
-    }.items():
-        script = script.replace(mark, text)
-    return Lua(default_source_code=DataSource(inline_string=script))
+    }
+    return lua(_KEYS_SCRIPT, marks)
 
 
 def reports_value(tenant: str) -> str:
@@ -443,16 +442,14 @@ def named_by_certificates(names: Sequence[CertificateName]) -> Lua:
     request, and first removes the request's own tenant and user. Without a certificate: 401. If no name fits, it writes
     no metadata.
     """
-    script = _CERTIFICATES_SCRIPT
-    for mark, text in {
+    marks = {
         "@NAMES@": ", ".join(_name_entry(one) for one in names),
         "@TENANT@": TENANT,
         "@USER@": USER,
         "@NAMESPACE@": _CERTIFICATE_NAMESPACE,
         "@KEY@": _CERTIFICATE_KEY,
-    }.items():
-        script = script.replace(mark, text)
-    return Lua(default_source_code=DataSource(inline_string=script))
+    }
+    return lua(_CERTIFICATES_SCRIPT, marks)
 
 
 def known_certificates() -> Rbac:

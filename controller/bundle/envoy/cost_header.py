@@ -10,11 +10,9 @@ read usage. Costs are computed as ``extproc.api.pricing.cost_micros`` computes t
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.core.v3 import DataSource
-from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
-
+from controller.bundle.envoy.lua import lua
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -28,6 +26,9 @@ from extproc.protocol import (
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
 )
+
+if TYPE_CHECKING:
+    from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
 # A plain answer of 100,000 tokens has half of that.
 _MOST_HELD_BYTES: Final = 1024 * 1024
@@ -113,7 +114,4 @@ def cost_header(*, most_bytes: int) -> Lua:
         "@CURRENCY@": COST_CURRENCY,
         "@MOST_HELD@": str(min(_MOST_HELD_BYTES, most_bytes)),
     }
-    script = _SCRIPT
-    for mark, text in marks.items():
-        script = script.replace(mark, text)
-    return Lua(default_source_code=DataSource(inline_string=script))
+    return lua(_SCRIPT, marks)

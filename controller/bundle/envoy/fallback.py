@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from envoy_data_plane.envoy.config.cluster.v3 import CircuitBreakersThresholds, CircuitBreakersThresholdsRetryBudget
 from envoy_data_plane.envoy.config.core.v3 import (
-    DataSource,
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
@@ -29,11 +28,11 @@ from envoy_data_plane.envoy.config.core.v3 import (
     RoutingPriority,
 )
 from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
-from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
+from controller.bundle.envoy.lua import lua, lua_bool, lua_text
 from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
 from extproc.protocol import (
     CLAMPS,
@@ -341,25 +340,17 @@ def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
         "@KEYED@": KEYED,
         "@PATH@": PATH,
         "@HOST@": HOST,
-        "@CUTS@": "true" if server.spec.provider is not None else "false",
+        "@CUTS@": lua_bool(value=server.spec.provider is not None),
         "@SALT@": SALT,
-        "@HAS_KEY@": "true" if server.spec.connection.has_key else "false",
+        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
         "@LARGE@": str(_LARGE_BYTES),
     }
-    script = _SCRIPT
-    for mark, text in marks.items():
-        script = script.replace(mark, text)
-    return http_filter("envoy.filters.http.lua", Lua(default_source_code=DataSource(inline_string=script)))
+    return http_filter("envoy.filters.http.lua", lua(_SCRIPT, marks))
 
 
 def _lua_words(one: FailureClass) -> str:
     codes, phrases = ("{" + ", ".join(f'"{word}"' for word in words) + "}" for words in _WORDS[one])
     return f'{{class = "{one}", codes = {codes}, phrases = {phrases}}}'
-
-
-def lua_text(value: bytes) -> str:
-    """Within quotation marks, whatever it has in it."""
-    return "".join(f"\\{byte:03d}" for byte in value)
 
 
 def across_clusters(

@@ -12,13 +12,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from envoy_data_plane.envoy.config.core.v3 import DataSource
-from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
 from controller.bundle.envoy.envoy_json import http_filter
-from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH, lua_text
+from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH
+from controller.bundle.envoy.lua import lua, lua_bool, lua_text
 from extproc.api.provider import ANTHROPIC_APIS, PATHS
-from extproc.protocol import ANTHROPIC_TYPES, ANTHROPIC_VERSION, PAUSES_NAMESPACE, REQUEST_ID, RETRY_AFTER
+from extproc.protocol import (
+    ANTHROPIC_TYPES,
+    ANTHROPIC_VERSION,
+    DEFAULT_ANTHROPIC_VERSION,
+    PAUSES_NAMESPACE,
+    REQUEST_ID,
+    RETRY_AFTER,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,8 +47,6 @@ _ANSWER_HEADERS: Final = (
     *(":status", "cache-control", "content-encoding", "content-length", "content-type", "transfer-encoding"),
     *("openai-processing-ms", "openai-version", "request-id", RETRY_AFTER, "x-should-retry"),
 )
-# The version of Anthropic's API, which it demands of every request.
-_ANTHROPIC_VERSION: Final = "2023-06-01"
 # A refusal of known length up to this is replaced when it is whole, a longer one while it comes.
 _SHORT_BYTES: Final = 64 * 1024
 _REFUSED_KEY: Final = "provider_refused_key"
@@ -145,11 +149,11 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@HOST@": HOST,
         "@KEYED@": KEYED,
         "@MESSAGES@": PATHS["Messages"],
-        "@HAS_KEY@": "true" if server.spec.connection.has_key else "false",
+        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
         "@AUTHORIZATION@": _AUTHORIZATION,
         "@API_KEY@": _API_KEY,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
-        "@VERSION@": _ANTHROPIC_VERSION,
+        "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
         "@AUTHORITY@": lua_text(provider.authority.encode()),
         "@PREFIX@": lua_text(provider.path_prefix.encode()),
         "@SHORT@": str(_SHORT_BYTES),
@@ -159,10 +163,7 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@PAUSES@": PAUSES_NAMESPACE,
         "@SERVER@": lua_text(server.metadata.key.encode()),
     }
-    script = _SCRIPT
-    for mark, text in marks.items():
-        script = script.replace(mark, text)
-    return http_filter("attache.provider", Lua(default_source_code=DataSource(inline_string=script)))
+    return http_filter("attache.provider", lua(_SCRIPT, marks))
 
 
 def _key_headers(provider: Provider) -> Iterable[tuple[str, str]]:

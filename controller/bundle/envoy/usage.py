@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.core.v3 import DataSource
-from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
-
+from controller.bundle.envoy.lua import filled, lua, lua_bool
 from controller.bundle.envoy.without_extproc import FALLBACK_NAMESPACE
 from extproc.protocol import (
     CACHED_TOKENS,
@@ -33,6 +31,8 @@ from extproc.protocol import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
 # OpenAI's name, those of Anthropic's API, and others that engines have. vLLM's last one has a list of numbers.
 _NAMES: Final = (
@@ -569,25 +569,18 @@ def hiding_script(*, hides: bool, drops_details: bool) -> str:
     """
     names = ", ".join(f'"{name}"' for name in _NAMES)
     marks = {
-        "@HIDES@": _lua(value=hides),
+        "@HIDES@": lua_bool(value=hides),
         "@NAMES@": names,
-        "@DROPS_DETAILS@": _lua(value=drops_details),
+        "@DROPS_DETAILS@": lua_bool(value=drops_details),
         "@REFUSAL@": json.dumps(_REFUSAL),
     }
-    script = _HIDING
-    for mark, text in marks.items():
-        script = script.replace(mark, text)
-    return script
-
-
-def _lua(*, value: bool) -> str:
-    return "true" if value else "false"
+    return filled(_HIDING, marks)
 
 
 def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
     """``script`` behind what it calls for the usage log, with ``marks`` replaced. Not ``logs``: no script calls it."""
     marks = {
-        "@LOGS@": _lua(value=logs),
+        "@LOGS@": lua_bool(value=logs),
         "@STARTED_US@": STARTED_US,
         "@FALLBACK_NAMESPACE@": FALLBACK_NAMESPACE,
         "@FIRST_CONTENT_US@": FIRST_CONTENT_US,
@@ -596,10 +589,7 @@ def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
         "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
         **marks,
     }
-    text = _LOGGING + script
-    for mark, value in marks.items():
-        text = text.replace(mark, value)
-    return Lua(default_source_code=DataSource(inline_string=text))
+    return lua(_LOGGING + script, marks)
 
 
 def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:

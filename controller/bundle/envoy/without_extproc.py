@@ -27,6 +27,7 @@ from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua, LuaPerRoute
 from envoy_data_plane.google.protobuf import Struct, Value
 
+from controller.bundle.envoy.lua import filled
 from extproc.api.model_server import InternalField, SteeringField
 from extproc.protocol import (
     ANTHROPIC_PATHS,
@@ -478,6 +479,4 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         "@MOST_MEMBERS@": str(MOST_MEMBERS),
         "@MOST_NAME@": str(_MOST_NAME_BYTES),
     }
-    for mark, text in {**common, **marks}.items():
-        script = script.replace(mark, text)
-    return DataSource(inline_string=script)
+    return DataSource(inline_string=filled(script, {**common, **marks}))
