@@ -176,9 +176,7 @@ USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"
 COMPLETION_TOKENS: Final = "completion_tokens"
 CACHED_TOKENS: Final = "cached_tokens"
-# Of the Messages API: what was not cached, and what was cached by this request. With the cached ones they are the
-# prompt.
-UNCACHED_TOKENS: Final = "uncached_tokens"
+# Of the Messages API: what was cached by this request.
 CREATED_TOKENS: Final = "created_tokens"
 REASONING_TOKENS: Final = "reasoning_tokens"
 # Of a stream, the events with content so far; the microseconds from the request's first byte to the first of them; and

@@ -31,7 +31,6 @@ from extproc.protocol import (
     SERVER_CLUSTER,
     TICKET,
     TTFT_TAG,
-    UNCACHED_TOKENS,
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
 )
@@ -115,7 +114,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         served=_text(served, SERVED_HOST),
         duration_s=_seconds(common.duration),
         ttfb_s=_ttfb_s(common),
-        prompt_tokens=_prompt_tokens(usage),
+        prompt_tokens=_whole(usage, PROMPT_TOKENS),
         completion_tokens=_whole(usage, COMPLETION_TOKENS),
         cached_tokens=_whole(usage, CACHED_TOKENS),
         created_tokens=_whole(usage, CREATED_TOKENS),
@@ -170,13 +169,6 @@ def _numbers(namespace: Struct | None) -> dict[str, float]:
     if namespace is None:
         return {}
     return {key: value.number_value for key, value in namespace.fields.items() if value.HasField("number_value")}
-
-
-def _prompt_tokens(usage: dict[str, float]) -> int | None:
-    whole, uncached = _whole(usage, PROMPT_TOKENS), _whole(usage, UNCACHED_TOKENS)
-    if whole is not None or uncached is None:
-        return whole
-    return uncached + (_whole(usage, CACHED_TOKENS) or 0) + (_whole(usage, CREATED_TOKENS) or 0)
 
 
 def _whole(usage: dict[str, float], key: str) -> int | None:

@@ -124,6 +124,17 @@ async def test_all_else_passes_unchanged(gateway: Gateway, pieces: list[bytes]) 
     assert await gateway.outcomes_since(before) == [UNKNOWN]
 
 
+@pytest.mark.parametrize("data", ["null", "7", "-1.5e9", "true", '"usage"', "[]", "[null]", "{", '{"usage":', '"\\'])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_an_event_whose_data_is_no_object_passes(gateway: Gateway, path: str, data: str) -> None:
+    piece = f"event: odd\ndata: {data}\n\n".encode()
+    counts = {"input_tokens": 31, "prompt_tokens": 31, "output_tokens": 7, "completion_tokens": 7, "cached_tokens": 16}
+    usage = f"data: {json.dumps({'choices': [{}], 'usage': counts})}\n\n".encode()
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, [piece + usage], path, input="x", max_tokens=7) == piece + usage
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
 # the second becomes too long with the first half of its end
 @pytest.mark.parametrize("size", [3 * MOST_HELD_BYTES, MOST_HELD_BYTES])
 async def test_the_chunk_is_dropped_after_an_event_that_was_too_long_to_hold(gateway: Gateway, size: int) -> None:
@@ -253,12 +264,24 @@ async def test_usage_of_a_plain_response_is_its_own_wherever_it_is_cut(gateway: 
     assert await gateway.outcomes_since(before, len(cuts)) == [COUNTED] * len(cuts)
 
 
-async def test_a_streamed_response_cannot_forge_usage_by_other_names(gateway: Gateway) -> None:
-    event = {"type": "response.completed", "response": {"tools": [{"parameters": {"usage": FORGED}}], "usage": OWN}}
-    piece = f"event: response.completed\ndata: {json.dumps(event)}\n\n".encode()
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+async def test_a_streamed_response_cannot_forge_usage_wherever_it_is_cut(
+    gateway: Gateway, name: str, line_end: str
+) -> None:
+    forged = json.dumps({"usage": FORGED})
+    events = [
+        {"type": "response.created", "response": {**ANSWERS[name], "usage": None}},
+        {"type": "response.output_text.delta", "delta": forged, "item": {"usage": FORGED}, "message": "usage"},
+        {"a": {"usage": FORGED, "response": {"usage": FORGED}}, "response": ANSWERS[name], "b": [{"usage": FORGED}]},
+    ]
+    lines = [line for event in events for line in (f"event: {event.get('type')}", f"data: {json.dumps(event)}", "")]
+    whole = line_end.join([*lines, ""]).encode()
     before = len(gateway.outcomes())
-    assert await answer_to(gateway, [piece], "responses", input="x") == piece
-    assert await gateway.outcomes_since(before) == [COUNTED]
+    cuts = [[whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 7, 100, 10_000)]
+    for pieces in cuts:
+        assert await answer_to(gateway, pieces, "responses", input="x") == whole
+    assert await gateway.outcomes_since(before, len(cuts)) == [COUNTED] * len(cuts)
 
 
 async def test_an_engine_that_takes_no_stream_options_is_sent_none(tmp_path: Path) -> None:
@@ -526,6 +549,5 @@ async def test_without_a_usage_log_tokens_are_read_and_nothing_else(gateway: Gat
     await eventually(lambda: all(one in found() for one in expected))
     # no event, end or time of any request here
     assert {name for one in found() for name in one or ()} <= {
-        *("prompt_tokens", "completion_tokens", "cached_tokens", "created_tokens", "reasoning_tokens"),
-        "uncached_tokens",
+        *("prompt_tokens", "completion_tokens", "cached_tokens", "created_tokens", "reasoning_tokens")
     }

@@ -17,7 +17,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
-from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import JsonContentParser, JsonContentParserRuleConfig
 from envoy_data_plane.envoy.extensions.filters.common.matcher.action.v3 import SkipFilter
 from envoy_data_plane.envoy.extensions.filters.http.cors.v3 import Cors
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
@@ -29,17 +28,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeHeaderSendMode,
 )
 from envoy_data_plane.envoy.extensions.filters.http.health_check.v3 import HealthCheck
-from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
-    JsonToMetadataKeyValuePair,
-    JsonToMetadataRule,
-    JsonToMetadataSelector,
-    JsonToMetadataValueType,
-)
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
-from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
-    SseToMetadata,
-    SseToMetadataProcessingRules,
-)
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
 from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
@@ -66,20 +55,13 @@ from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body
 from extproc.protocol import (
     APIS_BY_PATH,
     BUNDLE_MARK,
-    CACHED_TOKENS,
-    COMPLETION_TOKENS,
-    CREATED_TOKENS,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
-    PROMPT_TOKENS,
-    REASONING_TOKENS,
     ROUTE_NAMESPACE,
     SERVER_HEADER,
     TOKENS_NAMESPACE,
     TRACE_NAMESPACE,
-    UNCACHED_TOKENS,
-    USAGE_NAMESPACE,
 )
 
 if TYPE_CHECKING:
@@ -101,34 +83,12 @@ _BODY_FILTER: Final = "attache.body_without_extproc"
 _COST_FILTER: Final = "attache.cost"
 _USAGE_FILTER: Final = "attache.usage"
 _RESPONSES_FILTER: Final = "attache.usage_of_responses"
-_STREAMED_RESPONSES_FILTER: Final = "attache.usage_of_streamed_responses"
 # Those that read bodies of requests without extproc, and those that read answers of engines.
 BODY_FILTERS: Final = (_BODY_FILTER,)
-USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FILTER)
+USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER)
 
-# The last event of the responses API repeats the whole answer beside its usage.
-_MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 # Where an HTTPRoute may cut a prefix off.
 _ANY_PREFIX: Final = "[^?]*"
-_USAGE_PATHS: Final = (
-    (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
-    (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
-    (CACHED_TOKENS, ("response", "usage", "input_tokens_details", "cached_tokens")),
-    (REASONING_TOKENS, ("response", "usage", "output_tokens_details", "reasoning_tokens")),
-    # the Messages API: message_start has usage in its message, message_delta beside it. Nothing is written at the
-    # start: a client that disconnects after it would be charged for nothing.
-    *(
-        (key, (*place, "usage", name))
-        for place in (("message",), ())
-        for key, name in (
-            (UNCACHED_TOKENS, "input_tokens"),
-            (COMPLETION_TOKENS, "output_tokens"),
-            (CACHED_TOKENS, "cache_read_input_tokens"),
-            (CREATED_TOKENS, "cache_creation_input_tokens"),
-        )
-        if not (place and key == COMPLETION_TOKENS)
-    ),
-)
 
 
 def _paths_where(usage: str) -> str:
@@ -185,11 +145,9 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
         # responses pass the filters below first, which read the counts
         chain.append(http_filter(_COST_FILTER, cost_header(most_bytes=int(gateway.max_body_size))))
     chain.append(_read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, stream_usage(hides_counts=hides, logs=logs)))
-    # responses pass the chain in reverse: counts hidden here have been read by the filters below
     chain.append(
         _read_usage(_RESPONSES_FILTER, prefix + _PROMPT_TOKENS_PATHS, responses_usage(hides_counts=hides, logs=logs))
     )
-    chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses(prefix)))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
@@ -295,29 +253,6 @@ def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) ->
 
 def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
     return http_filter(name, _skipped_if(":path", other_paths, typed_extension("envoy.filters.http.lua", script)))
-
-
-def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
-    """Usage of streams of the responses and the Messages API: only a parser finds it where others may write the same
-    name.
-    """
-    rules = [_rule(USAGE_NAMESPACE, name, path, JsonToMetadataValueType.NUMBER) for name, path in _USAGE_PATHS]
-    parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in rules])
-    reads = SseToMetadata(
-        response_rules=SseToMetadataProcessingRules(
-            content_parser=typed_extension("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
-        )
-    )
-    return _skipped_if(
-        ":path", prefix + _PROMPT_TOKENS_PATHS, typed_extension("envoy.filters.http.sse_to_metadata", reads)
-    )
-
-
-def _rule(namespace: str, key: str, path: tuple[str, ...], kind: JsonToMetadataValueType) -> JsonToMetadataRule:
-    return JsonToMetadataRule(
-        selectors=[JsonToMetadataSelector(key=step) for step in path],
-        on_present=JsonToMetadataKeyValuePair(metadata_namespace=namespace, key=key, type=kind),
-    )
 
 
 def _skipped_if(header: str, regex: str, extension: TypedExtensionConfig) -> ExtensionWithMatcher:

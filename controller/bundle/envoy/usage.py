@@ -2,8 +2,8 @@
 """Filters that read token usage in answers, and that hide from clients how many tokens were cached.
 
 Two Lua scripts read usage: ``stream_usage`` in answers of the chat, completions and embeddings APIs,
-``responses_usage`` in plain answers of the responses and the Messages API. Plain answers are read as they pass: nothing
-is held, so no buffer bounds them. In text of a model all names stand behind escaped quotes, and do not match.
+``responses_usage`` in those of the responses and the Messages API. Plain answers are read as they pass: nothing is
+held, so no buffer bounds them. In text of a model all names stand behind escaped quotes, and do not match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from extproc.protocol import (
     PROMPT_TOKENS,
     REASONING_TOKENS,
     TICKET,
-    UNCACHED_TOKENS,
     USAGE_NAMESPACE,
 )
 
@@ -194,15 +193,17 @@ end
 _MOST_KEPT: Final = 64 * 1024
 # Wrappers such as dynamicMetadata() are valid within one piece only.
 _NESTED: Final = """
--- the first of several that is there; of the Messages API, input_tokens are those that were not cached
+-- the first of several that is there
 local COUNTS = {
-  @PROMPT_TOKENS@ = {"input_tokens"},
   @COMPLETION_TOKENS@ = {"output_tokens"},
   @CACHED_TOKENS@ = {"cached_tokens", "cache_read_input_tokens"},
   @CREATED_TOKENS@ = {"cache_creation_input_tokens"},
   @REASONING_TOKENS@ = {"reasoning_tokens"},
 }
-local CACHED_INPUT = {"cache_read_input_tokens", "cache_creation_input_tokens"}
+-- The prompt is their sum: of the Messages API, input_tokens are those that were not cached.
+local INPUT = {"input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"}
+-- Where events of streams have usage, if not in the outermost object.
+local WITHIN = {message = true, response = true}
 local FINISH = {stop_reason = true, status = true}
 
 local function count_of(usage, names)
@@ -213,10 +214,25 @@ local function count_of(usage, names)
   end
 end
 
--- word: the last string in the outermost object, as far as it may be "usage"
+-- level: the depth of the object whose names are followed; within: its name, if it is not the outermost one
+-- word: the last string in it, as far as it may be "usage"
 -- kept: of the object with usage, while in it
-local function new_reader()
-  return {depth = 0, in_string = false, is_escaped = false, word = "", kept = nil}
+-- input: the last counts of INPUT: events of a stream have some each
+local function new_reader(is_stream)
+  return {is_stream = is_stream, depth = 0, level = 1, in_string = false, is_escaped = false, word = "", input = {}}
+end
+
+-- Each line of a stream is read by itself: strings have no line ends in them.
+local function start_line(reader)
+  reader.depth, reader.level, reader.within, reader.word, reader.kept = 0, 1, nil, "", nil
+  reader.in_string, reader.is_escaped = false, false
+end
+
+-- From a line's beginning: where the line begins that names usage next, or the last one, which may go on.
+local function skip_lines(text, at)
+  local named = string.find(text, '"usage"', at, true) or #text + 1
+  local last = string.find(string.sub(text, at, named - 1), "\\n[^\\n]*$")
+  return last and at + last or at
 end
 
 local function keep(reader, text, from, to)
@@ -229,16 +245,21 @@ end
 local function through_string(reader, text, at)
   if reader.is_escaped then
     reader.is_escaped = false
-    return at + 1
+    if string.byte(text, at) ~= 10 then return at + 1 end
   end
-  local stop = string.find(text, '["\\\\]', at)
-  if reader.depth == 1 and #reader.word < 32 then
+  local stop = string.find(text, '["\\\\\\n]', at)
+  if reader.depth == reader.level and #reader.word < 32 then
     reader.word = reader.word .. string.sub(text, at, math.min(stop and stop - 1 or #text, at + 32))
   end
   if not stop then
     return #text + 1
   end
-  if string.byte(text, stop) == 34 then
+  local mark = string.byte(text, stop)
+  if mark == 10 then
+    if not reader.is_stream then return stop + 1 end
+    start_line(reader)
+    return skip_lines(text, stop + 1)
+  elseif mark == 34 then
     reader.in_string = false
     if reader.depth == 1 and reader.name then reader.finish = reader.word end
   else
@@ -257,42 +278,73 @@ local function see_gap(reader, text, from, stop)
   if string.find(gap, ":%s*$") then reader.is_value = true end
 end
 
--- The object with usage as text, if it ends in this piece.
-local function follow(reader, text)
-  local at, from, found = 1, 1, nil
+local function write_usage(handle, reader, usage)
+  local metadata, prompt = handle:streamInfo():dynamicMetadata(), 0
+  for _, name in ipairs(INPUT) do
+    reader.input[name] = count_of(usage, {name}) or reader.input[name]
+    prompt = prompt + (reader.input[name] or 0)
+  end
+  if reader.input.input_tokens and math.abs(prompt) < math.huge then
+    metadata:set("@USAGE_NAMESPACE@", "@PROMPT_TOKENS@", prompt)
+  end
+  for key, names in pairs(COUNTS) do
+    local number = count_of(usage, names)
+    -- At the start of a stream of the Messages API nothing is written yet: a client that disconnects after it would be
+    -- charged for that.
+    if number and not (key == "@COMPLETION_TOKENS@" and reader.within == "message") then
+      metadata:set("@USAGE_NAMESPACE@", key, number)
+    end
+  end
+end
+
+-- Writes the usage of each object that ends in this piece.
+local function follow(handle, reader, text)
+  local at, from = 1, 1
+  if reader.is_stream and reader.depth == 0 and not reader.in_string then at = skip_lines(text, at) end
   while at <= #text do
     if reader.in_string then
       at = through_string(reader, text, at)
     else
-      local stop = string.find(text, '["{}%[%]]', at)
-      if LOGS then see_gap(reader, text, at, stop) end
+      local stop = string.find(text, '["{}%[%]\\n]', at)
+      if LOGS and not reader.is_stream then see_gap(reader, text, at, stop) end
       if not stop then
         break
       end
+      at = stop + 1
       local mark = string.sub(text, stop, stop)
       if mark == '"' then
         reader.in_string = true
-        if reader.depth == 1 then
+        if reader.depth == reader.level then
           reader.name = reader.is_value and FINISH[reader.word] and reader.word
           reader.word = ""
         end
       elseif mark == "{" or mark == "[" then
-        if mark == "{" and reader.depth == 1 and reader.word == "usage" then
-          reader.kept, from = "", stop
+        if mark == "{" and reader.depth == reader.level then
+          if reader.word == "usage" then
+            reader.kept, from = "", stop
+          elseif reader.is_stream and reader.depth == 1 and WITHIN[reader.word] then
+            reader.level, reader.within = 2, reader.word
+          end
         end
         reader.depth = reader.depth + 1
+      elseif mark == "\\n" then
+        if reader.is_stream then
+          start_line(reader)
+          at = skip_lines(text, at)
+        end
       else
         reader.depth = reader.depth - 1
-        if reader.depth == 1 and reader.kept then
+        if reader.depth == reader.level and reader.kept then
           keep(reader, text, from, stop)
-          found, reader.kept = reader.kept, nil
+          write_usage(handle, reader, reader.kept)
+          reader.kept = nil
+        elseif reader.depth < reader.level then
+          reader.level, reader.within = 1, nil
         end
       end
-      at = stop + 1
     end
   end
   keep(reader, text, from, #text)
-  return found
 end
 
 local function read_events(handle, log, state, text)
@@ -306,7 +358,6 @@ local function read_events(handle, log, state, text)
     if name == "content_block_delta" or string.find(name, "^response%..*delta$") then more = more + 1 end
     finish = ENDS[name] or finish
     state.is_last, at = name == "message_delta", stop + 1
-    state.is_messages = state.is_messages or name == "message_start"
   end
   -- a line that may go on, or the data of the event with the reason; a pattern that begins with [^\\n]* would be tried
   -- at each byte of a long line, for minutes
@@ -316,22 +367,12 @@ local function read_events(handle, log, state, text)
   log_events(handle, log, more, finish)
 end
 
--- Of a stream of the Messages API: another filter has read the parts of the prompt, in this piece or before.
-local function add_prompt(handle)
-  local metadata = handle:streamInfo():dynamicMetadata()
-  local read = metadata:get("@USAGE_NAMESPACE@")
-  if read and read.@UNCACHED_TOKENS@ then
-    local cached = (read.@CACHED_TOKENS@ or 0) + (read.@CREATED_TOKENS@ or 0)
-    metadata:set("@USAGE_NAMESPACE@", "@PROMPT_TOKENS@", read.@UNCACHED_TOKENS@ + cached)
-  end
-end
-
 function envoy_on_response(handle)
   local headers = handle:headers()
   local kind = string.lower(headers:get("content-type") or "")
   local is_plain = string.find(kind, "application/json", 1, true) == 1
   local is_stream = string.find(kind, "text/event-stream", 1, true) == 1
-  if not is_plain and not ((HIDES_COUNTS or LOGS) and is_stream) then
+  if not is_plain and not is_stream then
     return
   end
   if is_encoded(headers) then
@@ -345,34 +386,17 @@ function envoy_on_response(handle)
   if HIDES_COUNTS then
     headers:remove("content-length")
   end
-  local reader, tail = new_reader(), ""
-  local log, events = LOGS and begins(handle), {tail = "", is_last = false, is_messages = false}
+  local reader, tail = new_reader(is_stream), ""
+  local log, events = LOGS and begins(handle), {tail = "", is_last = false}
   for chunk in handle:bodyChunks() do
     local came, is_end = read(chunk)
-    local usage = is_plain and follow(reader, came)
-    if LOGS and not is_plain then
-      read_events(handle, log, events, came)
-      if events.is_messages and (log.events < 2 or events.is_last or is_end) then add_prompt(handle) end
-    end
+    follow(handle, reader, came)
+    if LOGS and is_stream then read_events(handle, log, events, came) end
     if LOGS and reader.finish then
       log_events(handle, log, 0, reader.finish)
       reader.finish = nil
     end
     tail = show(chunk, came, came, tail, is_end)
-    if usage then
-      local metadata = handle:streamInfo():dynamicMetadata()
-      for key, names in pairs(COUNTS) do
-        local number = count_of(usage, names)
-        if number and key == "@PROMPT_TOKENS@" then
-          for _, name in ipairs(CACHED_INPUT) do
-            number = number + (count_of(usage, {name}) or 0)
-          end
-        end
-        if number then
-          metadata:set("@USAGE_NAMESPACE@", key, number)
-        end
-      end
-    end
   end
 end
 """
@@ -593,16 +617,16 @@ def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
 
 
 def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
-    """Reads usage in plain answers of the responses and the Messages API.
+    """Reads usage in answers of the responses and the Messages API.
 
     Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the
-    model wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts. So
-    the filter follows strings and brackets through the pieces of the answer, and keeps that object alone. Streams,
-    compressed answers and those that extproc has not decided pass untouched.
+    model wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts, and
+    in events of streams that in their ``response`` or ``message``. So the filter follows strings and brackets through
+    the pieces of the answer, and keeps that object alone; whole lines of a stream that do not name it are not followed.
+    Compressed answers and those that extproc has not decided pass untouched.
 
-    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided. ``logs``: the usage
-    log needs more; the events of streams are counted, by their names, which no model writes: line ends in JSON are
-    escaped.
+    ``hides_counts``: of cached tokens, also in answers that extproc has not decided. ``logs``: the usage log needs
+    more; the events of streams are counted, by their names, which no model writes: line ends in JSON are escaped.
     """
     marks = {
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
@@ -613,7 +637,6 @@ def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
         "@MOST_KEPT@": str(_MOST_KEPT),
         "@CREATED_TOKENS@": CREATED_TOKENS,
         "@REASONING_TOKENS@": REASONING_TOKENS,
-        "@UNCACHED_TOKENS@": UNCACHED_TOKENS,
     }
     return _lua_of(hiding_script(hides=hides_counts, drops_details=False) + _NESTED, marks, logs=logs)
 
