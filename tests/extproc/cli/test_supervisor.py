@@ -292,7 +292,7 @@ async def test_a_spare_process_that_hangs_before_it_is_taken_is_killed_then(
     waits = f"{RECORDS}\nsys.stdin.readline() or sys.exit(0)\n{REPORTS}"
     spare = Spare(program(tmp_path, waits, "spare"), tmp_path)
     run = asyncio.create_task(spare.run())
-    await eventually(lambda: len(pids(tmp_path, "spare")) == 1)
+    await eventually(lambda: spare.is_waiting and len(pids(tmp_path, "spare")) == 1)
     child = Child(first, tmp_path, spare=spare)
     hung = pids(tmp_path, "spare")[0]
     os.kill(hung, signal.SIGSTOP)
