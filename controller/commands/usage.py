@@ -25,7 +25,7 @@ from controller.usage.drift import CHANGED, SHIFTED, Periods, cells, drifts
 from controller.usage.follow import LeftLines, LogFollower, Position, Rotation
 from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLines
-from controller.usage.queries import GROUPS, BadQuery, checked_zone, instant, query_of, run
+from controller.usage.queries import GROUPS, BadQuery, checked_zone, instant, names_in, query_of, run
 from controller.usage.reports import aligned, as_csv, as_json, as_table
 from controller.usage.rollups import DAY_S
 from controller.usage.rows import BadLine, row_of
@@ -210,10 +210,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _drift(options: argparse.Namespace) -> int:
     """1 if something has changed."""
-    groups = [name.strip() for name in options.group_by.split(",") if name.strip()]
-    for name in groups:
-        if name not in GROUPS:
-            raise BadQuery("--group-by", f"'{name[:40]}' is unknown; write some of {', '.join(GROUPS)}")
+    groups = names_in("--group-by", [options.group_by], GROUPS)
     zone = checked_zone(options.tz)
     end = instant("--end", options.end, zone, default=_WALL())
     start = instant("--start", options.start, zone, default=end - DAY_S)

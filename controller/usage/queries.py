@@ -109,11 +109,7 @@ def query_of(parameters: Mapping[str, Sequence[str]], now_s: float) -> Query:
     if end >= int(now_s):
         # extend to the end of today, so that the query is aligned and can use sums
         end = max(end, bounds("day", int(now_s), zone)[1])
-    wanted = [name.strip() for text in parameters.get("group_by", ()) for name in text.split(",") if name.strip()]
-    known = (*WIDTHS, *GROUPS)
-    for name in wanted:
-        if name not in known:
-            raise BadQuery("group_by", f"'{name[:40]}' is unknown; write some of {', '.join(known)}")
+    wanted = names_in("group_by", parameters.get("group_by", ()), (*WIDTHS, *GROUPS))
     widths = [name for name in WIDTHS if name in wanted]
     if len(widths) > 1:
         raise BadQuery("group_by", f"takes one of {', '.join(WIDTHS)}")
@@ -129,6 +125,15 @@ def query_of(parameters: Mapping[str, Sequence[str]], now_s: float) -> Query:
             offset=number_of(parameters, "page", 0, most=_LAST_PAGE, least=0),
         )
     )
+
+
+def names_in(parameter: str, texts: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Those that ``texts`` list, with commas between them; raises BadQuery for one that is not ``known``."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise BadQuery(parameter, f"'{name[:40]}' is unknown; write some of {', '.join(known)}")
+    return names
 
 
 def checked(query: Query) -> Query:
