@@ -140,7 +140,7 @@ async def test_without_extproc_the_right_engines_still_serve(mended: Stack) -> N
     await mended.processes.end("extproc", signal.SIGKILL)
     served = await ask(mended)
     assert served.status_code == 200
-    assert served.json()["model"] == MODEL
+    assert served.json()["model"] == ALIAS
     steered = await ask(mended, **{"x-attache-server": "nowhere", "x-gateway-destination-endpoint": "127.0.0.1:1"})
     assert steered.status_code == 200
     async with httpx.AsyncClient(timeout=60) as http:

@@ -34,7 +34,7 @@ def total(text: str, name: str) -> float:
 
 async def test_chat_plain_and_streamed(client: openai.AsyncOpenAI, model: str) -> None:
     plain = await client.chat.completions.create(model=model, messages=HELLO, max_tokens=5)
-    assert plain.model == MODEL
+    assert plain.model == model
     assert plain.usage is not None
     assert plain.usage.completion_tokens == 5
 
