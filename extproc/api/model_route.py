@@ -127,7 +127,7 @@ class ModelRouteSpec(Spec, frozen=True):
     parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
     # Requests and answers that are kept, if the GatewayConfig says where (payloadLog); without it, none.
     payload_log: PayloadLog | None = None
-    # What answers have as "model": the name that the client asked for, or the one that engines know.
+    # The model's name in answers: the one that the client asked for, or the one that the engine writes.
     response_model: Literal["Requested", "Served"] = "Requested"
     # The guard of the GatewayConfig that each request must pass, after its limits and before its engine is chosen.
     guard: RouteGuard | None = None

@@ -12,7 +12,6 @@ import pydantic
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import MODEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

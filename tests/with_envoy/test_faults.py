@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.bundle.admin import running_requests
 from controller.bundle.drain import drain_on_demand
 from tests.waiting import eventually

@@ -12,7 +12,6 @@ import openai
 import pydantic
 import pytest
 
-from bench.stack.stack import MODEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import signal
 from typing import TYPE_CHECKING, Any, Final
 
 import anthropic
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -24,6 +23,8 @@ from tests.with_envoy.test_fallback import Engine, document, running, server
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
+
+    import httpx
 
     from tests.with_envoy.stand_in import Gateway
 

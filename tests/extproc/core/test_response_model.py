@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from extproc.core.record import Arrival
 
-NAME: Final = 'a "name" \\ é漢😀'
+NAME: Final = 'a "name" \\ é漢'
 QUIET: Final = "scrapeInterval: 0s\n"
 OWN: Final = endpoints("10.0.0.1:8000") + QUIET
 SAME, OTHER = f"{OWN}model: {json.dumps(NAME)}\n", f"{OWN}model: other\n"
