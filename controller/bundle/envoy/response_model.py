@@ -49,7 +49,7 @@ function new_renamer(handle, name, is_plain)
   if not name then return nil end
   local level = not is_plain and next(HOLDERS) and 2 or 1
   -- line: the first bytes of the line; head: what an event before began with, and what became of it
-  local state = {name = name, is_plain = is_plain, level = level, line = "", head = nil, new_head = nil, places = {}}
+  local state = {name = name, is_plain = is_plain, level = level, line = "", head = "", new_head = "", places = {}}
   begin_text(state)
   local headers = handle:headers()
   local size = tonumber(headers:get("content-length") or "")
@@ -135,7 +135,7 @@ local function scan(state, text)
       state.in_string, at = quote == nil, stop + 1
     else
       local mark, which = next_mark(places, text, at)
-      if state.depth >= 1 and state.depth <= state.level then see_gap(state, sub(text, at, math.min(mark - 1, size))) end
+      if state.depth <= state.level then see_gap(state, sub(text, at, math.min(mark - 1, size))) end
       if which == 1 then
         see_quote(state)
         if state.is_old then
@@ -160,16 +160,18 @@ local function rename_events(state, text)
   local parts, copied, at, size, model = {}, 1, 1, #text, 0
   while at <= size do
     local stop = find(text, "\n", at, true)
+    local last = (stop or size + 1) - 1
     local is_fresh, is_passed = state.line == "" and state.depth == 0 and not state.is_done, false
-    if is_fresh and state.head and sub(text, at, at + #state.head - 1) == state.head then
+    local head = is_fresh and last - at + 1 >= #state.head and state.head
+    if head and head ~= "" and sub(text, at, at + #head - 1) == head then
       parts[#parts + 1], parts[#parts + 2] = sub(text, copied, at - 1), state.new_head
-      at, copied, state.line, state.is_done = at + #state.head, at + #state.head, DATA, true
+      at, copied, state.line, state.is_done = at + #head, at + #head, DATA, true
     elseif is_fresh and stop and is_blank(text, stop + 1) then
       -- the last line of an event, whole: most have no model
       if model and model < at then model = find(text, '"model"', at, true) end
       is_passed = not model or model > stop
     end
-    local begins, last = is_fresh and at, (stop or size + 1) - 1
+    local begins = is_fresh and at
     if not is_passed and #state.line < #DATA then
       local part = sub(text, at, math.min(last, at + #DATA - 1 - #state.line))
       state.line, at = state.line .. part, at + #part
