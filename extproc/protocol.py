@@ -154,6 +154,11 @@ TICKET: Final = "ticket"
 # Present if a streamed answer carries usage that the client did not ask for: the chunk with it is dropped on the way
 # back.
 HIDES_USAGE: Final = "hides_usage"
+# The model's name that the client asked for, as JSON text: Envoy writes it into the answer. Absent if every engine that
+# may answer has that name. And, as Envoy writes it, the length of a plain answer that has lost its content-length for
+# it.
+RESPONSE_MODEL: Final = "response_model"
+RESPONSE_LENGTH: Final = "response_length"
 # What extproc knows of a request at its decision or refusal, as JSON text (``extproc.api.usage.UsageContext``): for the
 # usage log.
 USAGE_CONTEXT: Final = "usage"

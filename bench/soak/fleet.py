@@ -110,6 +110,8 @@ def content(model: SoakModel, ports: Sequence[int]) -> str:
     route: dict[str, Any] = {
         "modelName": model.public_name,
         "loraAdapters": list(model.adapter_names),
+        # by the name in an answer, clients see which engine it is of
+        "responseModel": "Served",
         "rules": [{"targetModels": targets}],
         "rateLimits": [{"per": "Route", "unit": "second", "requests": model.limit}],
     }

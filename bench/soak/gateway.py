@@ -120,7 +120,7 @@ async def running_gateway(
 def _model(name: str, asked: str, spec: Mapping[str, object], adapters: Sequence[str] = ()) -> str:
     """A file with one ModelServer and its ModelRoute."""
     rules = [{"targetModels": [{"modelServerName": name}]}]
-    route = {"modelName": asked, "loraAdapters": list(adapters), "rules": rules}
+    route = {"modelName": asked, "loraAdapters": list(adapters), "rules": rules, "responseModel": "Served"}
     server = {"model": name, **spec}
     return text_of([document("ModelServer", name, server), document("ModelRoute", name, route)])
 

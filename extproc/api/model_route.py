@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
@@ -127,6 +127,8 @@ class ModelRouteSpec(Spec, frozen=True):
     parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
     # Requests and answers that are kept, if the GatewayConfig says where (payloadLog); without it, none.
     payload_log: PayloadLog | None = None
+    # The model's name in answers: the one that the client asked for, or the one that the engine writes.
+    response_model: Literal["Requested", "Served"] = "Requested"
     # The guard of the GatewayConfig that each request must pass, after its limits and before its engine is chosen.
     guard: RouteGuard | None = None
 

@@ -38,14 +38,14 @@ from extproc.scheduling.pool import PickConstraints
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from extproc.admission.objectives import ObjectiveClass
     from extproc.admission.queue import Gate
     from extproc.api.usage import UsageContext
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
-    from extproc.core.record import Arrival, Attachment, FallbackPlan
+    from extproc.core.record import Arrival, Attachment, FallbackPlan, Reserve
     from extproc.endpoints.table import Bools
     from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
@@ -316,6 +316,7 @@ class Dispatcher:
             attempts=run.attempts,
             fell_back_for=record.fell_back_for,
             path=changed_path(arrival),
+            response_model=response_model(arrival, record.attachment, run.reserves),
         )
 
 
@@ -543,6 +544,21 @@ def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
     if not fields and not dropped and is_plain(arrival.body, request.contents):
         return arrival.body if arrival.is_changed else None
     return with_changes(arrival.body, fields, request.contents, without=dropped)
+
+
+def response_model(arrival: Arrival, attachment: Attachment, reserves: Mapping[str, Reserve]) -> str:
+    """What answers have as the model's name, as JSON text; empty: what engines write.
+
+    That is the name that the client asked for, where an engine that may answer has another one. Only our own bundle
+    writes it.
+    """
+    destination, request = arrival.destination, arrival.request
+    if not destination.renames_answers or not attachment.is_bundle or request.path is not None:
+        return ""
+    asked = request.model
+    if destination.model == asked and all(one.model == asked for one in reserves.values()):
+        return ""
+    return msgspec.json.encode(asked).decode()
 
 
 def changed_path(arrival: Arrival) -> str:

@@ -40,7 +40,8 @@ class Decision(msgspec.Struct, frozen=True):
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
     another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
     read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
-    fallback at once. ``path``: in place of the client's, empty for that.
+    fallback at once. ``path``: in place of the client's, empty for that. ``response_model``: in answers, as JSON text;
+    empty: they stay as they come.
     """
 
     ticket: str
@@ -66,6 +67,7 @@ class Decision(msgspec.Struct, frozen=True):
     attempts: Attempts | None = None
     fell_back_for: str = ""
     path: str = ""
+    response_model: str = ""
 
     @property
     def held_s(self) -> float:

@@ -68,7 +68,8 @@ class Destination(msgspec.Struct, frozen=True):
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
     ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
-    answers, where that is less than clients may ask for. ``protocol``: that its engines speak.
+    answers, where that is less than clients may ask for. ``protocol``: that its engines speak. ``renames_answers``:
+    answers have the name that the client asked for, and not this ``model``.
     """
 
     server: str
@@ -85,6 +86,7 @@ class Destination(msgspec.Struct, frozen=True):
     protocol: str = "OpenAI"
     takes: tuple[str, ...] = ()
     max_output_tokens: int | None = None
+    renames_answers: bool = False
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -292,6 +294,7 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, ada
             tiers,
             fallbacks,
             protocol=protocol,
+            renames_answers=route.spec.response_model == "Requested",
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)

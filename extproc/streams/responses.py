@@ -34,6 +34,7 @@ from extproc.protocol import (
     POLICY_HEADER,
     PREFILLER,
     REQUEST_ID,
+    RESPONSE_MODEL,
     ROUTE_NAMESPACE,
     SALT,
     SCORES,
@@ -466,12 +467,16 @@ def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
 
 
 def _metadata(decision: Decision, destination: bytes) -> bytes:
-    """Of a ProcessingResponse: where the request goes, its ticket, what its limits granted, and its session's token."""
+    """Of a ProcessingResponse: where the request goes, its ticket, the answer's model, what its limits granted, and its
+    session's token.
+    """
     sessions = decision.assignment.sessions
-    if not (sessions or decision.grants or decision.usage):
+    if not (sessions or decision.grants or decision.usage or decision.response_model):
         own = b"".join(_TICKET_METADATA[decision.adds_usage].fill(decision.ticket.encode()))
         return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), own)))
     members = [*_member(TICKET).fill(decision.ticket.encode()), _HIDES_MEMBER[decision.adds_usage]]
+    if decision.response_model:
+        members += _member(RESPONSE_MODEL).fill(decision.response_model.encode())
     # the bundle's routes write them into the answer's headers
     for name, text in granted_headers(decision.grants).items() if decision.grants else ():
         members += _member(name).fill(text.encode())

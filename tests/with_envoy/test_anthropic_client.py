@@ -12,7 +12,6 @@ import pydantic
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import MODEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ async def test_messages_plain_and_streamed(claude: anthropic.AsyncAnthropic, mod
         messages=[user(LONG)],
         stop_sequences=["STOP"],
     )
-    assert plain.model == MODEL
+    assert plain.model == model
     assert plain.stop_reason == "max_tokens"
     assert plain.usage.output_tokens == 5
     assert plain.content[0].type == "text"

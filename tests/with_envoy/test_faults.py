@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.bundle.admin import running_requests
 from controller.bundle.drain import drain_on_demand
 from tests.waiting import eventually
@@ -140,7 +140,7 @@ async def test_without_extproc_the_right_engines_still_serve(mended: Stack) -> N
     await mended.processes.end("extproc", signal.SIGKILL)
     served = await ask(mended)
     assert served.status_code == 200
-    assert served.json()["model"] == MODEL
+    assert served.json()["model"] == ALIAS
     steered = await ask(mended, **{"x-attache-server": "nowhere", "x-gateway-destination-endpoint": "127.0.0.1:1"})
     assert steered.status_code == 200
     async with httpx.AsyncClient(timeout=60) as http:

@@ -335,13 +335,14 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 async def test_a_provider_gets_its_host_its_path_and_the_key_of_its_api(gateway: Gateway) -> None:
     await gateway.heal()
     host = f"localhost:{gateway.servers['p'].port}"
-    assert (await gateway.ask("p")).json() == CHAT_ANSWER
+    # beside the name that was asked for
+    assert (await gateway.ask("p")).json() == {**CHAT_ANSWER, "model": "p"}
     (chat,) = gateway.log
     assert (chat.path, chat.headers["host"]) == (f"{PREFIX}{CHAT}", host)
     assert chat.headers["authorization"] == f"Bearer {KEY}"
     assert "x-api-key" not in chat.headers
     assert chat.body["model"] == "p-model"
-    assert (await gateway.ask("p", f"{MESSAGES}?beta=true")).json() == MESSAGE
+    assert (await gateway.ask("p", f"{MESSAGES}?beta=true")).json() == {**MESSAGE, "model": "p"}
     (message,) = gateway.log
     assert (message.path, message.headers["host"]) == (f"{PREFIX}{MESSAGES}?beta=true", host)
     assert message.headers["x-api-key"] == KEY

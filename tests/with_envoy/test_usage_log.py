@@ -127,7 +127,7 @@ async def log(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Log]:
 
 
 def plain(**fields: object) -> bytes:
-    return json.dumps({"id": "1", "model": "m", **fields}).encode()
+    return json.dumps({"id": "1", "model": "llama", **fields}).encode()
 
 
 def events(*named: tuple[str, dict[str, object]]) -> list[bytes]:

@@ -22,6 +22,7 @@ from extproc.protocol import (
     NAMESPACE,
     PROMPT_TOKENS,
     REASONING_TOKENS,
+    RESPONSE_LENGTH,
     SERVED_BY,
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
@@ -71,11 +72,12 @@ function envoy_on_response(handle)
   -- no engine sets them
   headers:remove("@MICROS@")
   headers:remove("@CURRENCY@")
-  local size = tonumber(headers:get("content-length") or "")
+  local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  -- the second: where another name of the model is written into the answer
+  local size = tonumber(headers:get("content-length") or "") or decision and decision["@RESPONSE_LENGTH@"]
   if headers:get(":status") ~= "200" or not size or size < 1 or size > @MOST_HELD@ then return end
   local kind = string.lower(headers:get("content-type") or "")
   if string.find(kind, "application/json", 1, true) ~= 1 then return end
-  local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   local price = decision and decision["@USAGE_CONTEXT@"]
   local fallbacks = price and string.match(price, '"fallbacks":(%b[])')
   -- Envoy's own header, which no engine can set where there are fallbacks
@@ -109,6 +111,7 @@ def cost_header(*, most_bytes: int) -> Lua:
         "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
         "@NAMESPACE@": NAMESPACE,
         "@USAGE_CONTEXT@": USAGE_CONTEXT,
+        "@RESPONSE_LENGTH@": RESPONSE_LENGTH,
         "@SERVED_BY@": SERVED_BY,
         "@MICROS@": COST_MICROS,
         "@CURRENCY@": COST_CURRENCY,

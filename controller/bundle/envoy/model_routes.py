@@ -238,18 +238,29 @@ def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object
             match = _match_without_extproc(rule, [route.spec.model_name])
             of_model = Route(name=name, match=match, route=_action(targets))
             if fallbacks:
-                found.append(_falling_back(of_model, rule, targets, fallbacks))
+                found.append(_falling_back(of_model, route, rule, targets, fallbacks))
             else:
-                found.append(to_plain(_changing(of_model, targets, renames=True)))
+                found.append(to_plain(_changing(of_model, targets, of=route)))
         if route.spec.lora_adapters:
             match = _match_without_extproc(rule, list(route.spec.lora_adapters))
             of_adapters = Route(name=f"{name}/adapters", match=match, route=_action(targets))
-            found.append(to_plain(_changing(of_adapters, targets, renames=False)))
+            found.append(to_plain(_changing(of_adapters, targets)))
     return found
 
 
+def _response_model(route: ModelRoute, *servers: ModelServer) -> str | None:
+    """What answers of ``servers`` have as the model's name; None: what engines write. As extproc decides it."""
+    name = route.spec.model_name
+    renames = route.spec.response_model == "Requested" and any(one.spec.model != name for one in servers)
+    return name if renames else None
+
+
 def _falling_back(
-    route: Route, rule: RouteRule, targets: list[tuple[ModelServer, int]], fallbacks: list[ModelServer]
+    route: Route,
+    model_route: ModelRoute,
+    rule: RouteRule,
+    targets: list[tuple[ModelServer, int]],
+    fallbacks: list[ModelServer],
 ) -> dict[str, object]:
     """The targets by weight, as often as the first one's policy says, then each fallback. The body is as the first
     target's engines read it; each cluster's filter writes its own model.
@@ -267,7 +278,13 @@ def _falling_back(
         for kind in REFUSALS
         if kind in classes_of(rule.fallback)
     }
-    change = change_for(set.intersection(*allowed), model=first.spec.model, degraded=degraded, refusals=refusals)
+    change = change_for(
+        set.intersection(*allowed),
+        model=first.spec.model,
+        response_model=_response_model(model_route, *(one for one, _ in targets), *fallbacks),
+        degraded=degraded,
+        refusals=refusals,
+    )
     route.route, route.typed_per_filter_config = action, {CHANGES_FILTER: PackedMessage(change)}
     return across_clusters(route, groups)
 
@@ -278,12 +295,17 @@ def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
     return match
 
 
-def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, renames: bool) -> Route:
-    """``route``, which changes bodies for the engines that the weights choose; ``renames``: the model's name, too."""
-    configs: list[dict[str, Any]] = [
-        {CHANGES_FILTER: PackedMessage(change_for(spec.allowed_fields, model=spec.model if renames else None))}
-        for spec in (server.spec for server, _ in targets)
-    ]
+def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, of: ModelRoute | None = None) -> Route:
+    """``route``, which changes bodies for the engines that the weights choose. ``of``: requests for its model, whose
+    name is changed, too; None: of adapters, which keep theirs.
+    """
+    configs: list[dict[str, Any]] = []
+    for server, _ in targets:
+        change = change_for(server.spec.allowed_fields)
+        if of is not None:
+            asked = _response_model(of, server)
+            change = change_for(server.spec.allowed_fields, model=server.spec.model, response_model=asked)
+        configs.append({CHANGES_FILTER: PackedMessage(change)})
     weighted = route.route.weighted_clusters if route.route is not None else None
     if weighted is None:
         route.typed_per_filter_config = configs[0]

@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from controller.bundle.envoy.lua import filled, lua, lua_bool
+from controller.bundle.envoy.response_model import response_model_script
 from controller.bundle.envoy.without_extproc import FALLBACK_NAMESPACE
 from extproc.protocol import (
     CACHED_TOKENS,
@@ -189,6 +190,8 @@ local function log_events(handle, log, more, finish)
   metadata:set("@USAGE_NAMESPACE@", "@EVENTS@", log.events)
 end
 """
+# Events of the responses and of the Messages API have the answer there.
+_HOLDERS: Final = ("response", "message")
 # Of the object with usage, which has some hundred bytes.
 _MOST_KEPT: Final = 64 * 1024
 # Wrappers such as dynamicMetadata() are valid within one piece only.
@@ -379,13 +382,15 @@ function envoy_on_response(handle)
     return pass_or_refuse(handle, headers)
   end
   local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  local asked = asked_model(handle)
   local is_ours = decision and decision["@TICKET@"]
-  if not (is_ours or HIDES_COUNTS or LOGS and is_without_extproc(handle)) then
+  if not (is_ours or asked or HIDES_COUNTS or LOGS and is_without_extproc(handle)) then
     return
   end
   if HIDES_COUNTS then
     headers:remove("content-length")
   end
+  local renamer = new_renamer(handle, asked, is_plain)
   local reader, tail = new_reader(is_stream), ""
   local log, events = LOGS and begins(handle), {tail = "", is_last = false}
   for chunk in handle:bodyChunks() do
@@ -396,7 +401,7 @@ function envoy_on_response(handle)
       log_events(handle, log, 0, reader.finish)
       reader.finish = nil
     end
-    tail = show(chunk, came, came, tail, is_end)
+    tail = show(chunk, came, rename(renamer, came), tail, is_end)
   end
 end
 """
@@ -508,7 +513,7 @@ local function without_usage(handle, text, hides)
 end
 
 -- An answer that is not streamed passes as it comes; usage may be cut anywhere.
-local function read_plain(response_handle)
+local function read_plain(response_handle, renamer)
   local before, tail = "", ""
   local log = LOGS and begins(response_handle)
   for chunk in response_handle:bodyChunks() do
@@ -521,7 +526,7 @@ local function read_plain(response_handle)
       if LOGS then log_events(response_handle, log, 0, reason_in(text)) end
       before = string.sub(text, -@OVERLAP@)
     end
-    tail = show(chunk, came, came, tail, is_end)
+    tail = show(chunk, came, rename(renamer, came), tail, is_end)
   end
 end
 
@@ -530,7 +535,8 @@ function envoy_on_response(response_handle)
   local kind = string.lower(headers:get("content-type") or "")
   local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   local is_ours = decision and decision["@TICKET@"]
-  if not (is_ours or HIDES_COUNTS or LOGS and is_without_extproc(response_handle)) then
+  local asked = asked_model(response_handle)
+  if not (is_ours or asked or HIDES_COUNTS or LOGS and is_without_extproc(response_handle)) then
     return
   end
   local is_plain = string.find(kind, "application/json", 1, true) == 1
@@ -544,8 +550,9 @@ function envoy_on_response(response_handle)
   if hides or HIDES_COUNTS then
     headers:remove("content-length")
   end
+  local renamer = new_renamer(response_handle, asked, is_plain)
   if is_plain then
-    return read_plain(response_handle)
+    return read_plain(response_handle, renamer)
   end
   -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
   local held, is_long, tail = "", false, ""
@@ -570,7 +577,7 @@ function envoy_on_response(response_handle)
       events = without_usage(response_handle, events, hides) or events
     end
     held = string.sub(text, whole + 1)
-    tail = show(chunk, came, passed .. events, tail, is_end)
+    tail = show(chunk, came, rename(renamer, passed .. events), tail, is_end)
   end
 end
 """
@@ -626,7 +633,8 @@ def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
     Compressed answers and those that extproc has not decided pass untouched.
 
     ``hides_counts``: of cached tokens, also in answers that extproc has not decided. ``logs``: the usage log needs
-    more; the events of streams are counted, by their names, which no model writes: line ends in JSON are escaped.
+    more; the events of streams are counted, by their names, which no model writes: line ends in JSON are escaped. The
+    model's name is changed where the request asks for that (``response_model``).
     """
     marks = {
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
@@ -638,7 +646,8 @@ def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
         "@CREATED_TOKENS@": CREATED_TOKENS,
         "@REASONING_TOKENS@": REASONING_TOKENS,
     }
-    return _lua_of(hiding_script(hides=hides_counts, drops_details=False) + _NESTED, marks, logs=logs)
+    script = hiding_script(hides=hides_counts, drops_details=False) + response_model_script(holders=_HOLDERS) + _NESTED
+    return _lua_of(script, marks, logs=logs)
 
 
 def stream_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
@@ -653,7 +662,8 @@ def stream_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
     nothing is read from it. Compressed answers pass untouched, and so do those that extproc has not decided.
 
     ``hides_counts``: of cached tokens, also in answers that extproc has not decided. ``logs``: the usage log needs
-    more; the events with content are counted.
+    more; the events with content are counted. The model's name is changed where the request asks for that
+    (``response_model``).
     """
     patterns = {
         PROMPT_TOKENS: "prompt_tokens",
@@ -670,4 +680,5 @@ def stream_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
         "@MOST_HELD@": str(MOST_HELD_BYTES),
         "@OVERLAP@": str(_OVERLAP_BYTES),
     }
-    return _lua_of(hiding_script(hides=hides_counts, drops_details=True) + _STREAMS, marks, logs=logs)
+    script = hiding_script(hides=hides_counts, drops_details=True) + response_model_script() + _STREAMS
+    return _lua_of(script, marks, logs=logs)

@@ -35,6 +35,7 @@ from extproc.protocol import (
     APIS_BY_PATH,
     DEGRADED_SERVERS,
     MODELS_PATH,
+    RESPONSE_MODEL,
     ROUTE_NAMESPACE,
     SPLICE,
 )
@@ -341,6 +342,8 @@ local function change(handle)
   -- an HTTPRoute sends other bodies here, too
   if not read then return end
   if read["@HOST@"] then handle:headers():replace(":authority", read["@HOST@"]) end
+  local asked = handle:filterContext():get("@RESPONSE_MODEL@")
+  if asked then handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@RESPONSE_MODEL@", asked) end
   local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
   if refused then
     local message = "The field '" .. refused .. "' is for gateways, not for clients; leave it out."
@@ -423,11 +426,13 @@ def change_for(
     allowed_fields: Collection[str],
     *,
     model: str | None = None,
+    response_model: str | None = None,
     degraded: Collection[str] | None = None,
     refusals: Mapping[str, Collection[str]] = NO_REFUSALS,
 ) -> LuaPerRoute:
     """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed.
 
+    ``response_model``: in answers, in place of the engines' name; None: that stays.
     ``degraded``: its attempts go to several ModelServers, whose filters learn where the model's name stands and, of
     these, that their answers are marked. ``refusals``: by class, the clusters of those that take what others refuse.
     """
@@ -437,6 +442,8 @@ def change_for(
         context["allowed"] = Value(struct_value=Struct(fields=allowed))
     if model is not None:
         context["model"] = Value(string_value=msgspec.json.encode(model).decode())
+    if response_model is not None:
+        context[RESPONSE_MODEL] = Value(string_value=msgspec.json.encode(response_model).decode())
     if degraded is not None:
         names = {name: Value(string_value="model") for name in sorted(degraded)}
         context["degraded"] = Value(struct_value=Struct(fields=names))
@@ -472,6 +479,7 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         ),
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@LARGE@": str(_LARGE_BYTES),
+        "@RESPONSE_MODEL@": RESPONSE_MODEL,
         "@ROUTE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
         "@DEGRADED@": DEGRADED_SERVERS,

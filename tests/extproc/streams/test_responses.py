@@ -62,6 +62,7 @@ def decided(
     body: bytes | None = None,
     grants: tuple[Grant, ...] = (),
     policy: str = "",
+    response_model: str = "",
 ) -> Decision:
     assignment = Assignment(
         endpoint=EndpointRef(addresses[0], 0, 0),
@@ -74,7 +75,9 @@ def decided(
         cost_s=0.0,
         prefill=None if prefill is None else EndpointRef(prefill, 1, 0),
     )
-    return Decision(ticket, server, "acme", assignment, body, grants=grants, policy=policy)
+    return Decision(
+        ticket, server, "acme", assignment, body, grants=grants, policy=policy, response_model=response_model
+    )
 
 
 def set_header(common: CommonResponse, name: str, value: str) -> None:
@@ -141,6 +144,14 @@ def test_what_limits_granted_stands_beside_the_ticket() -> None:
     own["x-ratelimit-reset-requests"].string_value = "1s"
 
     check(decision_answer(decision), message)
+
+
+def test_the_name_that_was_asked_for_stands_beside_the_ticket() -> None:
+    name = '"a \\" é"'
+    message = expected(decided(), is_duplex=False)
+    message.dynamic_metadata.fields["attache"].struct_value.fields["response_model"].string_value = name
+
+    check(decision_answer(decided(response_model=name)), message)
 
 
 @pytest.mark.parametrize("is_end", [False, True])

@@ -91,7 +91,7 @@ def test_a_decision_tells_who_asked_for_what_and_where_it_goes() -> None:
         most_output=7,
     )
     # what was there before is there still
-    assert own_metadata(answer).keys() == {"ticket", "usage", "hides_usage"}
+    assert own_metadata(answer).keys() == {"ticket", "usage", "hides_usage", "response_model"}
     destination = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields["x-gateway-destination-endpoint"]
     assert destination.string_value == "10.0.0.1:8000"
 
