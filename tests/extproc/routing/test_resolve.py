@@ -83,9 +83,11 @@ def test_a_weight_of_zero_is_never_drawn() -> None:
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
     assert resolve("chat", x_team="testers") == Destination(
-        "default/canary", "llama-3.2-8b", "default/chat", base_model="chat"
+        "default/canary", "llama-3.2-8b", "default/chat", base_model="chat", renames_answers=True
     )
-    assert resolve("sql", x_team="testers") == Destination("default/canary", "sql", "default/chat", base_model="chat")
+    assert resolve("sql", x_team="testers") == Destination(
+        "default/canary", "sql", "default/chat", base_model="chat", renames_answers=True
+    )
 
 
 def test_an_unknown_model_is_named_but_not_at_any_length() -> None:
