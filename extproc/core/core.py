@@ -212,12 +212,12 @@ class Core:
         Returns the effect that is about the request itself, and all others.
         """
         self._tickets += 1
-        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival)
+        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now)
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
         record.happens(Event.ARRIVED)
         out = list[Effect]()
         self._pipeline.place(record, now, out)
-        self.meter.count_arrival(record, record.arrived, now)
+        self.meter.count_arrival(record, record.arrived)
         return self._pipeline.begin(record, now, out), out
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:

@@ -41,11 +41,11 @@ class DemandMeter:
         self._sequence = 0
         self._servers: dict[str, ServerMeter] = {}
 
-    def count_arrival(self, record: Record, arrival: Arrival, now: float) -> None:
+    def count_arrival(self, record: Record, arrival: Arrival) -> None:
         """A request has come to its ModelServer."""
         meter = self._meter_of(arrival)
         meter.arrivals += 1
-        record.meter, record.arrived_at_s = meter, now
+        record.meter = meter
         server = meter.server
         if server.unfinished >= server.notify_at:
             server.notify_at = NEVER

@@ -45,6 +45,7 @@ from extproc.core.explanation import (
     tier_states,
     where_adapter_goes,
 )
+from extproc.core.fallback import AT_ONCE
 from extproc.core.forecasts import Forecaster, Foreseen
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
 from extproc.core.queue import MOST_AT_ONCE, TIERS_FAILED, QueueWait, usage_to_reserve
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from extproc.core.dispatch import Dispatcher
     from extproc.core.fallback import FallbackPlanner
     from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival, Attachment, Placement
+    from extproc.core.record import Arrival, Attachment, FallbackReason, Placement
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools
 
@@ -182,10 +183,9 @@ class AdmissionPipeline:
         if other is not None:
             record.arrival, record.placement, record.is_drawn = other, None, True
 
-    def _tier(self, record: Record, now: float, waited_s: float = 0.0) -> tuple[Arrival, Placement] | None:
+    def _tier(self, record: Record, now: float) -> tuple[Arrival, Placement] | None:
         """The tier of a request that arrives, or has waited for its home."""
-        arrival, wall_s = record.arrived, record.wall_s
-        return self._tiers.place(self._builder, arrival, record.attachment, now, wall_s=wall_s, waited_s=waited_s)
+        return self._tiers.place(self._builder, record, now)
 
     def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
@@ -228,8 +228,7 @@ class AdmissionPipeline:
 
     def _fall_back_after_wait(self, record: Record, now: float, out: list[Effect]) -> bool:
         """Whether the request has left where it waited."""
-        waited_s = now - record.arrived_at_s
-        other = self._fallbacks.instead(record.arrived, record.attachment, now, waited_s=waited_s)
+        other = self._fallbacks.instead(record, "queue", now)
         found = None if other is None else self._queue.passes_at(record, other, now)
         if other is None or found is None:
             return False
@@ -244,22 +243,18 @@ class AdmissionPipeline:
         """A request whose prompt is too long for its ModelServer goes to a fallback that may take it, and one whose
         ModelServer has no usable endpoint to one that has.
         """
-        planner, arrival = self._fallbacks, record.arrived
-        why, other = (
-            "context_window",
-            with_fault(out, _FALLBACK_FAILED, partial(planner.for_context, arrival, record.attachment, now)),
-        )
-        if other is None:
-            instead = partial(planner.instead, arrival, record.attachment, now, is_drawn=record.is_drawn)
-            why, other = "no_endpoint", with_fault(out, _FALLBACK_FAILED, instead)
-        if other is not None:
-            self._send_to_fallback(record, other, why)
+        for why in AT_ONCE:
+            instead = partial(self._fallbacks.instead, record, why, now, is_drawn=record.is_drawn)
+            other = with_fault(out, _FALLBACK_FAILED, instead)
+            if other is not None:
+                self._send_to_fallback(record, other, why)
+                return
 
     def _fall_back_at_turn(self, record: Record, with_room: Bools | None, now: float) -> Bools | None:
         """The breaker of the ModelServer has opened while the request waited: it goes to a fallback that has room at
         once. Returns the rows that have room where it goes.
         """
-        other = self._fallbacks.instead(record.arrived, record.attachment, now, is_drawn=False)
+        other = self._fallbacks.instead(record, "no_endpoint", now, is_drawn=False)
         found = None if other is None else self._queue.passes_at(record, other, now)
         if other is None or found is None:
             return with_room
@@ -267,7 +262,7 @@ class AdmissionPipeline:
         record.queued, with_room = found
         return with_room
 
-    def _send_to_fallback(self, record: Record, other: Arrival, why: str) -> None:
+    def _send_to_fallback(self, record: Record, other: Arrival, why: FallbackReason) -> None:
         self._dispatcher.move(record, other)
         record.placement, record.fell_back_for, record.is_drawn = None, why, True
 
@@ -307,28 +302,26 @@ class AdmissionPipeline:
 
         ``tokens``: its prompt's, if known. ``guarded``: what its guard said, if it was asked.
         """
-        wall_s = now + self._accounts.wall_offset_s
-        placed = self._tiers.place(self._builder, arrival, attachment, now, wall_s=wall_s, is_tried=True)
-        placement = None if placed is None else placed[1]
-        first = arrival
+        tried = Record("", arrival=arrival, attachment=attachment, arrived_at_s=now)
+        tried.wall_s = now + self._accounts.wall_offset_s
+        placed = self._tiers.place(self._builder, tried, now, is_tried=True)
         if placed is not None:
-            arrival = placed[0]
-        foreseen = self._forecaster.foresee(
-            self._builder, arrival, attachment, now, placement=placement, wall_s=wall_s, is_tried=True
-        )
-        forecast = None
+            tried.arrival, tried.placement = placed
+        foreseen = self._forecaster.foresee(self._builder, tried, now, is_tried=True)
         if foreseen is not None:
-            arrival, placement, forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
-        instead, why = self._in_time_elsewhere(foreseen, attachment, now, wall_s=wall_s, waited_s=0.0), "late"
-        if foreseen is not None and instead is not None:
-            forecast = msgspec.structs.replace(foreseen.forecast, result="fallback")
-        if instead is None:
-            instead, why = self._fallbacks.for_context(arrival, attachment, now), "context_window"
-        if instead is None:
-            instead, why = self._fallbacks.instead(arrival, attachment, now), "no_endpoint"
-        arrival = arrival if instead is None else instead
-        if arrival.pool is not first.pool:
+            foreseen = self._in_time_elsewhere(tried, foreseen, now) or foreseen
+            tried.arrival, tried.placement, tried.forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
+        if tried.forecast is not None and tried.forecast.result == "fallback":
+            tried.fell_back_for = "late"
+        else:
+            for why in AT_ONCE:
+                other = self._fallbacks.instead(tried, why, now)
+                if other is not None:
+                    tried.arrival, tried.fell_back_for = other, why
+                    break
+        if tried.arrived.pool is not arrival.pool:
             tokens = None
+        arrival, placement, forecast = tried.arrived, tried.placement, tried.forecast
         pool, prompt = arrival.pool, prompt_of(arrival, tokens)
         guard = self.guard_of(arrival)
         guarded = guarded or ("" if guard is None else f"'{guard.name}' is asked first")
@@ -352,8 +345,6 @@ class AdmissionPipeline:
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
         constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
         considered = pool.consider(prompt, constraints, now=now, rng=rng)
-        tried = Record("", arrival=arrival, attachment=attachment, wall_s=wall_s)
-        tried.fell_back_for = "" if instead is None else why
         plan = self._fallbacks.plan(tried, considered, now)
         fallbacks = () if plan is None else plan.states
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
@@ -494,48 +485,34 @@ class AdmissionPipeline:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
-        arrival, waited_s = record.arrived, now - record.arrived_at_s
-        foresee = partial(
-            self._forecaster.foresee,
-            self._builder,
-            arrival,
-            record.attachment,
-            now,
-            placement=record.placement,
-            wall_s=record.wall_s,
-            waited_s=waited_s,
-        )
+        foresee = partial(self._forecaster.foresee, self._builder, record, now)
         found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
-        forecast = found.forecast
-        fall_back = partial(
-            self._in_time_elsewhere, found, record.attachment, now, wall_s=record.wall_s, waited_s=waited_s
-        )
-        instead = with_fault(out, _FALLBACK_FAILED, fall_back)
-        if instead is not None:
-            forecast = msgspec.structs.replace(forecast, result="fallback")
-        record.forecast, record.due_by_s = forecast, record.arrived_at_s + forecast.due_s
+        found = with_fault(out, _FALLBACK_FAILED, partial(self._in_time_elsewhere, record, found, now)) or found
+        forecast = record.forecast = found.forecast
+        record.due_by_s = record.arrived_at_s + forecast.due_s
         if forecast.result != "held":
             out.append(RequestUnmeetable(forecast))
-        if instead is not None:
-            self._send_to_fallback(record, instead, "late")
+        if forecast.result == "fallback":
+            self._send_to_fallback(record, found.arrival, "late")
         elif found.refusal is not None:
             raise found.refusal
-        elif found.arrival is not arrival:
+        elif found.arrival is not record.arrival:
             self._dispatcher.move(record, found.arrival)
             record.placement = found.placement
 
-    def _in_time_elsewhere(
-        self, late: Foreseen | None, attachment: Attachment, now: float, *, wall_s: float, waited_s: float
-    ) -> Arrival | None:
+    def _in_time_elsewhere(self, record: Record, late: Foreseen, now: float) -> Foreseen | None:
         """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
         refused, or there is none.
         """
-        if late is None or late.refusal is None:
+        if late.refusal is None:
             return None
-        in_time = partial(self._forecaster.is_in_time, late.forecast, attachment, now, wall_s=wall_s, waited_s=waited_s)
-        return self._fallbacks.instead(late.arrival, attachment, now, suits=in_time)
+        in_time = partial(self._forecaster.is_in_time, record, late.forecast, now)
+        other = self._fallbacks.instead(record, "late", now, suits=in_time)
+        if other is None:
+            return None
+        return Foreseen(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
 
     def _go_on(self, record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> RequestEffect:
         """Take the request through the remaining waits, to an engine."""

@@ -291,7 +291,7 @@ class QueueWait:
         admission: AdmissionController,
         dispatcher: Dispatcher,
         proceed: Callable[[Record, Bools | None, float, list[Effect]], None],
-        spill: Callable[[Record, float, float], tuple[Arrival, Placement] | None],
+        spill: Callable[[Record, float], tuple[Arrival, Placement] | None],
     ) -> None:
         """``proceed``: takes on a request whose turn it is, with the rows that have room for it; None: all have.
         ``spill``: the tier of a request that has waited so long for its home.
@@ -400,7 +400,7 @@ class QueueWait:
 
     def _spill_one(self, record: Record, now: float, out: list[Effect]) -> bool:
         """Whether the request has left its queue."""
-        found = self._spill(record, now, now - record.arrived_at_s)
+        found = self._spill(record, now)
         if found is None or record.queued is None or found[0].pool is record.arrived.pool:
             return False
         other, placement = found

@@ -51,6 +51,9 @@ PrefillOutcome = Literal[
     "expired",
     "left",
 ]
+# Why a request goes to a fallback at once: its ModelServer has no usable endpoint, its prompt is too long there, it
+# is predicted to be late, or it has waited long enough.
+FallbackReason = Literal["no_endpoint", "context_window", "late", "queue"]
 _NOTHING: Final = Expected()
 
 
@@ -450,7 +453,7 @@ class Record(msgspec.Struct):
     ``placement``        the choice of its tier, None if its rule has no tiers
     ``forecast``         whether it can hold its objectives, None if that is not asked
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
-    ``fell_back_for``    why it goes to a fallback at once: ``queue``, ``no_endpoint``, ``late``; or empty
+    ``fell_back_for``    why it goes to a fallback at once, empty if it does not
     ``is_drawn``         it may go to a ModelServer that is half-open, beside the probe
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
@@ -484,7 +487,7 @@ class Record(msgspec.Struct):
     placement: Placement | None = None
     forecast: Forecast | None = None
     due_by_s: float = math.inf
-    fell_back_for: str = ""
+    fell_back_for: FallbackReason | Literal[""] = ""
     is_drawn: bool = True
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()
