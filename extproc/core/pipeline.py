@@ -48,7 +48,7 @@ from extproc.core.explanation import (
 from extproc.core.fallback import AT_ONCE
 from extproc.core.forecasts import Forecaster, Foreseen
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
-from extproc.core.queue import MOST_AT_ONCE, TIERS_FAILED, QueueWait, usage_to_reserve
+from extproc.core.queue import MOST_AT_ONCE, QueueWait, usage_to_reserve
 from extproc.core.record import Record
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
@@ -58,7 +58,7 @@ from extproc.scheduling.model_check import why_model_is_refused
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from extproc.admission.guards import Guard
     from extproc.core.accounts import Accounts
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 # The values with which a shell may resume a request: the answer, or None if there is none.
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
 _Own = TypeVar("_Own")
+_TIERS_FAILED: Final = "the tiers of a rule could not be compared"
 _FALLBACK_FAILED: Final = "a fallback could not be considered"
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
 
@@ -104,6 +105,48 @@ class Wait(Protocol):
         ...
 
 
+class _Reminders:
+    """When to ask whether a request that waits goes elsewhere. Entries of those that wait no more are left to their
+    time.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[str, Record],
+        states: Collection[State],
+        leaves: Callable[[Record, float, list[Effect]], bool],
+        failed: str,
+    ) -> None:
+        """``states``: in which it is asked. ``leaves``: whether the request has left. ``failed``: if that fails."""
+        self._records = records
+        self._states = states
+        self._leaves = leaves
+        self._failed = failed
+        # with tickets
+        self._due: list[tuple[float, str]] = []
+
+    def add(self, record: Record, after_s: float, out: list[Effect]) -> None:
+        """Ask so long after the request came."""
+        at_s = record.arrived_at_s + after_s
+        heapq.heappush(self._due, (at_s, record.ticket))
+        out.append(WakeAt(at_s))
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        """Ask about those whose time has come."""
+        asked, due = 0, self._due
+        while due and due[0][0] <= now and asked < MOST_AT_ONCE:
+            _, ticket = heapq.heappop(due)
+            record = self._records.get(ticket)
+            if record is None or record.state not in self._states:
+                continue
+            asked += 1
+            if not with_fault(out, self._failed, partial(self._leaves, record, now, out)):
+                # however many wait, a second has as many questions as one tick
+                heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
+        if due:
+            out.append(WakeAt(max(now, due[0][0])))
+
+
 class AdmissionPipeline:
     """From the arrival to a Decision, a Refused, or something to wait for. Other effects go to ``out``."""
 
@@ -130,9 +173,9 @@ class AdmissionPipeline:
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
         self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
         self._fallbacks = fallbacks
-        # when to ask whether a request that waits goes to a fallback, by ticket; those that wait no more are left there
-        self._fallbacks_due: list[tuple[float, str]] = []
-        self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._tier)
+        self._late_fallbacks = _Reminders(records, WAITING, self._fall_back_after_wait, _FALLBACK_FAILED)
+        self._spills = _Reminders(records, {State.QUEUED}, self._spill, _TIERS_FAILED)
+        self._queue = QueueWait(records, admission, dispatcher, self._turn_came)
         self.adapters = AdapterWait(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
@@ -167,7 +210,7 @@ class AdmissionPipeline:
         """
         record.wall_s = now + self._accounts.wall_offset_s
         if record.arrived.destination.tiers is not None:
-            found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
+            found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
             if found is not None:
                 record.arrival, record.placement = found
         if record.arrived.pool.breaker.generation:
@@ -182,10 +225,6 @@ class AdmissionPipeline:
         other = self._builder.elsewhere(record.arrived, lambda one: not one.breaker.trips and one is not pool)
         if other is not None:
             record.arrival, record.placement, record.is_drawn = other, None, True
-
-    def _tier(self, record: Record, now: float) -> tuple[Arrival, Placement] | None:
-        """The tier of a request that arrives, or has waited for its home."""
-        return self._tiers.place(self._builder, record, now)
 
     def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
@@ -207,34 +246,40 @@ class AdmissionPipeline:
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Send on held requests that can go, and refuse those that have waited too long."""
-        self._fall_back_due(now, out)
+        self._late_fallbacks.tick(now, out)
+        self._spills.tick(now, out)
         for wait in self._waits:
             wait.tick(now, out)
 
-    def _fall_back_due(self, now: float, out: list[Effect]) -> None:
-        """Requests that have waited long enough go to a fallback that has room at once."""
-        asked, due = 0, self._fallbacks_due
-        while due and due[0][0] <= now and asked < MOST_AT_ONCE:
-            _, ticket = heapq.heappop(due)
-            record = self._records.get(ticket)
-            if record is None or record.state not in WAITING:
-                continue
-            asked += 1
-            if not with_fault(out, _FALLBACK_FAILED, partial(self._fall_back_after_wait, record, now, out)):
-                # however many wait, a second has as many questions as one tick
-                heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
-        if due:
-            out.append(WakeAt(max(now, due[0][0])))
-
     def _fall_back_after_wait(self, record: Record, now: float, out: list[Effect]) -> bool:
-        """Whether the request has left where it waited."""
+        """Whether a request that has waited long enough has left where it waits, for a fallback."""
         other = self._fallbacks.instead(record, "queue", now)
-        found = None if other is None else self._queue.passes_at(record, other, now)
-        if other is None or found is None:
+        return other is not None and self._leave_wait(record, other, now, out, why="queue")
+
+    def _spill(self, record: Record, now: float, out: list[Effect]) -> bool:
+        """Whether a request that has waited long enough for its home has left its queue, for another tier."""
+        found = self._tiers.place(self._builder, record, now)
+        if found is None or found[0].pool is record.arrived.pool:
+            return False
+        return self._leave_wait(record, found[0], now, out, placement=found[1])
+
+    def _leave_wait(
+        self,
+        record: Record,
+        other: Arrival,
+        now: float,
+        out: list[Effect],
+        *,
+        placement: Placement | None = None,
+        why: FallbackReason | None = None,
+    ) -> bool:
+        """Whether a request that waits goes elsewhere, as ``other``: only if there is room for it at once."""
+        room = self._queue.passes_at(record, other, now)
+        if room is None:
             return False
         self._withdraw(record, now)
-        self._send_to_fallback(record, other, "queue")
-        record.queued, with_room = found
+        self._move(record, other, placement=placement, why=why)
+        record.queued, with_room = room
         record.happens(Event.GRANTED)
         self._turn_came(record, with_room, now, out)
         return True
@@ -247,7 +292,7 @@ class AdmissionPipeline:
             instead = partial(self._fallbacks.instead, record, why, now, is_drawn=record.is_drawn)
             other = with_fault(out, _FALLBACK_FAILED, instead)
             if other is not None:
-                self._send_to_fallback(record, other, why)
+                self._move(record, other, why=why)
                 return
 
     def _fall_back_at_turn(self, record: Record, with_room: Bools | None, now: float) -> Bools | None:
@@ -255,26 +300,36 @@ class AdmissionPipeline:
         once. Returns the rows that have room where it goes.
         """
         other = self._fallbacks.instead(record, "no_endpoint", now, is_drawn=False)
-        found = None if other is None else self._queue.passes_at(record, other, now)
-        if other is None or found is None:
+        room = None if other is None else self._queue.passes_at(record, other, now)
+        if other is None or room is None:
             return with_room
-        self._send_to_fallback(record, other, "no_endpoint")
-        record.queued, with_room = found
+        self._move(record, other, why="no_endpoint")
+        record.queued, with_room = room
         return with_room
 
-    def _send_to_fallback(self, record: Record, other: Arrival, why: FallbackReason) -> None:
+    def _move(
+        self,
+        record: Record,
+        other: Arrival,
+        *,
+        placement: Placement | None = None,
+        why: FallbackReason | None = None,
+    ) -> None:
+        """The request goes to another ModelServer, which is a tier of its rule, or for ``why`` a fallback."""
         self._dispatcher.move(record, other)
-        record.placement, record.fell_back_for, record.is_drawn = None, why, True
+        record.placement = placement
+        if why is not None:
+            record.fell_back_for, record.is_drawn = why, True
 
     def _watch_wait(self, record: Record, out: list[Effect]) -> None:
-        """The request waits, and may go to a fallback after a while."""
-        fallbacks = record.arrived.destination.fallbacks
-        after_s = [] if fallbacks is None else [one.after_queue_s for one in fallbacks.chain]
-        known = [one for one in after_s if one is not None]
-        if known:
-            at_s = record.arrived_at_s + min(known)
-            heapq.heappush(self._fallbacks_due, (at_s, record.ticket))
-            out.append(WakeAt(at_s))
+        """The request waits, and may go elsewhere after a while."""
+        placement, fallbacks = record.placement, record.arrived.destination.fallbacks
+        if record.state is State.QUEUED and placement is not None and placement.choice.ask_again_s:
+            self._spills.add(record, placement.choice.ask_again_s, out)
+        if fallbacks is not None and not record.was_held:
+            known = [one.after_queue_s for one in fallbacks.chain if one.after_queue_s is not None]
+            if known:
+                self._late_fallbacks.add(record, min(known), out)
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
@@ -374,7 +429,7 @@ class AdmissionPipeline:
         refusal: Refusal
         try:
             own = step()
-            if isinstance(own, Held) and not record.was_held:
+            if isinstance(own, Held) and record.state in WAITING:
                 self._watch_wait(record, out)
             return own
         except Refusal as error:
@@ -495,12 +550,11 @@ class AdmissionPipeline:
         if forecast.result != "held":
             out.append(RequestUnmeetable(forecast))
         if forecast.result == "fallback":
-            self._send_to_fallback(record, found.arrival, "late")
+            self._move(record, found.arrival, why="late")
         elif found.refusal is not None:
             raise found.refusal
         elif found.arrival is not record.arrival:
-            self._dispatcher.move(record, found.arrival)
-            record.placement = found.placement
+            self._move(record, found.arrival, placement=found.placement)
 
     def _in_time_elsewhere(self, record: Record, late: Foreseen, now: float) -> Foreseen | None:
         """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
