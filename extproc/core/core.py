@@ -120,9 +120,11 @@ class Core:
         self.levels = LevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
         self._records: dict[str, Record] = {}
         self.meter = DemandMeter(ticket_prefix)
-        self._dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
         budgets = FallbackBudgets()
-        fallbacks = self._dispatcher.fallbacks = FallbackPlanner(budgets, rng=rng)
+        fallbacks = FallbackPlanner(budgets, rng=rng)
+        self._dispatcher = Dispatcher(
+            self._records, self._accounts, self.meter, fallbacks, rng=rng, has_peers=machine is not None
+        )
         self._pipeline = AdmissionPipeline(
             self._records,
             self.admission,

@@ -71,7 +71,7 @@ class PendingDecision(msgspec.Struct, frozen=True):
 
 
 class PlansAttempts(Protocol):
-    """Plans where Envoy may go on to, and counts what may come there."""
+    """Plans where Envoy may go on to."""
 
     def plan(
         self, record: Record, considered: Consideration, now: float, *, base: Changes, body: bytes | None
@@ -92,6 +92,7 @@ class Dispatcher:
         records: dict[str, Record],
         accounts: Accounts,
         demand: DemandMeter,
+        fallbacks: PlansAttempts,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -99,6 +100,7 @@ class Dispatcher:
         self._records = records
         self._accounts = accounts
         self._demand = demand
+        self._fallbacks = fallbacks
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
@@ -110,7 +112,6 @@ class Dispatcher:
         self.logs_usage = False
         # those of the configuration
         self.objectives = ObjectiveTable()
-        self.fallbacks: PlansAttempts
 
     def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
@@ -198,7 +199,7 @@ class Dispatcher:
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
         base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
-        pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(record, considered, base)
+        leg = _leg_of(record, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
         body = _body_of(arrival, base, leg)
@@ -206,9 +207,9 @@ class Dispatcher:
         if arrival.destination.fallbacks is not None:
             # it can do without
             plan = with_fault(
-                out, _NO_PLAN, partial(self.fallbacks.plan, record, considered, now, base=base, body=body)
+                out, _NO_PLAN, partial(self._fallbacks.plan, record, considered, now, base=base, body=body)
             )
-            pending = _with_states(pending, plan)
+        pending = _pending(record, considered, base, constraints.whole, plan)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
@@ -251,7 +252,7 @@ class Dispatcher:
             attempts=None if plan is None else plan.attempts,
             reserves=NO_RESERVES if plan is None else plan.reserves,
         )
-        self.fallbacks.begin(record.ticket, run)
+        self._fallbacks.begin(record.ticket, run)
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         count_dispatch(record, run)
@@ -319,7 +320,9 @@ class Dispatcher:
         )
 
 
-def _pending(record: Record, considered: Consideration, base: Changes, whole: str) -> PendingDecision:
+def _pending(
+    record: Record, considered: Consideration, base: Changes, whole: str, plan: FallbackPlan | None
+) -> PendingDecision:
     """Before anything is counted. ``base``: see ``changes_for``."""
     arrival, explanation = record.arrived, None
     if record.wants_reasons:
@@ -331,16 +334,10 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
             record.forecast,
             guarded=record.guarded,
             most=MOST_EXPLAINED,
+            fallbacks=() if plan is None else plan.states,
         )
     adds_usage = "stream_options" in base.fields
     return PendingDecision(adds_usage, explanation, whole)
-
-
-def _with_states(pending: PendingDecision, plan: FallbackPlan | None) -> PendingDecision:
-    if plan is None or pending.explanation is None:
-        return pending
-    explained = msgspec.structs.replace(pending.explanation, fallbacks=plan.states)
-    return msgspec.structs.replace(pending, explanation=explained)
 
 
 def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | None:

@@ -102,16 +102,21 @@ def _was_passed_on(run: Run) -> bool:
 
 
 class FallbackPlanner:
-    """Which fallbacks are possible for a request. ``builder``: of the configuration in use."""
+    """Which fallbacks are possible for a request."""
 
     def __init__(self, budgets: FallbackBudgets, *, rng: random.Random) -> None:
-        self.builder: RequestBuilder
-        self.budgets = budgets
+        """``apply`` comes before anything else."""
+        self._builder: RequestBuilder
+        self._budgets = budgets
         self._rng = rng
+
+    def apply(self, builder: RequestBuilder) -> None:
+        """Follow the configuration."""
+        self._builder = builder
 
     def begin(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
-        self.budgets.begin(ticket, run)
+        self._budgets.begin(ticket, run)
 
     def instead(
         self,
@@ -143,7 +148,7 @@ class FallbackPlanner:
             if why == "context_window" and not _takes_long(one):
                 continue
             try:
-                other = self.builder.at(arrival, one)
+                other = self._builder.at(arrival, one)
             except Refusal:
                 continue
             is_let_in = breakers.may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
@@ -211,7 +216,7 @@ class FallbackPlanner:
         """What is known of the request at a fallback, or why that is not possible."""
         arrival, attachment = record.arrived, record.attachment
         try:
-            other = self.builder.at(arrival, to)
+            other = self._builder.at(arrival, to)
             why = self._why_not(arrival.pool, other, fallbacks, now) or _why_differing(base, other, attachment)
             if why:
                 return why
@@ -234,7 +239,7 @@ class FallbackPlanner:
             return "it has no usable endpoint"
         if _is_too_long(other):
             return "the prompt is longer than it takes"
-        return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
+        return "" if self._budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
 
 
 class _EditedBody:

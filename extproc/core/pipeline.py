@@ -186,7 +186,8 @@ class AdmissionPipeline:
         """Follow the configuration, which the admission controller has already. ``guards``: by the key of the
         ModelRoute.
         """
-        self._builder, self._guards, self._fallbacks.builder = builder, guards, builder
+        self._builder, self._guards = builder, guards
+        self._fallbacks.apply(builder)
         self._tiers.keep(builder.pools)
         for record in [one for one in self._records.values() if one.state in ASKING]:
             self._reroute(record, builder)
