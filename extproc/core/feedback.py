@@ -73,7 +73,7 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
         # Envoy was elsewhere, and has come back
         if server in run.reserves:
             _count_passed_over(run.at(run.reserves[server]), address, now, out)
-    if not run.is_leg:
+    if not run.is_part:
         _count_at_server(run, outcome, _failure_of(run, outcome, _row_that_answered(run, outcome)), now, out)
     if _is_load(outcome):
         # what the first endpoint answered is not known: probably the same
@@ -194,8 +194,6 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
     row = None if there is None else there.pool.table.row_of(outcome.served)
     if there is None or row is None or outcome.status == 0 or outcome.has_left:
         return
-    # as a prefill, it shows no duration of whole answers
-    there.is_leg = True
     failure = _failure_of(there, outcome, row)
     _count_at_server(there, outcome, failure, now, out)
     if _is_load(outcome):
@@ -282,8 +280,7 @@ def _count(
     enough to open it. ``is_checked``: another endpoint serves what this one refused.
     """
     pool, health, breaker = run.pool, run.pool.table.healths[row], run.pool.table.breakers[row]
-    # a prefill is no whole answer
-    if failure is None and run.is_on_time and not run.is_leg:
+    if failure is None and run.is_on_time and not run.is_part:
         _learn_duration(run, now)
     if not breaker.is_current(passed, run.sent_at_s):
         return

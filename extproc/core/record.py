@@ -348,9 +348,10 @@ class Run(msgspec.Struct):
     of its ModelServer when it arrived, None if it had none. ``expected``: what it pays where its answer does not report
     it. ``objectives``: those of its class, None if it has none. ``model``: as its engine was asked. ``prefilled_by``:
     the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
-    ``is_leg``: it is such a leg. ``has_leg``: its engine gets it after such a leg. ``leg``: the end of one beside it.
-    ``is_aborted``: that failed, so its engine answers an error without a fault. ``attempts``: None without fallbacks.
-    ``reserves``: of those that may serve it, by ModelServer.
+    ``is_part``: it is such a leg, or an attempt after others: its duration is not that of a whole answer. ``has_leg``:
+    its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so its engine
+    answers an error without a fault. ``attempts``: None without fallbacks. ``reserves``: of those that may serve it, by
+    ModelServer.
     """
 
     pool: Pool
@@ -375,14 +376,14 @@ class Run(msgspec.Struct):
     model: str = ""
     prefilled_by: str = ""
     has_leg: bool = False
-    is_leg: bool = False
+    is_part: bool = False
     leg: PrefillLeg | None = None
     is_aborted: bool = False
     attempts: Attempts | None = None
     reserves: Mapping[str, Reserve] = NO_RESERVES
 
     def at(self, reserve: Reserve) -> Run:
-        """The request as its fallback has served it; it never counted there."""
+        """The request as its fallback has served it, after other attempts; it never counted there."""
         return msgspec.structs.replace(
             self,
             pool=reserve.pool,
@@ -391,6 +392,7 @@ class Run(msgspec.Struct):
             sent=reserve.sent,
             model=reserve.model,
             price=reserve.price,
+            is_part=True,
             attempts=None,
             reserves=NO_RESERVES,
         )
