@@ -96,7 +96,7 @@ class FallbackBudgets:
 
 def _was_passed_on(run: Run) -> bool:
     table, endpoint = run.pool.table, run.assignment.endpoint
-    if not table.has_failures or not table.is_current(endpoint) or not table.failures[endpoint.row]:
+    if not table.has_failures or not table.is_current(endpoint) or not table.trips[endpoint.row]:
         return False
     return run.sent_at_s > table.healths[endpoint.row].served_at_s
 
