@@ -198,7 +198,7 @@ class Dispatcher:
         )
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
-        base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
+        base = changes_for(arrival, record.attachment)
         leg = _leg_of(record, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
@@ -488,10 +488,10 @@ def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
     return hides_usage or not request.declines_usage
 
 
-def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
-    """What an engine must read otherwise than the client wrote it: the engines' model name, usage asked for if
-    ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of
-    the fields that clients may not set.
+def changes_for(arrival: Arrival, attachment: Attachment) -> Changes:
+    """What an engine must read otherwise than the client wrote it: the engines' model name, usage if it is to be asked
+    for (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of the fields
+    that clients may not set.
     """
     request, changes = arrival.request, dict[str, object]()
     # a provider knows no such field; with fallbacks there is one body for all attempts, and Envoy cuts it out there
@@ -501,7 +501,7 @@ def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model
     changes.update(shorter_answer(arrival))
-    if with_usage:
+    if asks_for_usage(arrival, attachment):
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
     return Changes(changes, tuple([name for name in request.internal_fields if name not in allowed]))

@@ -173,7 +173,7 @@ class FallbackPlanner:
         if fallbacks is None or not record.attachment.is_bundle:
             return None
         if base is None:
-            base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
+            base = changes_for(arrival, record.attachment)
             body = changed_body(arrival, base)
         own, retries = arrival.pool, arrival.pool.spec.traffic_policy.retry.attempts
         addresses = [own.table.addresses[row] for row in considered.pick.rows[: 1 + retries]]
@@ -320,7 +320,7 @@ def _why_alone(arrival: Arrival, considered: Consideration) -> str:
 
 def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> str:
     """Which fields an engine must read otherwise than as ``base`` has them, beside the model's name; empty: none."""
-    other = changes_for(arrival, with_usage=asks_for_usage(arrival, attachment))
+    other = changes_for(arrival, attachment)
     fields, others = base.fields, other.fields
     limits = () if arrival.request.api is None else arrival.request.api.spec.limits
     # a provider gets no salt, whatever the body has
