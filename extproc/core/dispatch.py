@@ -199,10 +199,10 @@ class Dispatcher:
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
         base = changes_for(arrival, record.attachment)
-        leg = _leg_of(record, considered, base)
+        leg = None if considered.pick.prefill_row is None else _leg_of(record, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
-        body = _body_of(arrival, base, leg)
+        body = changed_body(arrival, base) if leg is None else _body_beside(leg)
         plan = None
         if arrival.destination.fallbacks is not None:
             # it can do without
@@ -350,10 +350,10 @@ def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | N
     return Leg(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
 
 
-def _body_of(arrival: Arrival, base: Changes, leg: Leg | None) -> bytes | None:
-    """For the engine that gets the request now. While another one computes the prompt first, it is not kept twice."""
-    if leg is None:
-        return changed_body(arrival, base)
+def _body_beside(leg: Leg) -> bytes | None:
+    """For an engine that gets the request beside its leg. While another one computes the prompt first, it is not kept
+    twice.
+    """
     return leg.decode_body(PrefillAnswer(), "") if leg.protocol.is_beside else None
 
 
