@@ -23,8 +23,6 @@ from extproc.errors import ObjectiveUnmeetable
 from extproc.routing.tiers import TierPolicy, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from extproc.admission.objectives import ObjectiveClass
     from extproc.core.record import Record
     from extproc.core.request_builder import RequestBuilder
@@ -85,25 +83,26 @@ def refusal_of(forecast: Forecast) -> ObjectiveUnmeetable:
 
 
 class Forecaster:
-    """Predicts by ``tiers``. ``objectives_of``: of a request's class."""
+    """Predicts by ``tiers``."""
 
-    def __init__(self, tiers: TierSelector, objectives_of: Callable[[Arrival], ObjectiveClass | None]) -> None:
+    def __init__(self, tiers: TierSelector) -> None:
         self._tiers = tiers
-        self._objectives_of = objectives_of
 
     def foresee(
         self,
         builder: RequestBuilder,
         record: Record,
+        objectives: ObjectiveClass,
         now: float,
         *,
         is_tried: bool = False,
     ) -> Foreseen | None:
-        """None if the request is served in any case. ``is_tried``: nothing is to be remembered of it."""
+        """None if nothing is due of the request. ``objectives``: of its class, which refuses what would miss them.
+        ``is_tried``: nothing is to be remembered of it.
+        """
         arrival, placement, waited_s = record.arrived, record.placement, now - record.arrived_at_s
-        objectives = self._objectives_of(arrival)
-        due = None if objectives is None or not objectives.refuses else due_of(objectives, arrival)
-        if objectives is None or due is None:
+        due = due_of(objectives, arrival)
+        if due is None:
             return None
         due_s, objective = due
         at_home = self._tiers.candidate(record, arrival, now)

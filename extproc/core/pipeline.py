@@ -52,7 +52,6 @@ from extproc.core.queue import MOST_AT_ONCE, QueueWait, usage_to_reserve
 from extproc.core.record import Record
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
-from extproc.endpoints.breaker import BreakerState
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from extproc.admission.guards import Guard
+    from extproc.admission.objectives import ObjectiveClass
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.fallback import FallbackPlanner
@@ -171,7 +171,7 @@ class AdmissionPipeline:
         # by the key of the ModelRoute
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
-        self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
+        self._forecaster = Forecaster(self._tiers)
         self._fallbacks = fallbacks
         self._late_fallbacks = _Reminders(records, WAITING, self._fall_back_after_wait, _FALLBACK_FAILED)
         self._spills = _Reminders(records, {State.QUEUED}, self._spill, _TIERS_FAILED)
@@ -363,7 +363,9 @@ class AdmissionPipeline:
         placed = self._tiers.place(self._builder, tried, now, is_tried=True)
         if placed is not None:
             tried.arrival, tried.placement = placed
-        foreseen = self._forecaster.foresee(self._builder, tried, now, is_tried=True)
+        objectives, foreseen = self._dispatcher.objectives_of(tried.arrived), None
+        if objectives is not None and objectives.refuses:
+            foreseen = self._forecaster.foresee(self._builder, tried, objectives, now, is_tried=True)
         if foreseen is not None:
             foreseen = self._in_time_elsewhere(tried, foreseen, now) or foreseen
             tried.arrival, tried.placement, tried.forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
@@ -448,10 +450,9 @@ class AdmissionPipeline:
         why = why_model_is_refused(arrival.pool, arrival.request.api, now)
         if why and arrival.destination.model == arrival.pool.spec.model:
             raise UnknownModel(why, param="model")
-        breaker = arrival.pool.breaker
-        if breaker.state(now) is BreakerState.OPEN and arrival.destination.fallbacks is None:
-            # before anything is reserved for it
-            check_server(arrival.pool, now, is_drawn=False)
+        if arrival.pool.breaker.trips and arrival.destination.fallbacks is None:
+            # an open one, before anything is reserved for it
+            check_server(arrival.pool, now, is_drawn=True)
         if not self._admission.limits_anything(arrival):
             return self._ask_guard(record, now, out)
         record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))
@@ -528,7 +529,9 @@ class AdmissionPipeline:
             return judge(guard, arrival, GuardFailed.internal(error), self._builder)
 
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
-        self._foresee(record, now, out)
+        objectives = self._dispatcher.objectives_of(record.arrived)
+        if objectives is not None and objectives.refuses:
+            self._foresee(record, objectives, now, out)
         if record.arrived.destination.fallbacks is not None:
             self._fall_back(record, now, out)
         arrival = record.arrived
@@ -537,11 +540,11 @@ class AdmissionPipeline:
         self._dispatcher.put(record, State.ASKING_TOKENS, now)
         return AskTokens(record.ticket, arrival)
 
-    def _foresee(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _foresee(self, record: Record, objectives: ObjectiveClass, now: float, out: list[Effect]) -> None:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
-        foresee = partial(self._forecaster.foresee, self._builder, record, now)
+        foresee = partial(self._forecaster.foresee, self._builder, record, objectives, now)
         found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
