@@ -398,7 +398,7 @@ def _engines(pool: Pool, now: float) -> _Engines:
         "failed_share": [one.failed / one.answers if one.answers else None for one in health],
     }
     is_read, late_s = pool.report_interval_s > 0, silent_after_s(pool.report_interval_s)
-    trips = table.failures[index].tolist()
+    trips = table.trips[index].tolist()
     statuses = [
         _status(one, is_avoided=bool(opened), is_silent=is_read and (age is None or age >= late_s))
         for one, opened, age in zip(health, trips, ages, strict=True)

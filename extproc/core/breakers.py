@@ -90,7 +90,7 @@ def merge_breakers(pools: Mapping[str, Pool], known: Iterable[KnownBreaker], now
         before = pool.breaker if row is None else pool.table.breakers[row]
         after = before.merged(one.breaker.moved(now), now)
         if after is not before:
-            _change(pool, row, before, after, out)
+            change_breaker(pool, row, after, out, is_news=bool(before.trips) != bool(after.trips))
 
 
 def reset_breakers(pool: Pool, address: str, now: float, out: list[Effect]) -> None:
@@ -101,16 +101,19 @@ def reset_breakers(pool: Pool, address: str, now: float, out: list[Effect]) -> N
             continue
         before = pool.breaker if row is None else pool.table.breakers[row]
         if before.trips or now < before.not_before_s:
-            _change(pool, row, before, before.reset(now), out)
+            change_breaker(pool, row, before.reset(now), out, is_news=bool(before.trips))
 
 
-def _change(pool: Pool, row: int | None, before: Breaker, after: Breaker, out: list[Effect]) -> None:
-    address = "" if row is None else pool.table.addresses[row]
+def change_breaker(pool: Pool, row: int | None, after: Breaker, out: list[Effect], *, is_news: bool) -> None:
+    """An endpoint's breaker is in another generation; ``row`` None: that of the ModelServer, whose next failure is
+    judged by what comes after. Where an endpoint's closes, it is no suspect any more. ``is_news``: it is reported.
+    """
+    before, address = (pool.breaker, "") if row is None else (pool.table.breakers[row], pool.table.addresses[row])
     if row is None:
         pool.breaker, pool.health = after, EndpointHealth()
     else:
         set_breaker(pool.table, row, after)
-    if bool(before.trips) != bool(after.trips):
+    if is_news:
         out.append(BreakerChanged(pool.name, address, before, after))
     if row is not None and not after.trips and pool.table.healths[row].is_suspect:
         pool.table.healths[row].reasons.clear()

@@ -120,9 +120,11 @@ class Core:
         self.levels = LevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
         self._records: dict[str, Record] = {}
         self.meter = DemandMeter(ticket_prefix)
-        self._dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
         budgets = FallbackBudgets()
-        fallbacks = self._dispatcher.fallbacks = FallbackPlanner(budgets, rng=rng)
+        fallbacks = FallbackPlanner(budgets, rng=rng)
+        self._dispatcher = Dispatcher(
+            self._records, self._accounts, self.meter, fallbacks, rng=rng, has_peers=machine is not None
+        )
         self._pipeline = AdmissionPipeline(
             self._records,
             self.admission,
@@ -212,12 +214,12 @@ class Core:
         Returns the effect that is about the request itself, and all others.
         """
         self._tickets += 1
-        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival)
+        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now)
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
         record.happens(Event.ARRIVED)
         out = list[Effect]()
         self._pipeline.place(record, now, out)
-        self.meter.count_arrival(record, record.arrived, now)
+        self.meter.count_arrival(record, record.arrived)
         return self._pipeline.begin(record, now, out), out
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:

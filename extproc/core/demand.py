@@ -41,11 +41,11 @@ class DemandMeter:
         self._sequence = 0
         self._servers: dict[str, ServerMeter] = {}
 
-    def count_arrival(self, record: Record, arrival: Arrival, now: float) -> None:
+    def count_arrival(self, record: Record, arrival: Arrival) -> None:
         """A request has come to its ModelServer."""
         meter = self._meter_of(arrival)
         meter.arrivals += 1
-        record.meter, record.arrived_at_s = meter, now
+        record.meter = meter
         server = meter.server
         if server.unfinished >= server.notify_at:
             server.notify_at = NEVER
@@ -160,31 +160,26 @@ def count_dispatch(record: Record, run: Run) -> None:
         return
     if not record.is_work_counted:
         meter.prefill_work += assignment.work
-    _begin_runs(meter.server, run, assignment)
+    for address, tokens in _load(run, assignment):
+        meter.server.begin_run(address, tokens)
 
 
 def count_prefill_end(record: Record, run: Run, before: Assignment) -> None:
     """Its prefill engine is free of it, and it may be at other engines than ``before``."""
     if record.meter is None or before.prefill is None:
         return
-    _end_runs(record.meter.server, run, before)
-    _begin_runs(record.meter.server, run, run.assignment)
+    server = record.meter.server
+    for address, tokens in _load(run, before):
+        server.end_run(address, tokens)
+    for address, tokens in _load(run, run.assignment):
+        server.begin_run(address, tokens)
 
 
 def count_request_end(record: Record, run: Run) -> None:
     """Its stream is closed."""
     if record.meter is not None:
-        _end_runs(record.meter.server, run, run.assignment)
-
-
-def _begin_runs(server: ServerMeter, run: Run, assignment: Assignment) -> None:
-    for address, tokens in _load(run, assignment):
-        server.begin_run(address, tokens)
-
-
-def _end_runs(server: ServerMeter, run: Run, assignment: Assignment) -> None:
-    for address, tokens in _load(run, assignment):
-        server.end_run(address, tokens)
+        for address, tokens in _load(run, run.assignment):
+            record.meter.server.end_run(address, tokens)
 
 
 def _load(run: Run, assignment: Assignment) -> Iterator[tuple[str, float]]:

@@ -71,7 +71,7 @@ class PendingDecision(msgspec.Struct, frozen=True):
 
 
 class PlansAttempts(Protocol):
-    """Plans where Envoy may go on to, and counts what may come there."""
+    """Plans where Envoy may go on to."""
 
     def plan(
         self, record: Record, considered: Consideration, now: float, *, base: Changes, body: bytes | None
@@ -92,6 +92,7 @@ class Dispatcher:
         records: dict[str, Record],
         accounts: Accounts,
         demand: DemandMeter,
+        fallbacks: PlansAttempts,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -99,6 +100,7 @@ class Dispatcher:
         self._records = records
         self._accounts = accounts
         self._demand = demand
+        self._fallbacks = fallbacks
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
@@ -110,7 +112,6 @@ class Dispatcher:
         self.logs_usage = False
         # those of the configuration
         self.objectives = ObjectiveTable()
-        self.fallbacks: PlansAttempts
 
     def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
@@ -197,18 +198,18 @@ class Dispatcher:
         )
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
-        base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
-        pending, leg = _pending(record, considered, base, constraints.whole), _leg_of(record, considered, base)
+        base = changes_for(arrival, record.attachment)
+        leg = None if considered.pick.prefill_row is None else _leg_of(record, considered, base)
         prefill = None if leg is None else prefill_of(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
-        body = _body_of(arrival, base, leg)
+        body = changed_body(arrival, base) if leg is None else _body_beside(leg)
         plan = None
         if arrival.destination.fallbacks is not None:
             # it can do without
             plan = with_fault(
-                out, _NO_PLAN, partial(self.fallbacks.plan, record, considered, now, base=base, body=body)
+                out, _NO_PLAN, partial(self._fallbacks.plan, record, considered, now, base=base, body=body)
             )
-            pending = _with_states(pending, plan)
+        pending = _pending(record, considered, base, constraints.whole, plan)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
@@ -251,7 +252,7 @@ class Dispatcher:
             attempts=None if plan is None else plan.attempts,
             reserves=NO_RESERVES if plan is None else plan.reserves,
         )
-        self.fallbacks.begin(record.ticket, run)
+        self._fallbacks.begin(record.ticket, run)
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         count_dispatch(record, run)
@@ -320,7 +321,9 @@ class Dispatcher:
         )
 
 
-def _pending(record: Record, considered: Consideration, base: Changes, whole: str) -> PendingDecision:
+def _pending(
+    record: Record, considered: Consideration, base: Changes, whole: str, plan: FallbackPlan | None
+) -> PendingDecision:
     """Before anything is counted. ``base``: see ``changes_for``."""
     arrival, explanation = record.arrived, None
     if record.wants_reasons:
@@ -332,16 +335,10 @@ def _pending(record: Record, considered: Consideration, base: Changes, whole: st
             record.forecast,
             guarded=record.guarded,
             most=MOST_EXPLAINED,
+            fallbacks=() if plan is None else plan.states,
         )
     adds_usage = "stream_options" in base.fields
     return PendingDecision(adds_usage, explanation, whole)
-
-
-def _with_states(pending: PendingDecision, plan: FallbackPlan | None) -> PendingDecision:
-    if plan is None or pending.explanation is None:
-        return pending
-    explained = msgspec.structs.replace(pending.explanation, fallbacks=plan.states)
-    return msgspec.structs.replace(pending, explanation=explained)
 
 
 def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | None:
@@ -354,10 +351,10 @@ def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | N
     return Leg(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
 
 
-def _body_of(arrival: Arrival, base: Changes, leg: Leg | None) -> bytes | None:
-    """For the engine that gets the request now. While another one computes the prompt first, it is not kept twice."""
-    if leg is None:
-        return changed_body(arrival, base)
+def _body_beside(leg: Leg) -> bytes | None:
+    """For an engine that gets the request beside its leg. While another one computes the prompt first, it is not kept
+    twice.
+    """
     return leg.decode_body(PrefillAnswer(), "") if leg.protocol.is_beside else None
 
 
@@ -492,10 +489,10 @@ def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
     return hides_usage or not request.declines_usage
 
 
-def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
-    """What an engine must read otherwise than the client wrote it: the engines' model name, usage asked for if
-    ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of
-    the fields that clients may not set.
+def changes_for(arrival: Arrival, attachment: Attachment) -> Changes:
+    """What an engine must read otherwise than the client wrote it: the engines' model name, usage if it is to be asked
+    for (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of the fields
+    that clients may not set.
     """
     request, changes = arrival.request, dict[str, object]()
     # a provider knows no such field; with fallbacks there is one body for all attempts, and Envoy cuts it out there
@@ -505,7 +502,7 @@ def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model
     changes.update(shorter_answer(arrival))
-    if with_usage:
+    if asks_for_usage(arrival, attachment):
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
     return Changes(changes, tuple([name for name in request.internal_fields if name not in allowed]))

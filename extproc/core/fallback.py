@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from extproc.core.record import Arrival, Attachment, Record, Run
+    from extproc.core.record import Arrival, Attachment, FallbackReason, Record, Run
     from extproc.core.request_builder import RequestBuilder
     from extproc.request.prefill import Changes
     from extproc.request.rewrite import Span
@@ -51,8 +51,10 @@ _CONTEXT: Final = "context-window"
 # Texts have up to so many times the bytes in a token that are usual for their ModelServer.
 _CERTAIN: Final = 2.0
 _SALT_NAME: Final = b'"cache_salt":'
+# Reasons that are looked for when the limits of a request have granted it, in this order.
+AT_ONCE: Final[tuple[FallbackReason, ...]] = ("context_window", "no_endpoint")
 # Why a request goes to a fallback at once.
-_TAKEN: Final[Mapping[str, str]] = MappingProxyType(
+_TAKEN: Final[Mapping[FallbackReason, str]] = MappingProxyType(
     {
         "no_endpoint": "is taken: the ModelServer before it has no usable endpoint",
         "context_window": "is taken: the prompt is longer than the ModelServer before it takes",
@@ -94,66 +96,65 @@ class FallbackBudgets:
 
 def _was_passed_on(run: Run) -> bool:
     table, endpoint = run.pool.table, run.assignment.endpoint
-    if not table.has_failures or not table.is_current(endpoint) or not table.failures[endpoint.row]:
+    if not table.has_failures or not table.is_current(endpoint) or not table.trips[endpoint.row]:
         return False
     return run.sent_at_s > table.healths[endpoint.row].served_at_s
 
 
 class FallbackPlanner:
-    """Which fallbacks are possible for a request. ``builder``: of the configuration in use."""
+    """Which fallbacks are possible for a request."""
 
     def __init__(self, budgets: FallbackBudgets, *, rng: random.Random) -> None:
-        self.builder: RequestBuilder
-        self.budgets = budgets
+        """``apply`` comes before anything else."""
+        self._builder: RequestBuilder
+        self._budgets = budgets
         self._rng = rng
+
+    def apply(self, builder: RequestBuilder) -> None:
+        """Follow the configuration."""
+        self._builder = builder
 
     def begin(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
-        self.budgets.begin(ticket, run)
+        self._budgets.begin(ticket, run)
 
     def instead(
         self,
-        arrival: Arrival,
-        attachment: Attachment,
+        record: Record,
+        why: FallbackReason,
         now: float,
         *,
-        waited_s: float | None = None,
         is_drawn: bool = True,
         suits: Callable[[Arrival], bool] | None = None,
     ) -> Arrival | None:
-        """The request at the first fallback that can have it; None: there is none.
+        """The request at the first fallback that can have it; None: it stays where it is, or there is none.
 
-        ``waited_s``: it has waited so long for its ModelServer. ``suits``: it cannot be served there, and can at those
-        that are true. With neither it moves only if its ModelServer has no usable endpoint, or a breaker that does not
-        let it through. ``is_drawn``: the breaker does, beside the probe.
+        ``why``: it goes for this alone. ``is_drawn``: the breaker of its ModelServer lets it through beside the probe.
+        ``suits``: those that are true can have it.
         """
-        fallbacks, pool = arrival.destination.fallbacks, arrival.pool
-        if fallbacks is None or not attachment.is_bundle:
+        arrival = record.arrived
+        fallbacks, pool, waited_s = arrival.destination.fallbacks, arrival.pool, now - record.arrived_at_s
+        if fallbacks is None or not record.attachment.is_bundle:
             return None
-        is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
-        is_for_failure = waited_s is None and suits is None
-        if is_for_failure and (is_waiting or (pool.is_ready(now) and (is_drawn or breakers.may_probe(pool, now)))):
+        if why == "no_endpoint":
+            is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
+            if is_waiting or (pool.is_ready(now) and (is_drawn or breakers.may_probe(pool, now))):
+                return None
+        if why == "context_window" and not (any(map(_takes_long, fallbacks.chain)) and _is_too_long(arrival)):
             return None
         for one in fallbacks.chain:
-            if waited_s is not None and (one.after_queue_s is None or waited_s < one.after_queue_s):
+            if why == "queue" and (one.after_queue_s is None or waited_s < one.after_queue_s):
+                continue
+            if why == "context_window" and not _takes_long(one):
                 continue
             try:
-                other = self.builder.at(arrival, one)
+                other = self._builder.at(arrival, one)
             except Refusal:
                 continue
             is_let_in = breakers.may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
             if is_let_in and not self._why_not(pool, other, fallbacks, now) and (suits is None or suits(other)):
                 return other
         return None
-
-    def for_context(self, arrival: Arrival, attachment: Attachment, now: float) -> Arrival | None:
-        """A request whose prompt is too long for its ModelServer, at the first fallback that takes such; None: it is
-        not, or there is none.
-        """
-        fallbacks = arrival.destination.fallbacks
-        if fallbacks is None or not any(_CONTEXT in one.takes for one in fallbacks.chain) or not _is_too_long(arrival):
-            return None
-        return self.instead(arrival, attachment, now, suits=lambda other: _CONTEXT in other.destination.takes)
 
     def plan(
         self,
@@ -172,7 +173,7 @@ class FallbackPlanner:
         if fallbacks is None or not record.attachment.is_bundle:
             return None
         if base is None:
-            base = changes_for(arrival, with_usage=asks_for_usage(arrival, record.attachment))
+            base = changes_for(arrival, record.attachment)
             body = changed_body(arrival, base)
         own, retries = arrival.pool, arrival.pool.spec.traffic_policy.retry.attempts
         addresses = [own.table.addresses[row] for row in considered.pick.rows[: 1 + retries]]
@@ -215,7 +216,7 @@ class FallbackPlanner:
         """What is known of the request at a fallback, or why that is not possible."""
         arrival, attachment = record.arrived, record.attachment
         try:
-            other = self.builder.at(arrival, to)
+            other = self._builder.at(arrival, to)
             why = self._why_not(arrival.pool, other, fallbacks, now) or _why_differing(base, other, attachment)
             if why:
                 return why
@@ -238,7 +239,7 @@ class FallbackPlanner:
             return "it has no usable endpoint"
         if _is_too_long(other):
             return "the prompt is longer than it takes"
-        return "" if self.budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
+        return "" if self._budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
 
 
 class _EditedBody:
@@ -282,6 +283,11 @@ class _EditedBody:
         return f"{first},{end - first},{most};" if not value.isdigit() or int(value) > most else ""
 
 
+def _takes_long(fallback: Destination) -> bool:
+    """Whether it takes prompts that are too long for the ModelServers before it."""
+    return _CONTEXT in fallback.takes
+
+
 def _is_too_long(arrival: Arrival) -> bool:
     """Whether no engine of its ModelServer takes the prompt, by what they list. An estimate must be far beyond that."""
     most, request = arrival.pool.context_tokens(), arrival.request
@@ -314,7 +320,7 @@ def _why_alone(arrival: Arrival, considered: Consideration) -> str:
 
 def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> str:
     """Which fields an engine must read otherwise than as ``base`` has them, beside the model's name; empty: none."""
-    other = changes_for(arrival, with_usage=asks_for_usage(arrival, attachment))
+    other = changes_for(arrival, attachment)
     fields, others = base.fields, other.fields
     limits = () if arrival.request.api is None else arrival.request.api.spec.limits
     # a provider gets no salt, whatever the body has

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
-from extproc.core.effects import BreakerChanged, HealthChanged, ModelChecked
+from extproc.core.breakers import change_breaker
+from extproc.core.effects import HealthChanged, ModelChecked
 from extproc.core.states import State
 from extproc.endpoints.avoidance import key_of, set_breaker
 from extproc.endpoints.breaker import UNKNOWN_PASS
 from extproc.endpoints.costs import learn_prefill_rate, learn_service_time, typical_rate
 from extproc.endpoints.engine_reports import apply_report, record_latency
-from extproc.endpoints.health import EndpointHealth, EngineFailure
+from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.ledger import finish_prefill
 from extproc.endpoints.outliers import mostly_fails, record_bad_answer, record_good_answer
 from extproc.engines.answers import is_engine_error
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from extproc.core.peers import AdapterChanged, EngineReported
     from extproc.core.record import Outcome, Record, Run
     from extproc.endpoints.breaker import Breaker, Pass
+    from extproc.endpoints.health import EndpointHealth
     from extproc.scheduling.pool import Pool
 
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
@@ -73,7 +75,7 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
         # Envoy was elsewhere, and has come back
         if server in run.reserves:
             _count_passed_over(run.at(run.reserves[server]), address, now, out)
-    if not run.is_leg:
+    if not run.is_part:
         _count_at_server(run, outcome, _failure_of(run, outcome, _row_that_answered(run, outcome)), now, out)
     if _is_load(outcome):
         # what the first endpoint answered is not known: probably the same
@@ -148,11 +150,10 @@ def _count_at_server(run: Run, outcome: Outcome, failure: EngineFailure | None, 
     elif not has_failed and not is_passed_over and 200 <= outcome.status < 300 and not _is_inconclusive(outcome):
         health.count(run.sent.tenant, has_failed=False)
         after = breaker.succeeded(passed.ticket, now)
-    pool.breaker = after
-    if after.generation != breaker.generation:
-        # its next failure is judged by what comes after
-        pool.health = EndpointHealth()
-        out.append(BreakerChanged(pool.name, "", breaker, after))
+    if after.generation == breaker.generation:
+        pool.breaker = after
+    else:
+        change_breaker(pool, None, after, out, is_news=True)
 
 
 def _row_that_answered(run: Run, outcome: Outcome) -> int:
@@ -194,8 +195,6 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
     row = None if there is None else there.pool.table.row_of(outcome.served)
     if there is None or row is None or outcome.status == 0 or outcome.has_left:
         return
-    # as a prefill, it shows no duration of whole answers
-    there.is_leg = True
     failure = _failure_of(there, outcome, row)
     _count_at_server(there, outcome, failure, now, out)
     if _is_load(outcome):
@@ -282,14 +281,13 @@ def _count(
     enough to open it. ``is_checked``: another endpoint serves what this one refused.
     """
     pool, health, breaker = run.pool, run.pool.table.healths[row], run.pool.table.breakers[row]
-    # a prefill is no whole answer
-    if failure is None and run.is_on_time and not run.is_leg:
+    if failure is None and run.is_on_time and not run.is_part:
         _learn_duration(run, now)
     if not breaker.is_current(passed, run.sent_at_s):
         return
     if failure is None:
         record_good_answer(pool.table, row, now=now, tenant=run.sent.tenant)
-        _change(pool, row, breaker.succeeded(passed.ticket, now), out)
+        _set_breaker(pool, row, breaker.succeeded(passed.ticket, now), out)
         return
     is_evidence = failure is not EngineFailure.REFUSED or _is_evidence(run, health, now, is_checked)
     if run.is_on_time and is_evidence and record_bad_answer(pool.table, row, failure, tenant=run.sent.tenant):
@@ -303,22 +301,15 @@ def _count(
     else:
         # it refuses or fails this request, but it is reachable
         after = breaker.succeeded(passed.ticket, now)
-    _change(pool, row, after, out)
+    _set_breaker(pool, row, after, out)
 
 
-def _change(pool: Pool, row: int, after: Breaker, out: list[Effect]) -> None:
-    """The state of an endpoint's breaker. Where it closes, the endpoint is no suspect any more."""
-    table = pool.table
-    before, health, address = table.breakers[row], table.healths[row], table.addresses[row]
-    if after is before:
-        return
-    set_breaker(table, row, after)
-    if after.generation == before.generation:
-        return
-    out.append(BreakerChanged(pool.name, address, before, after))
-    if not after.trips and health.is_suspect:
-        health.reasons.clear()
-        out.append(HealthChanged(pool.name, address, None))
+def _set_breaker(pool: Pool, row: int, after: Breaker, out: list[Effect]) -> None:
+    before = pool.table.breakers[row]
+    if after.generation != before.generation:
+        change_breaker(pool, row, after, out, is_news=True)
+    elif after is not before:
+        set_breaker(pool.table, row, after)
 
 
 def _is_evidence(run: Run, health: EndpointHealth, now: float, is_checked: bool) -> bool:

@@ -23,10 +23,8 @@ from extproc.errors import ObjectiveUnmeetable
 from extproc.routing.tiers import TierPolicy, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from extproc.admission.objectives import ObjectiveClass
-    from extproc.core.record import Attachment
+    from extproc.core.record import Record
     from extproc.core.request_builder import RequestBuilder
     from extproc.core.tiers import TierSelector
     from extproc.routing.tiers import Candidate
@@ -85,33 +83,29 @@ def refusal_of(forecast: Forecast) -> ObjectiveUnmeetable:
 
 
 class Forecaster:
-    """Predicts by ``tiers``. ``objectives_of``: of a request's class."""
+    """Predicts by ``tiers``."""
 
-    def __init__(self, tiers: TierSelector, objectives_of: Callable[[Arrival], ObjectiveClass | None]) -> None:
+    def __init__(self, tiers: TierSelector) -> None:
         self._tiers = tiers
-        self._objectives_of = objectives_of
 
     def foresee(
         self,
         builder: RequestBuilder,
-        arrival: Arrival,
-        attachment: Attachment,
+        record: Record,
+        objectives: ObjectiveClass,
         now: float,
         *,
-        placement: Placement | None,
-        wall_s: float,
-        waited_s: float = 0.0,
         is_tried: bool = False,
     ) -> Foreseen | None:
-        """None if the request is served in any case. ``placement``: at its tier. ``waited_s``: so far. ``is_tried``:
-        nothing is to be remembered of it.
+        """None if nothing is due of the request. ``objectives``: of its class, which refuses what would miss them.
+        ``is_tried``: nothing is to be remembered of it.
         """
-        objectives = self._objectives_of(arrival)
-        due = None if objectives is None or not objectives.refuses else due_of(objectives, arrival)
-        if objectives is None or due is None:
+        arrival, placement, waited_s = record.arrived, record.placement, now - record.arrived_at_s
+        due = due_of(objectives, arrival)
+        if due is None:
             return None
         due_s, objective = due
-        at_home = self._tiers.candidate(arrival, attachment, now, wall_s)
+        at_home = self._tiers.candidate(record, arrival, now)
         ttft_s = idle_ttft_s = None
         if at_home is not None:
             ttft_s = None if at_home.ttft_s is None else waited_s + at_home.ttft_s
@@ -121,7 +115,7 @@ class Forecaster:
         is_to_spill = placement is not None and placement.choice.reason == "waits"
         other = None
         if ttft_s is not None and ttft_s > due_s and not is_to_spill:
-            other = self._elsewhere(builder, arrival, attachment, now, wall_s=wall_s, left_s=due_s - waited_s)
+            other = self._elsewhere(builder, record, now, left_s=due_s - waited_s)
             forecast = msgspec.structs.replace(forecast, result="refused" if other is None else "moved")
         if not is_tried:
             self._tiers.noted(arrival.pool.name, now, is_taken=forecast.result == "held")
@@ -131,29 +125,21 @@ class Forecaster:
             self._tiers.noted(other[0].pool.name, now, is_taken=True)
         return Foreseen(forecast, other[0], None if placement is None else other[1])
 
-    def is_in_time(
-        self, forecast: Forecast, attachment: Attachment, now: float, other: Arrival, *, wall_s: float, waited_s: float
-    ) -> bool:
+    def is_in_time(self, record: Record, forecast: Forecast, now: float, other: Arrival) -> bool:
         """Whether a request that is late by its ``forecast`` is predicted to be in time at another ModelServer."""
-        candidate, left_s = self._tiers.candidate(other, attachment, now, wall_s), forecast.due_s - waited_s
+        candidate, left_s = self._tiers.candidate(record, other, now), forecast.due_s - (now - record.arrived_at_s)
         return left_s > 0 and candidate is not None and (candidate.ttft_s is None or candidate.ttft_s <= left_s)
 
     def _elsewhere(
-        self,
-        builder: RequestBuilder,
-        arrival: Arrival,
-        attachment: Attachment,
-        now: float,
-        *,
-        wall_s: float,
-        left_s: float,
+        self, builder: RequestBuilder, record: Record, now: float, *, left_s: float
     ) -> tuple[Arrival, Placement] | None:
         """The request at another ModelServer of its rule that is predicted to be in time; None if there is none."""
+        arrival = record.arrived
         if left_s <= 0:
             return None
         found: list[tuple[Arrival, Candidate]] = []
         for one in builder.tiers_of(arrival):
-            candidate = self._tiers.candidate(one, attachment, now, wall_s)
+            candidate = self._tiers.candidate(record, one, now)
             if candidate is not None:
                 found.append((one, candidate))
         if not found:

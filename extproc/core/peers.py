@@ -217,9 +217,8 @@ class PeerView:
     """Records which process runs which requests; the core ends them. Bounded by the requests of the others."""
 
     def __init__(self) -> None:
-        self._running: dict[str, set[str]] = {}
-        # whose start has come, also of those that cannot be counted here
-        self._heard: dict[str, set[str]] = {}
+        # whose start has come, by process and ticket: whether they are counted here, too
+        self._requests: dict[str, dict[str, bool]] = {}
         self._seen_at_s: dict[str, float] = {}
 
     @property
@@ -235,37 +234,31 @@ class PeerView:
     def record_event(self, origin: str, now: float) -> None:
         """An event of the process ``origin`` has come."""
         self._seen_at_s[origin] = now
-        self._running.setdefault(origin, set())
-        self._heard.setdefault(origin, set())
+        self._requests.setdefault(origin, {})
 
     def add_request(self, origin: str, ticket: str, *, is_counted: bool) -> None:
         """The process ``origin`` runs this request. ``is_counted``: here, too."""
-        self._heard[origin].add(ticket)
-        if is_counted:
-            self._running[origin].add(ticket)
+        known = self._requests[origin]
+        known[ticket] = is_counted or known.get(ticket, False)
 
     def remove_request(self, origin: str, ticket: str) -> bool:
-        """The request has ended; returns whether ``origin`` ran it."""
-        self._heard[origin].discard(ticket)
-        running = self._running[origin]
-        if ticket not in running:
-            return False
-        running.remove(ticket)
-        return True
+        """The request has ended; returns whether it was counted here."""
+        return self._requests[origin].pop(ticket, False)
 
     def remove_lost(self, origin: str, running: Collection[str]) -> list[str]:
-        """Remove and return its requests that are not in ``running``, the list that it sent: their ends were lost."""
-        gone = sorted(self._running[origin].difference(running))
-        self._running[origin].difference_update(gone)
-        self._heard[origin].intersection_update(running)
-        return gone
+        """Remove its requests that are not in ``running``, the list that it sent: their ends were lost. Returns those
+        that were counted here.
+        """
+        known = self._requests[origin]
+        gone = known.keys() - running
+        return sorted([ticket for ticket in gone if known.pop(ticket)])
 
     def unknown(self, origin: str, running: Collection[str]) -> list[str]:
         """Some of ``running``, the list that the process sent, whose start was lost: by the next list, it is asked for
         the rest.
         """
-        heard = self._heard[origin]
-        return list(islice((ticket for ticket in running if ticket not in heard), _MOST_ASKED))
+        known = self._requests[origin]
+        return list(islice((ticket for ticket in running if ticket not in known), _MOST_ASKED))
 
     def is_alive(self, origin: str) -> bool:
         """Whether the process has sent an event within the last ``SILENCE_S``."""
@@ -275,5 +268,6 @@ class PeerView:
         """Remove the processes that have gone silent; returns their requests, by process."""
         silent = [one for one, at_s in self._seen_at_s.items() if now - at_s > SILENCE_S]
         for origin in silent:
-            del self._seen_at_s[origin], self._heard[origin]
-        return {origin: sorted(self._running.pop(origin)) for origin in silent}
+            del self._seen_at_s[origin]
+        gone = {origin: self._requests.pop(origin) for origin in silent}
+        return {origin: sorted([ticket for ticket, counted in one.items() if counted]) for origin, one in gone.items()}

@@ -45,32 +45,34 @@ from extproc.core.explanation import (
     tier_states,
     where_adapter_goes,
 )
+from extproc.core.fallback import AT_ONCE
 from extproc.core.forecasts import Forecaster, Foreseen
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
-from extproc.core.queue import MOST_AT_ONCE, TIERS_FAILED, QueueWait, usage_to_reserve
+from extproc.core.queue import MOST_AT_ONCE, QueueWait, usage_to_reserve
 from extproc.core.record import Record
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
-from extproc.endpoints.breaker import BreakerState
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from extproc.admission.guards import Guard
+    from extproc.admission.objectives import ObjectiveClass
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.fallback import FallbackPlanner
     from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival, Attachment, Placement
+    from extproc.core.record import Arrival, Attachment, FallbackReason, Placement
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools
 
 # The values with which a shell may resume a request: the answer, or None if there is none.
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
 _Own = TypeVar("_Own")
+_TIERS_FAILED: Final = "the tiers of a rule could not be compared"
 _FALLBACK_FAILED: Final = "a fallback could not be considered"
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
 
@@ -103,6 +105,48 @@ class Wait(Protocol):
         ...
 
 
+class _Reminders:
+    """When to ask whether a request that waits goes elsewhere. Entries of those that wait no more are left to their
+    time.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[str, Record],
+        states: Collection[State],
+        leaves: Callable[[Record, float, list[Effect]], bool],
+        failed: str,
+    ) -> None:
+        """``states``: in which it is asked. ``leaves``: whether the request has left. ``failed``: if that fails."""
+        self._records = records
+        self._states = states
+        self._leaves = leaves
+        self._failed = failed
+        # with tickets
+        self._due: list[tuple[float, str]] = []
+
+    def add(self, record: Record, after_s: float, out: list[Effect]) -> None:
+        """Ask so long after the request came."""
+        at_s = record.arrived_at_s + after_s
+        heapq.heappush(self._due, (at_s, record.ticket))
+        out.append(WakeAt(at_s))
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        """Ask about those whose time has come."""
+        asked, due = 0, self._due
+        while due and due[0][0] <= now and asked < MOST_AT_ONCE:
+            _, ticket = heapq.heappop(due)
+            record = self._records.get(ticket)
+            if record is None or record.state not in self._states:
+                continue
+            asked += 1
+            if not with_fault(out, self._failed, partial(self._leaves, record, now, out)):
+                # however many wait, a second has as many questions as one tick
+                heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
+        if due:
+            out.append(WakeAt(max(now, due[0][0])))
+
+
 class AdmissionPipeline:
     """From the arrival to a Decision, a Refused, or something to wait for. Other effects go to ``out``."""
 
@@ -127,11 +171,11 @@ class AdmissionPipeline:
         # by the key of the ModelRoute
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
-        self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
+        self._forecaster = Forecaster(self._tiers)
         self._fallbacks = fallbacks
-        # when to ask whether a request that waits goes to a fallback, by ticket; those that wait no more are left there
-        self._fallbacks_due: list[tuple[float, str]] = []
-        self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._tier)
+        self._late_fallbacks = _Reminders(records, WAITING, self._fall_back_after_wait, _FALLBACK_FAILED)
+        self._spills = _Reminders(records, {State.QUEUED}, self._spill, _TIERS_FAILED)
+        self._queue = QueueWait(records, admission, dispatcher, self._turn_came)
         self.adapters = AdapterWait(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
@@ -142,7 +186,8 @@ class AdmissionPipeline:
         """Follow the configuration, which the admission controller has already. ``guards``: by the key of the
         ModelRoute.
         """
-        self._builder, self._guards, self._fallbacks.builder = builder, guards, builder
+        self._builder, self._guards = builder, guards
+        self._fallbacks.apply(builder)
         self._tiers.keep(builder.pools)
         for record in [one for one in self._records.values() if one.state in ASKING]:
             self._reroute(record, builder)
@@ -166,7 +211,7 @@ class AdmissionPipeline:
         """
         record.wall_s = now + self._accounts.wall_offset_s
         if record.arrived.destination.tiers is not None:
-            found = with_fault(out, TIERS_FAILED, partial(self._tier, record, now))
+            found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
             if found is not None:
                 record.arrival, record.placement = found
         if record.arrived.pool.breaker.generation:
@@ -181,11 +226,6 @@ class AdmissionPipeline:
         other = self._builder.elsewhere(record.arrived, lambda one: not one.breaker.trips and one is not pool)
         if other is not None:
             record.arrival, record.placement, record.is_drawn = other, None, True
-
-    def _tier(self, record: Record, now: float, waited_s: float = 0.0) -> tuple[Arrival, Placement] | None:
-        """The tier of a request that arrives, or has waited for its home."""
-        arrival, wall_s = record.arrived, record.wall_s
-        return self._tiers.place(self._builder, arrival, record.attachment, now, wall_s=wall_s, waited_s=waited_s)
 
     def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
@@ -207,35 +247,40 @@ class AdmissionPipeline:
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Send on held requests that can go, and refuse those that have waited too long."""
-        self._fall_back_due(now, out)
+        self._late_fallbacks.tick(now, out)
+        self._spills.tick(now, out)
         for wait in self._waits:
             wait.tick(now, out)
 
-    def _fall_back_due(self, now: float, out: list[Effect]) -> None:
-        """Requests that have waited long enough go to a fallback that has room at once."""
-        asked, due = 0, self._fallbacks_due
-        while due and due[0][0] <= now and asked < MOST_AT_ONCE:
-            _, ticket = heapq.heappop(due)
-            record = self._records.get(ticket)
-            if record is None or record.state not in WAITING:
-                continue
-            asked += 1
-            if not with_fault(out, _FALLBACK_FAILED, partial(self._fall_back_after_wait, record, now, out)):
-                # however many wait, a second has as many questions as one tick
-                heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
-        if due:
-            out.append(WakeAt(max(now, due[0][0])))
-
     def _fall_back_after_wait(self, record: Record, now: float, out: list[Effect]) -> bool:
-        """Whether the request has left where it waited."""
-        waited_s = now - record.arrived_at_s
-        other = self._fallbacks.instead(record.arrived, record.attachment, now, waited_s=waited_s)
-        found = None if other is None else self._queue.passes_at(record, other, now)
-        if other is None or found is None:
+        """Whether a request that has waited long enough has left where it waits, for a fallback."""
+        other = self._fallbacks.instead(record, "queue", now)
+        return other is not None and self._leave_wait(record, other, now, out, why="queue")
+
+    def _spill(self, record: Record, now: float, out: list[Effect]) -> bool:
+        """Whether a request that has waited long enough for its home has left its queue, for another tier."""
+        found = self._tiers.place(self._builder, record, now)
+        if found is None or found[0].pool is record.arrived.pool:
+            return False
+        return self._leave_wait(record, found[0], now, out, placement=found[1])
+
+    def _leave_wait(
+        self,
+        record: Record,
+        other: Arrival,
+        now: float,
+        out: list[Effect],
+        *,
+        placement: Placement | None = None,
+        why: FallbackReason | None = None,
+    ) -> bool:
+        """Whether a request that waits goes elsewhere, as ``other``: only if there is room for it at once."""
+        room = self._queue.passes_at(record, other, now)
+        if room is None:
             return False
         self._withdraw(record, now)
-        self._send_to_fallback(record, other, "queue")
-        record.queued, with_room = found
+        self._move(record, other, placement=placement, why=why)
+        record.queued, with_room = room
         record.happens(Event.GRANTED)
         self._turn_came(record, with_room, now, out)
         return True
@@ -244,42 +289,48 @@ class AdmissionPipeline:
         """A request whose prompt is too long for its ModelServer goes to a fallback that may take it, and one whose
         ModelServer has no usable endpoint to one that has.
         """
-        planner, arrival = self._fallbacks, record.arrived
-        why, other = (
-            "context_window",
-            with_fault(out, _FALLBACK_FAILED, partial(planner.for_context, arrival, record.attachment, now)),
-        )
-        if other is None:
-            instead = partial(planner.instead, arrival, record.attachment, now, is_drawn=record.is_drawn)
-            why, other = "no_endpoint", with_fault(out, _FALLBACK_FAILED, instead)
-        if other is not None:
-            self._send_to_fallback(record, other, why)
+        for why in AT_ONCE:
+            instead = partial(self._fallbacks.instead, record, why, now, is_drawn=record.is_drawn)
+            other = with_fault(out, _FALLBACK_FAILED, instead)
+            if other is not None:
+                self._move(record, other, why=why)
+                return
 
     def _fall_back_at_turn(self, record: Record, with_room: Bools | None, now: float) -> Bools | None:
         """The breaker of the ModelServer has opened while the request waited: it goes to a fallback that has room at
         once. Returns the rows that have room where it goes.
         """
-        other = self._fallbacks.instead(record.arrived, record.attachment, now, is_drawn=False)
-        found = None if other is None else self._queue.passes_at(record, other, now)
-        if other is None or found is None:
+        other = self._fallbacks.instead(record, "no_endpoint", now, is_drawn=False)
+        room = None if other is None else self._queue.passes_at(record, other, now)
+        if other is None or room is None:
             return with_room
-        self._send_to_fallback(record, other, "no_endpoint")
-        record.queued, with_room = found
+        self._move(record, other, why="no_endpoint")
+        record.queued, with_room = room
         return with_room
 
-    def _send_to_fallback(self, record: Record, other: Arrival, why: str) -> None:
+    def _move(
+        self,
+        record: Record,
+        other: Arrival,
+        *,
+        placement: Placement | None = None,
+        why: FallbackReason | None = None,
+    ) -> None:
+        """The request goes to another ModelServer, which is a tier of its rule, or for ``why`` a fallback."""
         self._dispatcher.move(record, other)
-        record.placement, record.fell_back_for, record.is_drawn = None, why, True
+        record.placement = placement
+        if why is not None:
+            record.fell_back_for, record.is_drawn = why, True
 
     def _watch_wait(self, record: Record, out: list[Effect]) -> None:
-        """The request waits, and may go to a fallback after a while."""
-        fallbacks = record.arrived.destination.fallbacks
-        after_s = [] if fallbacks is None else [one.after_queue_s for one in fallbacks.chain]
-        known = [one for one in after_s if one is not None]
-        if known:
-            at_s = record.arrived_at_s + min(known)
-            heapq.heappush(self._fallbacks_due, (at_s, record.ticket))
-            out.append(WakeAt(at_s))
+        """The request waits, and may go elsewhere after a while."""
+        placement, fallbacks = record.placement, record.arrived.destination.fallbacks
+        if record.state is State.QUEUED and placement is not None and placement.choice.ask_again_s:
+            self._spills.add(record, placement.choice.ask_again_s, out)
+        if fallbacks is not None and not record.was_held:
+            known = [one.after_queue_s for one in fallbacks.chain if one.after_queue_s is not None]
+            if known:
+                self._late_fallbacks.add(record, min(known), out)
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
@@ -307,28 +358,28 @@ class AdmissionPipeline:
 
         ``tokens``: its prompt's, if known. ``guarded``: what its guard said, if it was asked.
         """
-        wall_s = now + self._accounts.wall_offset_s
-        placed = self._tiers.place(self._builder, arrival, attachment, now, wall_s=wall_s, is_tried=True)
-        placement = None if placed is None else placed[1]
-        first = arrival
+        tried = Record("", arrival=arrival, attachment=attachment, arrived_at_s=now)
+        tried.wall_s = now + self._accounts.wall_offset_s
+        placed = self._tiers.place(self._builder, tried, now, is_tried=True)
         if placed is not None:
-            arrival = placed[0]
-        foreseen = self._forecaster.foresee(
-            self._builder, arrival, attachment, now, placement=placement, wall_s=wall_s, is_tried=True
-        )
-        forecast = None
+            tried.arrival, tried.placement = placed
+        objectives, foreseen = self._dispatcher.objectives_of(tried.arrived), None
+        if objectives is not None and objectives.refuses:
+            foreseen = self._forecaster.foresee(self._builder, tried, objectives, now, is_tried=True)
         if foreseen is not None:
-            arrival, placement, forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
-        instead, why = self._in_time_elsewhere(foreseen, attachment, now, wall_s=wall_s, waited_s=0.0), "late"
-        if foreseen is not None and instead is not None:
-            forecast = msgspec.structs.replace(foreseen.forecast, result="fallback")
-        if instead is None:
-            instead, why = self._fallbacks.for_context(arrival, attachment, now), "context_window"
-        if instead is None:
-            instead, why = self._fallbacks.instead(arrival, attachment, now), "no_endpoint"
-        arrival = arrival if instead is None else instead
-        if arrival.pool is not first.pool:
+            foreseen = self._in_time_elsewhere(tried, foreseen, now) or foreseen
+            tried.arrival, tried.placement, tried.forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
+        if tried.forecast is not None and tried.forecast.result == "fallback":
+            tried.fell_back_for = "late"
+        else:
+            for why in AT_ONCE:
+                other = self._fallbacks.instead(tried, why, now)
+                if other is not None:
+                    tried.arrival, tried.fell_back_for = other, why
+                    break
+        if tried.arrived.pool is not arrival.pool:
             tokens = None
+        arrival, placement, forecast = tried.arrived, tried.placement, tried.forecast
         pool, prompt = arrival.pool, prompt_of(arrival, tokens)
         guard = self.guard_of(arrival)
         guarded = guarded or ("" if guard is None else f"'{guard.name}' is asked first")
@@ -352,8 +403,6 @@ class AdmissionPipeline:
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
         constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
         considered = pool.consider(prompt, constraints, now=now, rng=rng)
-        tried = Record("", arrival=arrival, attachment=attachment, wall_s=wall_s)
-        tried.fell_back_for = "" if instead is None else why
         plan = self._fallbacks.plan(tried, considered, now)
         fallbacks = () if plan is None else plan.states
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
@@ -383,7 +432,7 @@ class AdmissionPipeline:
         refusal: Refusal
         try:
             own = step()
-            if isinstance(own, Held) and not record.was_held:
+            if isinstance(own, Held) and record.state in WAITING:
                 self._watch_wait(record, out)
             return own
         except Refusal as error:
@@ -401,10 +450,9 @@ class AdmissionPipeline:
         why = why_model_is_refused(arrival.pool, arrival.request.api, now)
         if why and arrival.destination.model == arrival.pool.spec.model:
             raise UnknownModel(why, param="model")
-        breaker = arrival.pool.breaker
-        if breaker.state(now) is BreakerState.OPEN and arrival.destination.fallbacks is None:
-            # before anything is reserved for it
-            check_server(arrival.pool, now, is_drawn=False)
+        if arrival.pool.breaker.trips and arrival.destination.fallbacks is None:
+            # an open one, before anything is reserved for it
+            check_server(arrival.pool, now, is_drawn=True)
         if not self._admission.limits_anything(arrival):
             return self._ask_guard(record, now, out)
         record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))
@@ -481,7 +529,9 @@ class AdmissionPipeline:
             return judge(guard, arrival, GuardFailed.internal(error), self._builder)
 
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
-        self._foresee(record, now, out)
+        objectives = self._dispatcher.objectives_of(record.arrived)
+        if objectives is not None and objectives.refuses:
+            self._foresee(record, objectives, now, out)
         if record.arrived.destination.fallbacks is not None:
             self._fall_back(record, now, out)
         arrival = record.arrived
@@ -490,52 +540,37 @@ class AdmissionPipeline:
         self._dispatcher.put(record, State.ASKING_TOKENS, now)
         return AskTokens(record.ticket, arrival)
 
-    def _foresee(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _foresee(self, record: Record, objectives: ObjectiveClass, now: float, out: list[Effect]) -> None:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
-        arrival, waited_s = record.arrived, now - record.arrived_at_s
-        foresee = partial(
-            self._forecaster.foresee,
-            self._builder,
-            arrival,
-            record.attachment,
-            now,
-            placement=record.placement,
-            wall_s=record.wall_s,
-            waited_s=waited_s,
-        )
+        foresee = partial(self._forecaster.foresee, self._builder, record, objectives, now)
         found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
-        forecast = found.forecast
-        fall_back = partial(
-            self._in_time_elsewhere, found, record.attachment, now, wall_s=record.wall_s, waited_s=waited_s
-        )
-        instead = with_fault(out, _FALLBACK_FAILED, fall_back)
-        if instead is not None:
-            forecast = msgspec.structs.replace(forecast, result="fallback")
-        record.forecast, record.due_by_s = forecast, record.arrived_at_s + forecast.due_s
+        found = with_fault(out, _FALLBACK_FAILED, partial(self._in_time_elsewhere, record, found, now)) or found
+        forecast = record.forecast = found.forecast
+        record.due_by_s = record.arrived_at_s + forecast.due_s
         if forecast.result != "held":
             out.append(RequestUnmeetable(forecast))
-        if instead is not None:
-            self._send_to_fallback(record, instead, "late")
+        if forecast.result == "fallback":
+            self._move(record, found.arrival, why="late")
         elif found.refusal is not None:
             raise found.refusal
-        elif found.arrival is not arrival:
-            self._dispatcher.move(record, found.arrival)
-            record.placement = found.placement
+        elif found.arrival is not record.arrival:
+            self._move(record, found.arrival, placement=found.placement)
 
-    def _in_time_elsewhere(
-        self, late: Foreseen | None, attachment: Attachment, now: float, *, wall_s: float, waited_s: float
-    ) -> Arrival | None:
+    def _in_time_elsewhere(self, record: Record, late: Foreseen, now: float) -> Foreseen | None:
         """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
         refused, or there is none.
         """
-        if late is None or late.refusal is None:
+        if late.refusal is None:
             return None
-        in_time = partial(self._forecaster.is_in_time, late.forecast, attachment, now, wall_s=wall_s, waited_s=waited_s)
-        return self._fallbacks.instead(late.arrival, attachment, now, suits=in_time)
+        in_time = partial(self._forecaster.is_in_time, record, late.forecast, now)
+        other = self._fallbacks.instead(record, "late", now, suits=in_time)
+        if other is None:
+            return None
+        return Foreseen(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
 
     def _go_on(self, record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> RequestEffect:
         """Take the request through the remaining waits, to an engine."""

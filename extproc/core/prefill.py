@@ -295,4 +295,4 @@ def _run_of_leg(run: Run) -> Run:
     prefill = run.assignment.prefilled_by
     assignment = msgspec.structs.replace(run.assignment, endpoint=prefill, addresses=(prefill.address,), prefill=None)
     sent = msgspec.structs.replace(run.sent, is_streamed=True, expects_usage=False, checks_refusal=None, waited_s=0.0)
-    return Run(run.pool, assignment, {}, sent, run.sent_at_s, is_leg=True)
+    return Run(run.pool, assignment, {}, sent, run.sent_at_s, is_part=True)

@@ -7,7 +7,6 @@ changes.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from functools import partial
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.core.dispatch import Dispatcher
     from extproc.core.effects import Decision
-    from extproc.core.record import Arrival, Placement, Record
+    from extproc.core.record import Arrival, Record
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.cache_estimator import Expectation
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
 _MOST_HOLDERS: Final = 4
 # After this time without a request, the name of a session may be replaced by another.
 _FLOW_IDLE_S: Final = 60.0
-TIERS_FAILED: Final = "the tiers of a rule could not be compared"
 _QUEUE_FAILED: Final = "the queue of a server could not be served"
 # Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
 MOST_AT_ONCE: Final = 64
@@ -291,18 +289,12 @@ class QueueWait:
         admission: AdmissionController,
         dispatcher: Dispatcher,
         proceed: Callable[[Record, Bools | None, float, list[Effect]], None],
-        spill: Callable[[Record, float, float], tuple[Arrival, Placement] | None],
     ) -> None:
-        """``proceed``: takes on a request whose turn it is, with the rows that have room for it; None: all have.
-        ``spill``: the tier of a request that has waited so long for its home.
-        """
+        """``proceed``: takes on a request whose turn it is, with the rows that have room for it; None: all have."""
         self._records = records
         self._admission = admission
         self._dispatcher = dispatcher
         self._proceed = proceed
-        self._spill = spill
-        # when to ask about the tiers of requests, by ticket; entries of those that wait no more are left to their time
-        self._spills: list[tuple[float, str]] = []
         # those of the last configuration
         self._gates: Mapping[str, Gate] = admission.gates
         # tickets whose gate is gone: they go at the next tick
@@ -326,9 +318,6 @@ class QueueWait:
         if with_room is not None:
             return self._dispatcher.dispatch(record, now, out, gate=gate, with_room=with_room, expectation=expectation)
         self._enqueue(record, queued, gate, now, out)
-        placement = record.placement
-        if placement is not None and placement.choice.ask_again_s:
-            self._ask_again(record, record.arrived_at_s + placement.choice.ask_again_s, out)
         out.append(WakeAt(now))
         # its engines or its adapter may leave before it is its turn
         return self._admission.hold(record, now)
@@ -361,7 +350,6 @@ class QueueWait:
         while self._freed and released < MOST_AT_ONCE:
             self._release(self._freed.popleft(), None, now, out)
             released += 1
-        self._spill_due(now, out)
         for gate in self._admission.gates.values():
             if not len(gate.queue):
                 continue
@@ -377,42 +365,6 @@ class QueueWait:
         if at_s is not None:
             # a queue that fails is not tried again at once
             out.append(WakeAt(max(at_s, now + RECHECK_S) if faults else at_s))
-
-    def _ask_again(self, record: Record, at_s: float, out: list[Effect]) -> None:
-        heapq.heappush(self._spills, (at_s, record.ticket))
-        out.append(WakeAt(at_s))
-
-    def _spill_due(self, now: float, out: list[Effect]) -> None:
-        """Requests that have waited for their home long enough go to another tier that has room at once."""
-        asked = 0
-        while self._spills and self._spills[0][0] <= now and asked < MOST_AT_ONCE:
-            _, ticket = heapq.heappop(self._spills)
-            record = self._records.get(ticket)
-            if record is None or record.state is not State.QUEUED:
-                continue
-            asked += 1
-            if not with_fault(out, TIERS_FAILED, partial(self._spill_one, record, now, out)):
-                # however many wait, a second has as many questions as one tick
-                pause_s = RECHECK_S * max(1.0, len(self._spills) / MOST_AT_ONCE)
-                self._ask_again(record, now + pause_s, out)
-        if self._spills:
-            out.append(WakeAt(max(now, self._spills[0][0])))
-
-    def _spill_one(self, record: Record, now: float, out: list[Effect]) -> bool:
-        """Whether the request has left its queue."""
-        found = self._spill(record, now, now - record.arrived_at_s)
-        if found is None or record.queued is None or found[0].pool is record.arrived.pool:
-            return False
-        other, placement = found
-        room = self.passes_at(record, other, now)
-        if room is None:
-            return False
-        self.withdraw(record, now)
-        self._dispatcher.move(record, other)
-        (record.queued, with_room), record.placement = room, placement
-        record.happens(Event.GRANTED)
-        self._proceed(record, with_room, now, out)
-        return True
 
     def passes_at(self, record: Record, other: Arrival, now: float) -> tuple[QueuedRequest | None, Bools | None] | None:
         """Its entry and the rows that have room for it at another ModelServer, if it need not wait there; else None."""

@@ -51,6 +51,9 @@ PrefillOutcome = Literal[
     "expired",
     "left",
 ]
+# Why a request goes to a fallback at once: its ModelServer has no usable endpoint, its prompt is too long there, it
+# is predicted to be late, or it has waited long enough.
+FallbackReason = Literal["no_endpoint", "context_window", "late", "queue"]
 _NOTHING: Final = Expected()
 
 
@@ -345,9 +348,10 @@ class Run(msgspec.Struct):
     of its ModelServer when it arrived, None if it had none. ``expected``: what it pays where its answer does not report
     it. ``objectives``: those of its class, None if it has none. ``model``: as its engine was asked. ``prefilled_by``:
     the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
-    ``is_leg``: it is such a leg. ``has_leg``: its engine gets it after such a leg. ``leg``: the end of one beside it.
-    ``is_aborted``: that failed, so its engine answers an error without a fault. ``attempts``: None without fallbacks.
-    ``reserves``: of those that may serve it, by ModelServer.
+    ``is_part``: it is such a leg, or an attempt after others: its duration is not that of a whole answer. ``has_leg``:
+    its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so its engine
+    answers an error without a fault. ``attempts``: None without fallbacks. ``reserves``: of those that may serve it, by
+    ModelServer.
     """
 
     pool: Pool
@@ -372,14 +376,14 @@ class Run(msgspec.Struct):
     model: str = ""
     prefilled_by: str = ""
     has_leg: bool = False
-    is_leg: bool = False
+    is_part: bool = False
     leg: PrefillLeg | None = None
     is_aborted: bool = False
     attempts: Attempts | None = None
     reserves: Mapping[str, Reserve] = NO_RESERVES
 
     def at(self, reserve: Reserve) -> Run:
-        """The request as its fallback has served it; it never counted there."""
+        """The request as its fallback has served it, after other attempts; it never counted there."""
         return msgspec.structs.replace(
             self,
             pool=reserve.pool,
@@ -388,6 +392,7 @@ class Run(msgspec.Struct):
             sent=reserve.sent,
             model=reserve.model,
             price=reserve.price,
+            is_part=True,
             attempts=None,
             reserves=NO_RESERVES,
         )
@@ -450,7 +455,7 @@ class Record(msgspec.Struct):
     ``placement``        the choice of its tier, None if its rule has no tiers
     ``forecast``         whether it can hold its objectives, None if that is not asked
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
-    ``fell_back_for``    why it goes to a fallback at once: ``queue``, ``no_endpoint``, ``late``; or empty
+    ``fell_back_for``    why it goes to a fallback at once, empty if it does not
     ``is_drawn``         it may go to a ModelServer that is half-open, beside the probe
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
@@ -484,7 +489,7 @@ class Record(msgspec.Struct):
     placement: Placement | None = None
     forecast: Forecast | None = None
     due_by_s: float = math.inf
-    fell_back_for: str = ""
+    fell_back_for: FallbackReason | Literal[""] = ""
     is_drawn: bool = True
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()

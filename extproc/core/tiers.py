@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from extproc.admission.queue import Gate
-    from extproc.core.record import Arrival, Attachment
+    from extproc.core.record import Arrival, Record
     from extproc.core.request_builder import RequestBuilder
 
 _TRY_AGAIN_S: Final = 300.0
@@ -52,31 +52,29 @@ class TierSelector:
     def place(
         self,
         builder: RequestBuilder,
-        arrival: Arrival,
-        attachment: Attachment,
+        record: Record,
         now: float,
         *,
-        wall_s: float,
-        waited_s: float = 0.0,
         is_tried: bool = False,
     ) -> tuple[Arrival, Placement] | None:
         """The request at the tier that it takes, and why; None if its rule has none, or none of them can serve it.
 
-        ``waited_s``: so far. ``is_tried``: nothing is to be remembered of it.
+        ``is_tried``: nothing is to be remembered of it.
         """
+        arrival = record.arrived
         tiers = arrival.destination.tiers
         if tiers is None:
             return None
         found: list[tuple[Arrival, Candidate]] = []
         for one in builder.tiers_of(arrival):
-            judged = self.candidate(one, attachment, now, wall_s)
+            judged = self.candidate(record, one, now)
             if judged is not None:
                 found.append((one, judged))
         if not found:
             return None
         candidates = tuple(candidate for _, candidate in found)
         policy = tiers.policy_of(arrival.caller.tenant, arrival.priority)
-        choice = choose(candidates, policy, waited_s)
+        choice = choose(candidates, policy, now - record.arrived_at_s)
         taken = found[choice.taken][0]
         if not is_tried:
             for candidate in candidates:
@@ -91,14 +89,14 @@ class TierSelector:
         else:
             self._taken_at_s.setdefault(server, now)
 
-    def candidate(self, arrival: Arrival, attachment: Attachment, now: float, wall_s: float) -> Candidate | None:
-        """The request at its ModelServer; None if no endpoint there can take it."""
+    def candidate(self, record: Record, arrival: Arrival, now: float) -> Candidate | None:
+        """The request at a ModelServer, as ``arrival``; None if no endpoint there can take it."""
         pool, request = arrival.pool, arrival.request
         table, prompt = pool.table, prompt_of(arrival, None)
         if pool.breaker.state(now) is BreakerState.OPEN:
             return None
         try:
-            considered = pool.consider(prompt, constraints_of(arrival, attachment), now=now, rng=self._rng)
+            considered = pool.consider(prompt, constraints_of(arrival, record.attachment), now=now, rng=self._rng)
         except Refusal:
             return None
         expectation, pick = considered.expectation, considered.pick
@@ -106,7 +104,7 @@ class TierSelector:
         computing = row if pick.prefill_row is None else pick.prefill_row
         demand, input_tokens = expectation.demand, expectation.input_tokens
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
-        price = pool.price_at(wall_s)
+        price = pool.price_at(record.wall_s)
         cost = None
         if price is not None:
             cached = round(float(demand.cached_tokens[computing]))

@@ -39,7 +39,7 @@ def set_breaker(table: EndpointTable, row: int, breaker: Breaker) -> None:
     """Record the state of the row's breaker, and the columns that follow from it."""
     table.breakers[row] = breaker
     table.passes[row] = Pass(breaker.generation)
-    table.failures[row], table.retry_at_s[row] = breaker.trips, breaker.reopen_at_s if breaker.trips else 0.0
+    table.trips[row], table.retry_at_s[row] = breaker.trips, breaker.reopen_at_s if breaker.trips else 0.0
     table.unsettled.add(row)
     table.has_failures = True
     table.has_tripped = table.has_tripped or bool(breaker.generation)

@@ -56,7 +56,7 @@ _COLUMNS: Final = (
     "rate_samples",
     "own_log_rate",
     "retry_at_s",
-    "failures",
+    "trips",
     "prompt_tokens",
     "cached_tokens",
     "service_s",
@@ -134,7 +134,7 @@ class EndpointTable:
     ``cold_prompt_at_s``              s           0         last sent a prompt that no endpoint had cached
     ``breakers``                                  closed    the state of its breaker
     ``passes``                                    first     with what requests pass that
-    ``failures``                                  0         how often it has opened since it was closed
+    ``trips``                                     0         how often it has opened since it was closed
     ``retry_at_s``                    s           0         when it lets a request through; see ``avoidance.refresh``
     ``healths``                                   unknown   how its answers were
     *Learned from answers*
@@ -200,7 +200,7 @@ class EndpointTable:
         self.rate_noise = 1.0
         self.fresh_s = FRESH_S
         self.retry_at_s: Floats = np.zeros(0)
-        self.failures: Ints = np.zeros(0, np.int64)
+        self.trips: Ints = np.zeros(0, np.int64)
         self.healths: list[EndpointHealth] = []
         self.breakers: list[Breaker] = []
         self.passes: list[Pass] = []
@@ -316,7 +316,7 @@ class EndpointTable:
         self.addresses[row] = address
         self.epochs[row] += 1
         self.is_active[row], self.absence_cost_s[row], self.rate_samples[row] = True, 0.0, 0
-        self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
+        self.in_flight[row] = self.trips[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.retry_at_s[row] = 0.0
         self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_prompt_at_s[row] = 0.0
         self.ttft_s[row] = self.tpot_s[row] = self.service_s[row] = self.service_at_s[row] = 0.0

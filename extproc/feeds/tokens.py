@@ -196,7 +196,7 @@ class EngineTokenizer:
     def _engines(self, table: EndpointTable) -> list[str]:
         """The two engines to try, the better one first; one if there is a single engine."""
         load = np.where(table.is_active, table.in_flight, np.inf)
-        best_first = np.lexsort((self._chance.random(len(load)), load, table.failures > 0, ~table.is_active))
+        best_first = np.lexsort((self._chance.random(len(load)), load, table.trips > 0, ~table.is_active))
         return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
 
     async def _ask(self, spec: ModelServerSpec, address: str, payload: bytes) -> Sequence[int]:

@@ -155,7 +155,7 @@ def _lines(series: str, pool: Pool, column: _Column) -> Iterator[str]:
 def _avoided_lines(pool: Pool) -> Iterator[str]:
     table = pool.table
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
-        reasons = _reasons(table.healths[row]) if table.failures[row] else ()
+        reasons = _reasons(table.healths[row]) if table.trips[row] else ()
         yield "".join([_AVOIDED.line((pool.name, address, reason), 1) for reason in reasons])
 
 

@@ -93,9 +93,6 @@ class ShadowShare:
 class Metrics:
     """All series of one extproc process, in a registry of their own."""
 
-    # none is kept unless one is set
-    decision_log: DecisionLog | None = None
-
     def __init__(
         self,
         pools: Callable[[], Iterable[Pool]],
@@ -106,12 +103,13 @@ class Metrics:
         *,
         budget_levels: Callable[[], Iterable[BucketLevel]] = tuple,
         has_llm_d_names: bool = False,
+        decision_log: DecisionLog | None = None,
     ) -> None:
         """``clock``: that of endpoint tables. ``gates``: by ModelServer, where there is flow control. ``at_zero``:
         requests held at zero. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names
-        of llm-d's picker, too.
+        of llm-d's picker, too. ``decision_log``: gets the same effects.
         """
-        self.recent, self.shadow = RecentRequests(), ShadowShare()
+        self.recent, self.shadow, self.decision_log = RecentRequests(), ShadowShare(), decision_log
         self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock))

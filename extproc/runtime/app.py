@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from extproc.core.peers import PeerEvent
     from extproc.feeds.adapters import AdapterLoader
     from extproc.feeds.prefills import Prefills
+    from extproc.line_file import LineResult
 
 log = logging.getLogger(__name__)
 # How long a worker that starts waits for another one's levels; they answer within some 0.1 s.
@@ -167,8 +168,8 @@ class App:
             recent=self._recent_grants(origin),
         )
         core.on_wall_clock(wall_clock(), clock())
-        metrics = self._metrics = self._make_metrics()
-        self._log_file = self._open_decision_log(metrics)
+        self._log_file = self._open_decision_log()
+        metrics = self._metrics = self._make_metrics(self._log_file)
         access = self._access = EngineAccess(os.environ, clock, settings.files or settings.config.path)
         self._tokenizers, source = Tokenizers(metrics, access), f"urn:attache:{socket.gethostname()}"
         self._guards = Guards(access, clock=clock, source=source)
@@ -271,8 +272,17 @@ class App:
             buses.append(RedisBus(settings.redis, settings.redis_channel))
         return buses
 
-    def _make_metrics(self) -> Metrics:
+    def _make_metrics(self, log_file: LineFile | None) -> Metrics:
         core, settings = self._core, self._settings
+        decision_log = None
+        if log_file is not None:
+            decision_log = DecisionLog(
+                log_file.put,
+                share=settings.decision_share,
+                rng=random.Random(),
+                wall_clock=self._wall_clock,
+                explains_all=settings.gateway.emits_scores,
+            )
         made = Metrics(
             lambda: list(core.pools.values()),
             self._wall_clock,
@@ -281,23 +291,20 @@ class App:
             core.at_zero,
             budget_levels=self._budget_levels,
             has_llm_d_names=settings.has_llm_d_names,
+            decision_log=decision_log,
         )
         made.objectives.follow(core.objective_classes)
         return made
 
-    def _open_decision_log(self, metrics: Metrics) -> LineFile | None:
+    def _open_decision_log(self) -> LineFile | None:
         settings = self._settings
         if settings.decision_log is None:
             return None
-        file = LineFile(settings.decision_log, on_loop(asyncio.get_running_loop(), metrics.count_log_lines))
-        metrics.decision_log = DecisionLog(
-            file.put,
-            share=settings.decision_share,
-            rng=random.Random(),
-            wall_clock=self._wall_clock,
-            explains_all=settings.gateway.emits_scores,
-        )
-        return file
+
+        def count(result: LineResult, lines: int) -> None:
+            self._metrics.count_log_lines(result, lines)
+
+        return LineFile(settings.decision_log, on_loop(asyncio.get_running_loop(), count))
 
     def _load_saved(self, number: int) -> dict[str, SavedLevels | SavedObjectives]:
         """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no

@@ -90,7 +90,7 @@ def test_an_engine_that_is_wanted_again_before_it_has_gone_takes_those_who_wait(
 def test_an_engine_that_fails_for_some_seconds_is_an_engine() -> None:
     zero = Zero(small=[engine(1)])
     table = zero.core.pools[SMALL].table
-    table.failures[0], table.retry_at_s[0], table.has_failures = 3, zero.now + 10, True
+    table.trips[0], table.retry_at_s[0], table.has_failures = 3, zero.now + 10, True
     (ticket,) = zero.ask()
     assert zero.went(ticket)
 

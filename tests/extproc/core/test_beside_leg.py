@@ -147,7 +147,7 @@ def test_a_prefill_that_fails_has_the_decode_engine_end_the_request(name: str) -
     for _ in range(20):
         scene.core.on_outcome(Outcome(found.ticket, 500, D, 1.0, 1.0, None, None, None), 1.0)
     row = scene.table.row_of(D)
-    assert (scene.table.failures[row], scene.table.retry_at_s[row]) == (0, 0)
+    assert (scene.table.trips[row], scene.table.retry_at_s[row]) == (0, 0)
     assert scene.is_free
     assert not scene.core.requests()
 
@@ -168,7 +168,7 @@ def test_what_the_prefill_engine_refuses_ends_the_request_too() -> None:
     effects = scene.answer(asked.ticket, 0.1, status=400, body=b'{"message": "too long"}')
     assert (leg(effects).leg.outcome, leg(effects).leg.detail) == ("refused", "too long")
     assert aborted(effects).address == D
-    assert not scene.table.failures.any()
+    assert not scene.table.trips.any()
 
 
 def test_our_own_bounds_are_no_fault_of_the_engine() -> None:
@@ -177,7 +177,7 @@ def test_our_own_bounds_are_no_fault_of_the_engine() -> None:
     effects = scene.answer(asked.ticket, 0.0, failure="not_asked")
     assert leg(effects).leg.outcome == "not_asked"
     assert aborted(effects).address == D
-    assert not scene.table.failures.any()
+    assert not scene.table.trips.any()
 
 
 @pytest.mark.parametrize("verb", ["on_disconnect", "on_stream_closed"])
@@ -291,7 +291,7 @@ def test_the_other_processes_count_both_engines_as_this_one_does(end: dict[str, 
     status = 500 if end.get("failure") else 200
     pair.tell(pair.one.core.on_outcome(Outcome(found.ticket, status, D, 2.0, 0.75, 410, 6, 400), 2.0), 2.0)
     pair.tell(pair.one.core.on_stream_closed(found.ticket, 2.0), 2.0)
-    for column in ("ttft_s", "tpot_s", "prefill_rate", "failures", "retry_at_s"):
+    for column in ("ttft_s", "tpot_s", "prefill_rate", "trips", "retry_at_s"):
         assert getattr(pair.one.table, column).tolist() == getattr(pair.other.table, column).tolist(), column
     assert pair.one.is_free
     assert pair.other.is_free

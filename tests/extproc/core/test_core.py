@@ -234,10 +234,10 @@ def test_an_endpoint_that_was_passed_over_is_avoided_until_it_serves(core: Core)
 
 def test_a_status_of_unavailable_is_a_failure_and_an_engines_own_error_is_not(core: Core, pool: Pool) -> None:
     for status, failures in ((503, 1), (500, 0), (0, 0), (504, 1), (400, 0)):
-        pool.table.failures[:] = 0
+        pool.table.trips[:] = 0
         decision = arrive(core, chat())
         settle(core, outcome_of(decision, status=status), 1.0)
-        assert pool.table.failures.sum() == failures, status
+        assert pool.table.trips.sum() == failures, status
 
 
 def test_bytes_per_token_are_learned_from_reported_usage(core: Core, pool: Pool) -> None:

@@ -308,8 +308,7 @@ def test_a_sentence_tells_why_an_endpoint_was_chosen(one: Explanation, sentence:
 def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     core, lines = core_of(configured=True), list[bytes]()
     log = DecisionLog(lines.append, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
-    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
-    metrics.decision_log = log
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0, decision_log=log)
     assert log.samples()
     headers = {"x-attache-tenant": "acme", "x-attache-user": "ann", "x-request-id": "5e1f"}
     decision = explained(core, msgspec.structs.replace(HEAD, headers=headers, is_trusted=True))

@@ -88,7 +88,7 @@ def end(core: Core, decision: Decision, now: float, **outcome: object) -> Reques
 
 def failures(core: Core) -> dict[str, int]:
     tables = [pool.table for pool in core.pools.values()]
-    return {table.addresses[row]: int(table.failures[row]) for table in tables for row in table.active_rows}
+    return {table.addresses[row]: int(table.trips[row]) for table in tables for row in table.active_rows}
 
 
 def in_flight(core: Core) -> float:

@@ -330,7 +330,7 @@ def test_a_prefill_engine_that_fails_is_avoided() -> None:
     # and is tried again after a while
     _, asked, _ = scene.arrive(5.0)
     scene.answer(asked.ticket, 5.1)
-    assert scene.table.failures[row] == 0
+    assert scene.table.trips[row] == 0
 
 
 def test_after_a_failure_another_engine_prefills_within_the_same_time() -> None:
@@ -451,7 +451,7 @@ def test_our_own_bounds_are_no_fault_of_the_engine() -> None:
         _, asked, _ = scene.arrive(float(number))
         effects = scene.answer(asked.ticket, number + 0.1, failure="not_asked")
         assert not [one for one in effects if isinstance(one, HealthChanged)]
-    assert not scene.table.failures.any()
+    assert not scene.table.trips.any()
 
 
 @pytest.mark.parametrize("on_failure", ["Local", "Fail"])
@@ -952,7 +952,7 @@ def test_the_other_processes_count_both_engines_as_this_one_does(failure: str) -
         assert pair.one.load(address) == pair.other.load(address)
     pair.tell(pair.one.core.on_outcome(Outcome(asked.ticket, 200, D, 2.0, 0.75, 410, 6, 400), 2.0), 2.0)
     pair.tell(pair.one.core.on_stream_closed(asked.ticket, 2.0), 2.0)
-    for column in ("ttft_s", "tpot_s", "prefill_rate", "failures", "retry_at_s"):
+    for column in ("ttft_s", "tpot_s", "prefill_rate", "trips", "retry_at_s"):
         assert getattr(pair.one.table, column).tolist() == getattr(pair.other.table, column).tolist(), column
     assert pair.one.is_free
     assert pair.other.is_free
@@ -968,7 +968,7 @@ def test_the_other_processes_count_a_second_try_at_its_engine() -> None:
         assert pair.one.load(address) == pair.other.load(address)
     pair.tell(pair.one.answer(asked.ticket, 1.0), 1.0)
     pair.tell(pair.one.core.on_stream_closed(asked.ticket, 2.0), 2.0)
-    for column in ("ttft_s", "prefill_rate", "failures", "retry_at_s"):
+    for column in ("ttft_s", "prefill_rate", "trips", "retry_at_s"):
         assert getattr(pair.one.table, column).tolist() == getattr(pair.other.table, column).tolist(), column
     assert pair.one.is_free
     assert pair.other.is_free

@@ -199,9 +199,9 @@ def test_reasons_name_both_profiles() -> None:
 def test_a_configured_picker_avoids_endpoints_in_back_off_if_others_are_left() -> None:
     text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]\n"
     picker = picker_from_text("a.yaml", text, BUILT_IN).picker
-    idle_but_failing = view_of(3, waiting=[0, 5, 9], retry_at_s=[9, 0, 0], failures=[1, 0, 0], now_s=1.0)
+    idle_but_failing = view_of(3, waiting=[0, 5, 9], retry_at_s=[9, 0, 0], trips=[1, 0, 0], now_s=1.0)
     idle_but_failing.table.has_failures = True
     assert picker.pick(idle_but_failing, rng=random.Random(0)).rows == [1, 2]
-    all_failing = view_of(3, waiting=[0, 5, 9], retry_at_s=[9, 9, 9], failures=[1, 1, 1], now_s=1.0)
+    all_failing = view_of(3, waiting=[0, 5, 9], retry_at_s=[9, 9, 9], trips=[1, 1, 1], now_s=1.0)
     all_failing.table.has_failures = True
     assert picker.pick(all_failing, rng=random.Random(0)).rows == [0, 1, 2]

@@ -260,8 +260,8 @@ def test_another_endpoint_that_served_is_noticed(core: Core) -> None:
     first, second, _ = pick_of(gateway.body(CHAT)[0])
     gateway.answer(200, b"{}", served=second)
     table = core.pools["default/llama"].table
-    assert table.failures[table.row_of(first)] == 1
-    assert table.failures[table.row_of(second)] == 0
+    assert table.trips[table.row_of(first)] == 1
+    assert table.trips[table.row_of(second)] == 0
 
 
 def test_a_client_that_leaves_teaches_nothing_and_frees_its_engine(core: Core) -> None:
