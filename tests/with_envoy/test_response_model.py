@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
+import random
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
@@ -169,6 +171,56 @@ async def test_an_answer_in_two_pieces_may_be_cut_anywhere(gateway: Gateway, pat
     for at in range(1, len(served), 1 if IS_SLOW else 2):
         answer = await ask(gateway, path, [served[:at], served[at:]], kind)
         assert answer.content == as_asked(whole), at
+
+
+WORDS: Final = ('"', "\\", "model", ":", "{", "}", "[", "]", ",", " ", "é", "\n", "data:", '"model":"x"', "response")
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choices(WORDS, k=rng.randrange(6)))
+
+
+def random_value(rng: random.Random, depth: int = 0) -> object:
+    kind = rng.randrange(6 if depth < 4 else 4)
+    if kind < 3:
+        return ("model", random_text(rng), random_text(rng))[kind]
+    if kind == 3:
+        return rng.choice([None, True, -1.5e-3, 7, "", [], {}])
+    size = rng.randrange(4)
+    if kind == 4:
+        return [random_value(rng, depth + 1) for _ in range(size)]
+    return {rng.choice(["model", "message", random_text(rng)]): random_value(rng, depth + 1) for _ in range(size)}
+
+
+def random_object(rng: random.Random) -> dict[str, object]:
+    """With the name somewhere in it."""
+    fields = [(random_text(rng) or "a", random_value(rng)) for _ in range(rng.randrange(5))]
+    fields = [(name, value) for name, value in fields if name not in {"model", "message", "response"}]
+    fields.insert(rng.randrange(len(fields) + 1), ("model", "@@"))
+    return dict(fields)
+
+
+@pytest.mark.parametrize("seed", range(40 if IS_SLOW else 8))
+async def test_any_json_in_any_pieces_has_the_name_in_its_place_alone(gateway: Gateway, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(8):
+        path, kind = rng.choice([(CHAT, JSON), (MESSAGES, JSON), (CHAT, SSE), (MESSAGES, SSE)])
+        if kind == JSON:
+            whole = text(random_object(rng), indent=rng.choice([None, None, 0, 2]))
+        else:
+            events = []
+            for _ in range(rng.randrange(1, 5)):
+                found = random_object(rng)
+                if path == MESSAGES:
+                    found = {"a": random_value(rng), "model": "x", "message": found, "b": random_value(rng)}
+                events.append(rng.choice(["", "event: x\n", ": {\n"]) + f"data: {text(found)}\n\n")
+                events += [events[-1]] * rng.randrange(3)
+            whole = "".join(events)
+        served = as_served(whole)
+        cuts = sorted({0, len(served), *(rng.randrange(len(served)) for _ in range(rng.randrange(12)))})
+        came = [served[start:end] for start, end in itertools.pairwise(cuts)]
+        answer = await ask(gateway, path, came, kind)
+        assert answer.content == as_asked(whole), came
 
 
 async def test_a_piece_leaves_before_the_next_one_comes(gateway: Gateway) -> None:
