@@ -128,7 +128,7 @@ class FallbackPlanner:
         let it through. ``is_drawn``: the breaker does, beside the probe.
         """
         fallbacks, pool = arrival.destination.fallbacks, arrival.pool
-        if fallbacks is None or not attachment.is_bundle:
+        if fallbacks is None or not attachment.is_bundle or arrival.adapter is not None:
             return None
         is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve
         is_for_failure = waited_s is None and suits is None

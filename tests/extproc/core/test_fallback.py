@@ -237,6 +237,22 @@ def test_a_request_for_an_adapter_goes_to_no_fallback() -> None:
     assert "the request is for an adapter" in to_text(decision.explanation)
 
 
+def test_it_goes_to_none_at_once_either() -> None:
+    core = core_with(route="loraAdapters: [sql]")
+    fail(core, "a")
+    assert sent(core, 0.5).server == "default/b"
+    assert sent(core, 0.5, model="sql").server == "default/a"
+    queue = f"flowControl: {{{ONE_AT_A_TIME}, timeout: 30s}}\n"
+    core = core_with(
+        fallback=[{"modelServerName": "b", "afterQueue": "1s"}],
+        route="loraAdapters: [sql]",
+        servers={"a": endpoints(A1) + QUIET + queue},
+    )
+    sent(core)
+    assert isinstance(ask(core, 0.1, model="sql"), Held)
+    assert ends(core.tick(2.0)) == []
+
+
 def test_other_gateways_know_nothing_of_fallbacks() -> None:
     assert sent(core_with(), attachment=Attachment(is_bundle=False)).attempts is None
 
