@@ -93,8 +93,10 @@ class FallbackBudgets:
 
 
 def _was_passed_on(run: Run) -> bool:
-    table, endpoint = run.pool.table, run.assignment.endpoint
-    if not table.has_failures or not table.is_current(endpoint) or not table.failures[endpoint.row]:
+    pool, table, endpoint = run.pool, run.pool.table, run.assignment.endpoint
+    if not (table.has_failures or pool.breaker.trips) or not table.is_current(endpoint):
+        return False
+    if not (table.failures[endpoint.row] or pool.breaker.trips):
         return False
     return run.sent_at_s > table.healths[endpoint.row].served_at_s
 
