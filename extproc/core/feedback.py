@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, 500})
-# Of an endpoint that says that it has too much to do, and not for how long.
+# Of an endpoint that says that it has too much to do, and not for how long, or for less. Who answers at once has no
+# load, and would look like the best choice.
 _LOAD_PAUSE_S: Final = 1.0
 # Successful probes in a row that close the breaker of an endpoint or ModelServer that was judged by many answers; for
 # one that could not be reached, one is enough.
@@ -117,7 +118,7 @@ def _pause(pool: Pool, address: str, pause_s: float | None, now: float) -> None:
     if asking is None:
         return
     for row in [asking] if pool.spec.provider is None else list(table.active_rows):
-        set_breaker(table, row, table.breakers[row].held_off(_LOAD_PAUSE_S if pause_s is None else pause_s, now))
+        set_breaker(table, row, table.breakers[row].held_off(max(_LOAD_PAUSE_S, pause_s or 0.0), now))
 
 
 def _release(run: Run) -> None:
