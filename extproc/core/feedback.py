@@ -90,7 +90,8 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
             is_unavailable = (
                 outcome.status in _UNAVAILABLE
                 or failure is EngineFailure.SILENT
-                or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST)
+                # of one whose client left before the next endpoint answered, nobody knows
+                or (was_passed_over and not _is_inconclusive(outcome) and outcome.status not in _MAYBE_THE_REQUEST)
             )
             if failure is None and not was_passed_over and _is_inconclusive(outcome):
                 _release(run)

@@ -509,6 +509,20 @@ def test_nor_does_one_over_which_they_are_silent() -> None:
     assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
 
 
+def test_nor_does_a_client_that_leaves_while_the_second_engine_is_asked() -> None:
+    core = core_with()
+    for number in range(20):
+        # the first has answered 500, and the second would
+        ill = of_tenant(core, "one", float(number))
+        first, second = ill.assignment.addresses
+        left = {"status": 0, "served": second, "served_by": "default/a", "attempts": 2, "has_left": True}
+        end(core, ill, number + 0.1, **left, prompt_tokens=None, ttfb_s=None)
+        other = of_tenant(core, "two", number + 0.2)
+        assert other.server == "default/a"
+        end(core, other, number + 0.3, served=other.assignment.addresses[0], served_by=other.server, attempts=1)
+    assert failures(core)[first] == failures(core)[second] == 0
+
+
 def test_if_engines_answer_500_to_everybody_the_breaker_of_their_server_opens() -> None:
     core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 5, "budgetPercent": 0})
     running = [of_tenant(core, f"tenant {number}", 1.0) for number in range(20)]
