@@ -166,7 +166,7 @@ USAGE_CONTEXT: Final = "usage"
 # body, as "first byte,length", and likewise the cache salt, which providers do not get; the ModelServers whose answers
 # are marked as degraded, and how; by ModelServer, the limits of the answer in the body, each as
 # "first byte,length,text;"; by class of refusals, the clusters that take what others have refused for it; and, as Envoy
-# writes them, which endpoints have refused it.
+# writes them, which endpoints have refused it, and which have answered 500.
 ROUTE_NAMESPACE: Final = "attache.route"
 GROUPS: Final = "priority_groups"
 SPLICE: Final = "splice"
@@ -174,6 +174,7 @@ SALT: Final = "salt"
 DEGRADED_SERVERS: Final = "degraded"
 CLAMPS: Final = "clamps"
 REFUSED: Final = "refused"
+ERRORS: Final = "errors"
 # By ModelServer, the retry-after of a provider that has answered 429, or 503 with it, to an attempt; maybe empty.
 PAUSES_NAMESPACE: Final = "attache.pauses"
 # Token usage, which Envoy's filters read out of answers.

@@ -70,35 +70,46 @@ class FallbackBudgets:
     def __init__(self) -> None:
         # sent there
         self._sent: Counter[str] = Counter()
-        # sent elsewhere, with this one as a fallback: by ticket
-        self._listed: dict[str, dict[str, Run]] = {}
+        # sent elsewhere, with this one as a fallback: by the endpoint that has them, and by ticket. Those that fail are
+        # few, and there may be ten thousand requests.
+        self._listed: dict[str, dict[tuple[Pool, int], dict[str, Run]]] = {}
 
     def begin(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
         if run.sent.is_fallback:
             self._sent[run.pool.name] += 1
         for server in run.reserves:
-            self._listed.setdefault(server, {})[ticket] = run
+            self._listed.setdefault(server, {}).setdefault(_place_of(run), {})[ticket] = run
 
     def end(self, ticket: str, run: Run) -> None:
         """Its stream is closed."""
         if run.sent.is_fallback:
             self._sent[run.pool.name] -= 1
         for server in run.reserves:
-            self._listed.get(server, {}).pop(ticket, None)
+            listed, place = self._listed.get(server, {}), _place_of(run)
+            runs = listed.get(place, {})
+            runs.pop(ticket, None)
+            if not runs:
+                listed.pop(place, None)
 
     def has_headroom(self, pool: Pool, fallbacks: Fallbacks) -> bool:
         """Whether the ModelServer may have one more request of the rule that has these ``fallbacks``."""
-        passed_on = sum(map(_was_passed_on, self._listed.get(pool.name, {}).values()))
         in_flight = float(pool.table.in_flight[pool.table.is_active].sum())
-        return self._sent[pool.name] + passed_on < fallbacks.budget(in_flight)
+        left = fallbacks.budget(in_flight) - self._sent[pool.name]
+        for (own, row), runs in self._listed.get(pool.name, {}).items():
+            if own.breaker.trips or (own.table.has_failures and own.table.trips[row]):
+                left -= sum(map(_was_passed_on, runs.values()))
+        return left > 0
+
+
+def _place_of(run: Run) -> tuple[Pool, int]:
+    return run.pool, run.assignment.endpoint.row
 
 
 def _was_passed_on(run: Run) -> bool:
+    """Whether its endpoint, which fails, has answered nothing since."""
     table, endpoint = run.pool.table, run.assignment.endpoint
-    if not table.has_failures or not table.is_current(endpoint) or not table.trips[endpoint.row]:
-        return False
-    return run.sent_at_s > table.healths[endpoint.row].served_at_s
+    return table.is_current(endpoint) and run.sent_at_s > table.healths[endpoint.row].served_at_s
 
 
 class FallbackPlanner:
@@ -134,7 +145,7 @@ class FallbackPlanner:
         """
         arrival = record.arrived
         fallbacks, pool, waited_s = arrival.destination.fallbacks, arrival.pool, now - record.arrived_at_s
-        if fallbacks is None or not record.attachment.is_bundle:
+        if fallbacks is None or not record.attachment.is_bundle or arrival.adapter is not None:
             return None
         if why == "no_endpoint":
             is_waiting = pool.spec.activation is not None and not pool.readiness.can_serve

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, 500})
-# Of an endpoint that says that it has too much to do, and not for how long.
+# Of an endpoint that says that it has too much to do, and not for how long, or for less. Who answers at once has no
+# load, and would look like the best choice.
 _LOAD_PAUSE_S: Final = 1.0
 # Successful probes in a row that close the breaker of an endpoint or ModelServer that was judged by many answers; for
 # one that could not be reached, one is enough.
@@ -74,7 +75,7 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
     for server, address in _failed_before(run, outcome) if outcome.refused else ():
         # Envoy was elsewhere, and has come back
         if server in run.reserves:
-            _count_passed_over(run.at(run.reserves[server]), address, now, out)
+            _count_passed_over(run.at(run.reserves[server]), outcome, address, now, out)
     if not run.is_part:
         _count_at_server(run, outcome, _failure_of(run, outcome, _row_that_answered(run, outcome)), now, out)
     if _is_load(outcome):
@@ -91,7 +92,8 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
             is_unavailable = (
                 outcome.status in _UNAVAILABLE
                 or failure is EngineFailure.SILENT
-                or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST)
+                # of one whose client left before the next endpoint answered, nobody knows
+                or (was_passed_over and not _is_inconclusive(outcome) and outcome.status not in _MAYBE_THE_REQUEST)
             )
             if failure is None and not was_passed_over and _is_inconclusive(outcome):
                 _release(run)
@@ -119,7 +121,7 @@ def _pause(pool: Pool, address: str, pause_s: float | None, now: float) -> None:
     if asking is None:
         return
     for row in [asking] if pool.spec.provider is None else list(table.active_rows):
-        set_breaker(table, row, table.breakers[row].held_off(_LOAD_PAUSE_S if pause_s is None else pause_s, now))
+        set_breaker(table, row, table.breakers[row].held_off(max(_LOAD_PAUSE_S, pause_s or 0.0), now))
 
 
 def _release(run: Run) -> None:
@@ -170,7 +172,8 @@ def _check_refusal(run: Run, outcome: Outcome, now: float, out: list[Effect]) ->
             table.healths[first.row].checks_refusals_until_s = 0.0
             _release(run)
         elif outcome.status:
-            _count(run, first.row, first.passed, EngineFailure.REFUSED, now, out, is_checked=True)
+            table.healths[first.row].check_refusals(now)
+            _count(run, first.row, first.passed, EngineFailure.REFUSED, now, out, is_evidence=True)
     if served_row is not None and not is_the_request and not _is_inconclusive(outcome):
         _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
 
@@ -188,9 +191,11 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
         if server in outcome.pauses:
             _pause(runs[server].pool, address, outcome.pauses[server], now)
         else:
-            _count_passed_over(runs[server], address, now, out)
-    is_own = any(server == run.pool.name for server, _ in failed)
-    _count_at_server(run, outcome, EngineFailure.PASSED_OVER if is_own else EngineFailure.REFUSED, now, out)
+            _count_passed_over(runs[server], outcome, address, now, out)
+    own = [address for server, address in failed if server == run.pool.name]
+    passed_on = EngineFailure.PASSED_OVER if own else EngineFailure.REFUSED
+    passed_on = passed_on if outcome.errors.isdisjoint(own) else EngineFailure.ERROR
+    _count_at_server(run, outcome, passed_on, now, out)
     there = runs.get(outcome.served_by)
     row = None if there is None else there.pool.table.row_of(outcome.served)
     if there is None or row is None or outcome.status == 0 or outcome.has_left:
@@ -230,12 +235,20 @@ def _tried_before(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
     return found
 
 
-def _count_passed_over(run: Run, address: str, now: float, out: list[Effect]) -> None:
+def _count_passed_over(run: Run, outcome: Outcome, address: str, now: float, out: list[Effect]) -> None:
+    """Another model has served the request. So it may be the reason, where the endpoint has answered 500, or has served
+    another request since.
+    """
     table, first = run.pool.table, run.assignment.endpoint
     row = table.row_of(address)
     if row is not None and (address != first.address or table.is_current(first)):
         passed = first.passed if address == first.address else UNKNOWN_PASS
-        _count(run, row, passed, EngineFailure.PASSED_OVER, now, out, is_unavailable=True)
+        health, is_error = table.healths[row], address in outcome.errors
+        failure = EngineFailure.ERROR if is_error else EngineFailure.PASSED_OVER
+        if is_error or health.served_at_s > run.sent_at_s:
+            _count(run, row, passed, failure, now, out, is_evidence=health.believes(run.sent.tenant))
+        else:
+            _count(run, row, passed, failure, now, out, is_unavailable=True)
 
 
 def _is_inconclusive(outcome: Outcome) -> bool:
@@ -275,10 +288,11 @@ def _count(
     out: list[Effect],
     *,
     is_unavailable: bool = False,
-    is_checked: bool = False,
+    is_evidence: bool | None = None,
 ) -> None:
     """``passed``: with what the request has passed the endpoint's breaker. ``is_unavailable``: one such failure is
-    enough to open it. ``is_checked``: another endpoint serves what this one refused.
+    enough to open it. ``is_evidence``: whether a failure counts against the endpoint; None: that of a refusal is
+    judged, and any other counts.
     """
     pool, health, breaker = run.pool, run.pool.table.healths[row], run.pool.table.breakers[row]
     if failure is None and run.is_on_time and not run.is_part:
@@ -289,7 +303,8 @@ def _count(
         record_good_answer(pool.table, row, now=now, tenant=run.sent.tenant)
         _set_breaker(pool, row, breaker.succeeded(passed.ticket, now), out)
         return
-    is_evidence = failure is not EngineFailure.REFUSED or _is_evidence(run, health, now, is_checked)
+    if is_evidence is None:
+        is_evidence = failure is not EngineFailure.REFUSED or _is_evidence(run, health, now)
     if run.is_on_time and is_evidence and record_bad_answer(pool.table, row, failure, tenant=run.sent.tenant):
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
     if is_unavailable or (health.is_suspect and is_evidence):
@@ -312,12 +327,12 @@ def _set_breaker(pool: Pool, row: int, after: Breaker, out: list[Effect]) -> Non
         set_breaker(pool.table, row, after)
 
 
-def _is_evidence(run: Run, health: EndpointHealth, now: float, is_checked: bool) -> bool:
+def _is_evidence(run: Run, health: EndpointHealth, now: float) -> bool:
     """Whether a refusal counts against its endpoint."""
     if run.sent.checks_refusal is not None:
         health.check_refusals(now)
-        if is_checked or not run.sent.checks_refusal:
-            return is_checked
+        if not run.sent.checks_refusal:
+            return False
     return health.believes_refusal(run.sent.tenant, hash((*run.sent.chain[-1:], run.sent.tail)))
 
 

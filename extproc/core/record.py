@@ -231,7 +231,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
     sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``pauses``: likewise
     providers of attempts before the last; None: they do not say for how long. ``refused``: by address of an attempt,
-    the class for which the prompt was refused there, and may not be at another ModelServer.
+    the class for which the prompt was refused there, and may not be at another ModelServer. ``errors``: the addresses
+    of attempts of a request with fallbacks that have answered 500.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -258,6 +259,7 @@ class Outcome(msgspec.Struct, frozen=True):
     engine_s: float | None = None
     retry_after_s: float | None = None
     refused: Mapping[str, str] = {}
+    errors: frozenset[str] = frozenset()
     pauses: Mapping[str, float | None] = {}
 
 

@@ -17,6 +17,7 @@ from extproc.protocol import (
     COMPLETION_TOKENS,
     CONTENT_ENCODING,
     CREATED_TOKENS,
+    ERRORS,
     EVENTS,
     FIRST_CONTENT_US,
     NAMESPACE,
@@ -133,6 +134,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         engine_s=_engine_s(common),
         retry_after_s=_retry_after_s(response),
         refused=_texts(metadata.get(ROUTE_NAMESPACE), REFUSED),
+        errors=frozenset(_texts(metadata.get(ROUTE_NAMESPACE), ERRORS)),
         pauses=_pauses(metadata.get(PAUSES_NAMESPACE)),
     )
 

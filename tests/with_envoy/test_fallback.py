@@ -283,6 +283,32 @@ async def test_there_are_no_more_attempts_than_listed(gateway: Gateway) -> None:
     assert Counter(name for name, _ in gateway.log) == dict.fromkeys(gateway.engines, 1)
 
 
+async def test_a_request_over_which_its_engines_fail_leaves_the_others_where_they_are(gateway: Gateway) -> None:
+    await gateway.heal()
+
+    async def fails_over_one(http: web.Request) -> web.Response:
+        is_ill = b"poison" in await http.read()
+        return web.json_response({"error": {}} if is_ill else WHOLE, status=500 if is_ill else 200)
+
+    for name in ("a1", "a2"):
+        gateway.engines[name].says = fails_over_one
+
+    async def passed_on() -> float:
+        return sum((await gateway.values("attache_fallbacks_total")).values())
+
+    before = await passed_on()
+    for number in range(4):
+        answer = await gateway.ask(messages=[{"role": "user", "content": f"{number} poison"}])
+        assert answer.status_code == 200
+        assert [name[0] for name, _ in gateway.log] == ["a", "a", "b"]
+
+        async def is_told(number: int = number) -> bool:
+            return await passed_on() == before + number + 1
+
+        await eventually(is_told)
+        assert (await gateway.ask()).headers["x-attache-served-by"] == "default/a"
+
+
 async def test_a_long_body_is_right_at_each_attempt(gateway: Gateway) -> None:
     await gateway.heal()
     for name in ("a1", "a2", "b1"):

@@ -553,7 +553,7 @@ async def test_it_is_asked_for_nothing_but_inference(gateway: Gateway) -> None:
     assert {one.path for one in gateway.log} == {f"{PREFIX}{CHAT}"}
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("status", [301, 302, 304, 307, 308])
 async def test_a_redirect_is_neither_followed_nor_passed_on(gateway: Gateway, status: int) -> None:
     await gateway.heal()
     there = f"http://127.0.0.1:{gateway.servers['c'].port}{CHAT}"
@@ -562,6 +562,16 @@ async def test_a_redirect_is_neither_followed_nor_passed_on(gateway: Gateway, st
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "provider_redirected")
     assert "location" not in answer.headers
     assert [one.server for one in gateway.log] == ["p"]
+
+
+async def test_it_does_not_take_over_the_connection_of_a_client(gateway: Gateway) -> None:
+    for model, got in (("p", 502), ("p-c", 200)):
+        await gateway.heal()
+        gateway.servers["p"].status = 101
+        gateway.servers["p"].headers = {"upgrade": "websocket", "connection": "upgrade"}
+        answer = await gateway.ask(model)
+        assert answer.status_code == got
+        assert not {"upgrade", "connection"} & answer.headers.keys()
 
 
 async def test_endless_headers_are_a_failure(gateway: Gateway) -> None:

@@ -38,6 +38,7 @@ from extproc.protocol import (
     CLAMPS,
     DEGRADED,
     DEGRADED_SERVERS,
+    ERRORS,
     GROUPS,
     NAMESPACE,
     REFUSED,
@@ -124,6 +125,16 @@ local function change_back(handle)
   if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", true) end
 end
 
+-- The request may be the reason, and not the engine: its attempts are no evidence that no other one could have.
+local function note_error(handle)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  local host = (metadata:get("@SERVED_NAMESPACE@") or {})["@SERVED_HOST@"]
+  if handle:headers():get(":status") ~= "500" or not host then return end
+  local errors = chosen(handle)["@ERRORS@"] or {}
+  errors[host] = "500"
+  metadata:set("@NAMESPACE@", "@ERRORS@", errors)
+end
+
 @REFUSALS@
 function envoy_on_request(handle)
   change_back(handle)
@@ -168,6 +179,7 @@ function envoy_on_response(handle)
   local degraded = chosen(handle)["@SERVERS@"]
   local how = degraded and degraded["@SERVER@"]
   if how then handle:headers():replace("@DEGRADED@", how) end
+  note_error(handle)
   @READ@
 end
 """
@@ -325,6 +337,7 @@ def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
         "@CLUSTER@": lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
         "@REFUSED_FOR@": REFUSED_FOR,
         "@REFUSED@": REFUSED,
+        "@ERRORS@": ERRORS,
         "@GROUPS@": GROUPS,
         "@SERVED_NAMESPACE@": SERVED_NAMESPACE,
         "@SERVED_HOST@": SERVED_HOST,

@@ -3,8 +3,8 @@
 
 A provider gets its own host and path, the key of this gateway, and of the client's headers those of a list: nothing by
 which a client or this gateway is known elsewhere. With that key, only the APIs that it is configured for can be
-reached. Clients get its answers with the headers of another list. If it refuses the key, or redirects, they get 502 and
-none of its words, so that Envoy goes on to a fallback and breakers count a failure.
+reached. Clients get its answers with the headers of another list. If it refuses the key, redirects, or switches to
+another protocol, they get 502 and none of its words, so that Envoy goes on to a fallback and breakers count a failure.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ _ANSWER_HEADERS: Final = (
 _SHORT_BYTES: Final = 64 * 1024
 _REFUSED_KEY: Final = "provider_refused_key"
 _REDIRECTED: Final = "provider_redirected"
+_SWITCHED: Final = "provider_switched_protocols"
 _MESSAGES: Final = {
     _REFUSED_KEY: "The provider of this model does not accept the gateway's key; tell whoever runs the gateway.",
     _REDIRECTED: "The provider of this model is elsewhere; tell whoever runs the gateway.",
+    _SWITCHED: "The provider of this model does not answer by HTTP; tell whoever runs the gateway.",
 }
 _SCRIPT: Final = r"""
 local KEYS = {@KEYS@}
@@ -115,8 +117,11 @@ function envoy_on_response(handle)
   end
   local code = (status == "401" or status == "402" or status == "403") and "@REFUSED_KEY@"
   code = code or string.sub(status, 1, 1) == "3" and "@REDIRECTED@"
+  -- unasked, what follows would be read as answers to others who share the client's connection
+  code = code or status == "101" and "@SWITCHED@"
   if not code then return end
-  local length = tonumber(headers:get("content-length") or "") or math.huge
+  -- one kind has no body, and says no length
+  local length = status == "304" and 0 or tonumber(headers:get("content-length") or "") or math.huge
   for _, name in ipairs({"content-encoding", "content-length", "@RETRY_AFTER@", "x-should-retry"}) do
     headers:remove(name)
   end
@@ -159,6 +164,7 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@SHORT@": str(_SHORT_BYTES),
         "@REFUSED_KEY@": _REFUSED_KEY,
         "@REDIRECTED@": _REDIRECTED,
+        "@SWITCHED@": _SWITCHED,
         "@RETRY_AFTER@": RETRY_AFTER,
         "@PAUSES@": PAUSES_NAMESPACE,
         "@SERVER@": lua_text(server.metadata.key.encode()),

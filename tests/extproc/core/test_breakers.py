@@ -253,6 +253,13 @@ def test_the_only_endpoint_is_never_shut_out() -> None:
         assert scene.served == pytest.approx(0.8 * 600, rel=0.01)
 
 
+def test_an_engine_that_asks_for_no_pause_with_each_429_gets_few_requests() -> None:
+    scene = Site(2, ill(ENGINES[0], status=429, retry_after_s=0.0, duration_s=0.001, **NO_USAGE))
+    scene.run(60.0)
+    assert scene.met[ENGINES[0]] <= 3 * 60, "as many as come at once, once a second"
+    assert scene.served >= 0.9 * 1800
+
+
 def test_one_endpoint_of_several_that_fails_one_in_five_costs_little() -> None:
     number = itertools.count()
     scene = Site(3, lambda met, _: ERROR if met == ENGINES[0] and not next(number) % 5 else {}, rate=15.0)

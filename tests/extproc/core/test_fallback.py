@@ -237,6 +237,22 @@ def test_a_request_for_an_adapter_goes_to_no_fallback() -> None:
     assert "the request is for an adapter" in to_text(decision.explanation)
 
 
+def test_it_goes_to_none_at_once_either() -> None:
+    core = core_with(route="loraAdapters: [sql]")
+    fail(core, "a")
+    assert sent(core, 0.5).server == "default/b"
+    assert sent(core, 0.5, model="sql").server == "default/a"
+    queue = f"flowControl: {{{ONE_AT_A_TIME}, timeout: 30s}}\n"
+    core = core_with(
+        fallback=[{"modelServerName": "b", "afterQueue": "1s"}],
+        route="loraAdapters: [sql]",
+        servers={"a": endpoints(A1) + QUIET + queue},
+    )
+    sent(core)
+    assert isinstance(ask(core, 0.1, model="sql"), Held)
+    assert ends(core.tick(2.0)) == []
+
+
 def test_other_gateways_know_nothing_of_fallbacks() -> None:
     assert sent(core_with(), attachment=Attachment(is_bundle=False)).attempts is None
 
@@ -457,6 +473,67 @@ def test_an_outcome_of_a_client_that_left_says_nothing_of_the_fallback() -> None
     decision = sent(core)
     end(core, decision, 1.0, status=0, served=B1, served_by="default/b", attempts=3, has_left=True, prompt_tokens=None)
     assert failures(core) == {A1: 1, A2: 1, B1: 0, B2: 0, C1: 0}
+
+
+def of_tenant(core: Core, tenant: str, now: float) -> Decision:
+    own, _ = core.arrive(request(core, "hi " * 100, headers={"x-attache-tenant": tenant}), now)
+    assert isinstance(own, Decision)
+    return own
+
+
+def test_a_request_over_which_its_engines_fail_sends_no_other_one_to_the_fallback() -> None:
+    core = core_with(fallback=FALLBACK[:1])
+    now, others = 0.0, Counter[str]()
+    for _ in range(100):
+        # the engines answer 500 to one tenant, as its prompt is one that they cannot render
+        ill = of_tenant(core, "one", now)
+        if ill.server == "default/a":
+            end(core, ill, now + 0.1, served=B1, served_by="default/b", attempts=3, errors={A1, A2})
+        other = of_tenant(core, "two", now + 0.2)
+        end(core, other, now + 0.3, served=other.assignment.addresses[0], served_by=other.server, attempts=1)
+        others[other.server] += 1
+        now += 0.5
+    assert others == {"default/a": 100}
+
+
+def test_nor_does_one_over_which_they_are_silent() -> None:
+    core = core_with(fallback=FALLBACK[:1])
+    ill = of_tenant(core, "one", 1.0)
+    for _ in range(4):
+        other = of_tenant(core, "two", 1.1)
+        end(core, other, 1.5, served=other.assignment.addresses[0], served_by=other.server, attempts=1)
+    # they have served others meanwhile
+    served = core.pools["default/a"].table.healths
+    served[0].served_at_s = served[1].served_at_s = 1.5
+    end(core, ill, 3.0, served=B1, served_by="default/b", attempts=3)
+    assert failures(core) == dict.fromkeys((A1, A2, B1, B2, C1), 0)
+
+
+def test_nor_does_a_client_that_leaves_while_the_second_engine_is_asked() -> None:
+    core = core_with()
+    for number in range(20):
+        # the first has answered 500, and the second would
+        ill = of_tenant(core, "one", float(number))
+        first, second = ill.assignment.addresses
+        left = {"status": 0, "served": second, "served_by": "default/a", "attempts": 2, "has_left": True}
+        end(core, ill, number + 0.1, **left, prompt_tokens=None, ttfb_s=None)
+        other = of_tenant(core, "two", number + 0.2)
+        assert other.server == "default/a"
+        end(core, other, number + 0.3, served=other.assignment.addresses[0], served_by=other.server, attempts=1)
+    assert failures(core)[first] == failures(core)[second] == 0
+
+
+def test_if_engines_answer_500_to_everybody_the_breaker_of_their_server_opens() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 5, "budgetPercent": 0})
+    running = [of_tenant(core, f"tenant {number}", 1.0) for number in range(20)]
+    for number, one in enumerate(running[:12]):
+        end(core, one, 2.0 + number / 10, served=B1, served_by="default/b", attempts=3, errors={A1, A2})
+    assert core.pools["default/a"].breaker.trips
+    own, _ = core.arrive(request(core), 3.0)
+    assert isinstance(own, RequestRefused), "those that are on their way have used the budget up"
+    for one in running[12:]:
+        end(core, one, 3.1, served=B1, served_by="default/b", attempts=3, errors={A1, A2})
+    assert sent(core, 3.2).server == "default/b"
 
 
 ON = ["connect", "timeout", "overloaded", "server-error"]
