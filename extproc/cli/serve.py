@@ -225,7 +225,7 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
     add(
         "--manager",
         metavar="URL",
-        help="http://HOST:PORT of the metrics of attache manager: the console shows its scaling decisions",
+        help="http://HOST:PORT of the metrics of attache manager: the console shows its scaling decisions and rollouts",
     )
     add(
         "--otlp",
