@@ -26,7 +26,7 @@ from extproc.metrics.recent import OPEN_S, RecentRequest
 from extproc.protocol import USAGE_PATH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from extproc.api.authentication import ApiKey
     from extproc.api.status_pages import ConfigReport
@@ -226,7 +226,9 @@ class ConsolePages:
         if url is None:
             return _error(404, f"There is no such worker; their numbers are 0 to {self._place.workers - 1}.")
         others = [(name, value) for name, value in http.query.items() if name != _WORKER]
-        return await _fetched(url + http.path, others, _SIBLING_S, f"worker {wanted}")
+        access = http.headers.get("Authorization")
+        headers = {} if access is None else {"Authorization": access}
+        return await _fetched(url + http.path, others, _SIBLING_S, f"worker {wanted}", headers)
 
     def _process(self) -> ProcessView:
         place = self._place
@@ -296,12 +298,14 @@ async def _in_turns(steps: Generator[None, None, _Result], at_once: int = _STEPS
             await asyncio.sleep(0)
 
 
-async def _fetched(url: str, query: list[tuple[str, str]], most_s: float, whose: str) -> web.Response:
+async def _fetched(
+    url: str, query: list[tuple[str, str]], most_s: float, whose: str, headers: Mapping[str, str] | None = None
+) -> web.Response:
     """A page of another process, as JSON; 502 if it has none within its bounds of time and size."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=most_s)) as client,
-            client.get(url, params=query, allow_redirects=False) as answer,
+            client.get(url, params=query, headers=headers, allow_redirects=False) as answer,
         ):
             body = b""
             while len(body) <= _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):

@@ -21,6 +21,7 @@ from msgspec import to_builtins
 
 from bench.stack.processes import free_ports
 from controller.models.rollouts import rollouts_answer
+from extproc.console.access import token_guard
 from extproc.console.pages import Place
 from extproc.core.states import STEP_NAMES
 from tests.extproc.console.test_pages import hanging_manager, many_engines, usage_api
@@ -31,6 +32,7 @@ from tools.console_pictures import demo, until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from tools.chromium import Page
 
@@ -399,6 +401,35 @@ async def test_the_page_stays_live_while_the_manager_hangs(page: Page) -> None:
         assert await page.run("document.getElementById('away').hidden")
     assert hung, took_s
     assert text.startswith("No answer of the manager: ")
+
+
+async def test_with_a_token_the_browser_shows_everything_after_its_login_and_nothing_before(
+    page: Page, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-the-operator\n")
+    port = free_ports(1)[0]
+    async with on_screen(page, demo().served(port, guard=token_guard(file))) as url:
+        await page.show("about:blank")
+        page.complaints.clear()
+        await page.show(url)
+        await until(page, "location.href !== 'about:blank' && document.readyState === 'complete'")
+        shown_before = await page.run("document.documentElement.innerHTML")
+        logged_in = url.replace("//", "//ann:a-token-of-the-operator@")
+        await opened(page, logged_in, "requests")
+        assert await page.run("document.getElementById('away').hidden")
+        await page.run("""(() => {
+            document.getElementById("tab-explain").click();
+            const messages = [{"role": "user", "content": "hi"}];
+            document.getElementById("body").value = JSON.stringify({"model": "large", messages});
+            document.getElementById("explain").requestSubmit();
+        })()""")
+        await until(page, "!document.getElementById('explained').hidden")
+        text = await page.run("document.getElementById('explained-text').textContent")
+    # the browser would ask for the password
+    assert "panel-engines" not in shown_before
+    assert text.startswith("default/qwen: 10.0.2.")
+    assert page.complaints == []
 
 
 async def test_the_page_fits_a_phone_in_every_tab(page: Page) -> None:
