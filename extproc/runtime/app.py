@@ -285,6 +285,7 @@ class App:
             has_llm_d_names=settings.has_llm_d_names,
         )
         made.objectives.follow(core.objective_classes)
+        made.registry.names.follow(core.configured_names)
         return made
 
     def _open_decision_log(self, metrics: Metrics) -> LineFile | None:
