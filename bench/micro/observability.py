@@ -48,8 +48,10 @@ _OBJECTIVES: Final = {"slo": [{"name": "usual", "ttft": "3s", "tpot": "50ms", "e
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all. ``log``: where the usage
-    log leads. ``store``: in place of the usual one. ``checkout``: whose code runs.
+    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all; ``collector``: where
+    spans go, in place of a port where nobody listens. ``log``: where the usage log leads. ``store``: in place of the
+    usual one. ``sink``: URL that gets all requests and answers. ``guard``: URL that is asked about each request; what
+    it does not answer goes on. ``checkout``: whose code runs.
     """
 
     name: str
@@ -59,6 +61,9 @@ class Variant(msgspec.Struct, frozen=True):
     tracing: float | None = None
     log: str = ""
     store: str = ""
+    collector: str = ""
+    sink: str = ""
+    guard: str = ""
     checkout: Path = ROOT
 
 
@@ -104,12 +109,22 @@ async def start(variant: Variant, engine: int, collector: int, processes: Proces
         if variant.log:
             log.symlink_to(variant.log)
     if variant.tracing is not None:
-        gateway["tracing"] = {"endpoint": f"127.0.0.1:{collector}", "samplingPercent": variant.tracing}
+        endpoint = variant.collector or f"127.0.0.1:{collector}"
+        gateway["tracing"] = {"endpoint": endpoint, "samplingPercent": variant.tracing}
+    if variant.sink:
+        gateway["payloadLog"] = {"url": variant.sink}
+    if variant.guard:
+        gateway["guards"] = [{"name": "asked", "url": variant.guard}]
     text = documents(
         [f"127.0.0.1:{engine}"],
         gateway=gateway,
         more={"scrapeInterval": "0s", **(_PRICES if variant.has_rows else {})},
-        route={**(_BUDGETS if variant.has_budgets else {}), **(_OBJECTIVES if variant.has_objectives else {})},
+        route={
+            **(_BUDGETS if variant.has_budgets else {}),
+            **(_OBJECTIVES if variant.has_objectives else {}),
+            **({"payloadLog": {"mode": "All"}} if variant.sink else {}),
+            **({"guard": {"name": "asked", "failureMode": "Open"}} if variant.guard else {}),
+        },
     )
     (own / "config" / "attache.yaml").write_text(text)
     command = (
