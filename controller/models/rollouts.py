@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager's page of rollouts: what it has written into the statuses of Models and ModelInfers, those with faults
-first.
-"""
+"""The manager's page of rollouts: what statuses of Models and ModelInfers say, those with faults first."""
 
 from __future__ import annotations
 
