@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager's page of rollouts: what statuses of Models and ModelInfers say, those with faults first."""
+"""The manager's page of rollouts: what statuses of Models and ModelInfers say, those with faults first.
+
+Whoever reaches the port reads it. So faults are named by their reasons: their messages have lines of engines' logs, and
+are for those who may read the objects.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
 
 ROLLOUTS_PATH: Final = "/rollouts"
 _MOST: Final = 100
-# Of messages, the first line: behind it are those of an engine's log before the last one.
 _MOST_TEXT: Final = 300
 _MOST_FIND: Final = 200
 # Of phases of both kinds: what needs somebody comes first, then what moves.
@@ -32,7 +35,7 @@ _IDLE: Final = frozenset({"UpToDate", "Loaded", "Standby"})
 
 class ModelView(msgspec.Struct, frozen=True, rename="camel"):
     """``phase`` and ``transition``: of its status, empty before it has one. ``since``: of the phase, RFC 3339.
-    ``message``: why it is not loaded.
+    ``message``: why it is not loaded, in one word.
     """
 
     name: str
@@ -48,7 +51,7 @@ class RolloutView(msgspec.Struct, frozen=True, rename="camel"):
     """A ModelInfer. ``model`` and ``backend``: whose it is, empty without a Model. ``phase``: UpToDate, InProgress,
     Paused, BlockedByFailedLoad or InvalidSpec; empty before the manager has seen it. ``since``: of the phase, RFC 3339.
     ``groups``: desired; ``updated``: those of revision ``target``. ``share``: of the Model's requests, None if unknown.
-    ``message``: the rollout's, and the first faults.
+    ``message``: the rollout's or the mistake in the spec, and the reason of a fault.
     """
 
     name: str
@@ -135,7 +138,7 @@ def _model(key: str, thing: Object) -> ModelView:
         since=status.get("phaseSince") or "",
         replicas=status.get("replicas") or 0,
         ready=status.get("readyReplicas") or 0,
-        message=_line(": ".join(failure[name] for name in ("reason", "message") if failure.get(name))),
+        message=(failure.get("reason") or "")[:_MOST_TEXT],
     )
 
 
@@ -167,19 +170,13 @@ def _phase(conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _message(conditions: Mapping[str, Mapping[str, Any]]) -> str:
-    wanted = {"Accepted": "False", "Degraded": "True"}
-    faults = [
-        _line(one.get("message", ""))
-        for kind, status in wanted.items()
-        if (one := conditions.get(kind, {})).get("status") == status
-    ]
-    rollout = _line(conditions.get("Progressing", {}).get("message", ""))
-    # a rollout that has failed is the first fault
-    return _line("; ".join([*([] if any(one.startswith(rollout) for one in faults) else [rollout]), *faults]))
-
-
-def _line(message: str) -> str:
-    return message.partition("\n")[0][:_MOST_TEXT]
+    accepted, rollout, degraded = (conditions.get(one, {}) for one in ("Accepted", "Progressing", "Degraded"))
+    told = accepted if accepted.get("status") == "False" else rollout
+    words = [told.get("message", "")]
+    # a rollout that has failed is a fault, too
+    if degraded.get("status") == "True" and degraded.get("reason") != told.get("reason"):
+        words.append(degraded.get("reason", ""))
+    return "; ".join(filter(None, words))[:_MOST_TEXT]
 
 
 def _share(model: Object | None, backend: str) -> float | None:

@@ -312,10 +312,10 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
 
 
 def rollouts_of_manager() -> dict[str, Any]:
-    """What a manager answers of statuses in which an engine's log has a hostile line."""
+    """What a manager answers of statuses with hostile texts."""
     conditions = [
-        {"type": "Degraded", "status": "True", "reason": "RuntimeUnhealthy", "message": f"pod x: {HOSTILE}"},
-        {"type": "Progressing", "status": "True", "reason": "InProgress", "message": "1 of 4 groups have revision b2"},
+        {"type": "Degraded", "status": "True", "reason": "RuntimeUnhealthy", "message": "pod x: exit 1"},
+        {"type": "Progressing", "status": "True", "reason": "InProgress", "message": HOSTILE},
     ]
     since = "2026-11-29T01:00:00Z"
     infer = {
@@ -344,7 +344,7 @@ def rollouts_of_manager() -> dict[str, Any]:
             "phaseSince": since,
             "replicas": 8,
             "readyReplicas": 7,
-            "failure": {"reason": "ModelLoadFailed", "message": HOSTILE},
+            "failure": {"reason": HOSTILE, "message": "no such file"},
             "backends": [{"name": "stable", "weight": 90}, {"name": "canary", "weight": 10}],
         },
     }
