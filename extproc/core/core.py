@@ -464,7 +464,9 @@ class Core:
         snapshot = self.snapshot
         guards = {one.name for one in snapshot.gateway.guards}
         guards |= {one.spec.guard.name for one in snapshot.routes if one.spec.guard is not None}
-        return {"budget": self.admission.budget_names(), "guard": guards}
+        bands = {band.spec.name for gate in self.admission.gates.values() for band in gate.queue.bands}
+        classes = bands | {one.name for one in self.objective_classes()}
+        return {"budget": self.admission.budget_names(), "guard": guards, "band": bands, "class": classes}
 
     def at_zero(self) -> dict[str, ZeroDemand]:
         """The requests that wait for an engine, by server."""

@@ -39,6 +39,8 @@ _LINES: Final = 1_000
 _PLAIN_BELOW: Final = 1e6
 # 16 KB of each series.
 _MOST_PENDING: Final = 512
+# Of labels: of several that have no series of their own, and of none.
+_NO_NAMES: Final = ("(others)", "")
 
 
 class MetricFamily(msgspec.Struct, frozen=True):
@@ -136,7 +138,9 @@ class ConfiguredNames(PiecewiseCollector):
         registry.register(self)
 
     def follow(self, names: Callable[[], Mapping[str, Collection[str]]]) -> None:
-        """``names``: those in use, by label. Series of other labels are left alone."""
+        """``names``: those in use, by label. Series of other labels are left alone, and so are those whose value is
+        empty or ``(others)``.
+        """
         self._names = names
 
     def in_use(self, label: str) -> Collection[str] | None:
@@ -146,7 +150,7 @@ class ConfiguredNames(PiecewiseCollector):
     def pieces(self) -> Iterator[str]:
         """None."""
         for label, names in self._names().items():
-            self._registry.keep(label, names)
+            self._registry.keep(label, {*names, *_NO_NAMES})
         return iter(())
 
 

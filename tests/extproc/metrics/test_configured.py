@@ -128,3 +128,24 @@ def test_budgets_of_keys_end_with_the_last_key_that_has_them() -> None:
     assert process.values("budget") == {"attache_budget_soft_passed": {name}}
     process.apply(snapshot())
     assert process.values("budget") == {}
+
+
+def test_series_of_bands_and_classes_end_and_those_of_nobody_in_particular_stay() -> None:
+    def with_bands(*names: str) -> Snapshot:
+        bands = ", ".join(f"{{name: {one}, priority: {10 * at}, share: 1}}" for at, one in enumerate(names))
+        server = "endpoints: [{address: '10.0.0.1:8000'}]\nscrapeInterval: 0s\n"
+        classes = ", ".join(f"{{name: {one}-class, priority: {10 * at}, ttft: 1s}}" for at, one in enumerate(names))
+        return configuration(
+            servers={"llama": f"{server}flowControl: {{bands: [{bands}]}}\n"}, routes={"chat": f"slo: [{classes}]\n"}
+        )
+
+    process = Process(with_bands("low", "high"))
+    for name in ("low", "high", "low-class", "high-class", "", "(others)"):
+        process.metrics._answer_times._held.observe(1.0, "m", "default/llama", name)
+        process.metrics.admission._ends.add("default/llama", name, "sent")
+    assert process.values("class")["attache_request_held_seconds"] == {
+        *("low", "high", "low-class", "high-class", "", "(others)")
+    }
+    process.apply(with_bands("low"))
+    assert process.values("class")["attache_request_held_seconds"] == {"low", "low-class", "", "(others)"}
+    assert process.values("band")["attache_queue_waits"] == {"low", "", "(others)"}
