@@ -232,6 +232,15 @@ async def status_and_answer_of_none(page: str) -> tuple[int, Any]:
         return await status_and_answer(f"{url}/{page}")
 
 
+async def test_a_manager_that_is_gone_is_named_at_once() -> None:
+    port, nobody = free_ports(2)
+    async with demo().served(port, Place(("127.0.0.1", port), manager=f"http://127.0.0.1:{nobody}")) as url:
+        async with asyncio.timeout(4):
+            found = [await status_and_answer(f"{url}/{page}") for page in ("rollouts", "decisions")]
+    assert [status for status, _ in found] == [502, 502]
+    assert all(one["error"]["message"].startswith("No answer of the manager: ") for _, one in found)
+
+
 async def test_a_manager_that_hangs_holds_four_requests_and_neither_usage_nor_the_state() -> None:
     port = free_ports(1)[0]
     async with hanging_manager() as manager, usage_api(b'{"data": []}') as (api, _):
