@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from typing import TYPE_CHECKING
 
+import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
 
+from bench.cluster.control_plane import write_kubeconfig
+from bench.stack.processes import Processes, free_ports
 from controller.commands.manager import _innermost
 from controller.kube.errors import Forbidden
 from controller.kube.kopf_thread import HandlersEnded
@@ -45,6 +50,7 @@ from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from pathlib import Path
 
     from bench.cluster.fake.server import FakeServer
     from controller.kube.client import Client
@@ -468,6 +474,28 @@ async def test_the_page_of_rollouts_follows_the_objects_until_the_term_ends(
         assert (one := rollout()) is not None
         assert "ask for fewer replicas" in one.message
     assert manager.leader.objects() == ((), ())
+
+
+@FAKE
+async def test_the_command_serves_the_page_of_rollouts_without_scaling_too(
+    client: Client, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    await client.create(MODEL_INFERS, model_infer(namespace, "llama"))
+    (port,) = free_ports(1)
+    words = ["--no-webhooks", "--no-scaling", "--watch-namespace", namespace, "--lease-namespace", namespace]
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", kube.admin)
+    command = ["env", f"KUBECONFIG={kubeconfig}", sys.executable, "-m", "attache", "manager", *words]
+
+    async def is_listed() -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/rollouts") as answer:
+                found = (await answer.json())["rollouts"] if answer.status == 200 else []
+                return [one["name"] for one in found if one["target"]] == [f"{namespace}/llama"]
+        return False
+
+    async with Processes(tmp_path) as processes:
+        await processes.start("manager", [*command, "--metrics", f"127.0.0.1:{port}"])
+        await eventually(is_listed)
 
 
 @pytest.mark.parametrize("kube", ["fake"], indirect=True)
