@@ -212,7 +212,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
             ("python -m bench.cluster.failover", "python -m bench.cluster.manager_cost"),
             "measures a cluster for minutes",
         ),
-        "python -m bench.micro.dead_store": "loads three gateways for 20 minutes",
+        "python -m bench.micro.dead_store": "loads three gateways or five for 20 minutes",
         "python -m bench.micro.legs": "measures three gateways for minutes",
         "python -m bench.micro.observability": "measures seven gateways for minutes",
         "python -m bench.micro.pickers": "needs another checkout to compare with",

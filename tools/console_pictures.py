@@ -41,6 +41,8 @@ from tools.chromium import Page, browser_page
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from aiohttp.typedefs import Middleware
+
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
 
@@ -123,8 +125,10 @@ class Gateway:
         self._perform(self.core.tick(self.now))
 
     @contextlib.asynccontextmanager
-    async def served(self, port: int, place: Place | None = None) -> AsyncIterator[str]:
-        """The URL of its pages."""
+    async def served(
+        self, port: int, place: Place | None = None, *, guard: Middleware | None = None
+    ) -> AsyncIterator[str]:
+        """The URL of its pages. ``guard``: who may see which."""
 
         async def no_tokens(_: object) -> None:
             return None
@@ -148,6 +152,7 @@ class Gateway:
             demand=DemandWatch(self.core, self.clock),
             explain=ExplainPage(self.core, no_tokens, self.clock, GatewayOptions()),
             others=console.routes(),
+            guard=guard,
         )
         try:
             yield f"http://127.0.0.1:{port}{CONSOLE_PATH}"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory while rows cannot be kept: ``python -m bench.micro.dead_store``.
+"""Memory while what a gateway writes to is dead: ``python -m bench.micro.dead_store``.
 
-`attache serve` with rows, budgets and objectives runs three times, side by side: as usual, with a database that accepts
-connections and never answers, and with a log to which nothing can be written (``/dev/full``). All get as many requests
-a second. Each minute the memory of each process is noted.
+`attache serve` runs several times, side by side, and all get as many requests a second. Each minute the memory of each
+process is noted. With ``--of rows`` they keep rows, budgets and objectives: as usual, with a database that accepts
+connections and never answers, and with a log to which nothing can be written (``/dev/full``). With ``--of sinks`` they
+have objectives and one more: spans of all requests to a collector that is away or never answers, requests and answers
+to a payload sink that never answers, and a guard that never answers, without which requests go on.
 """
 
 from __future__ import annotations
@@ -31,28 +33,40 @@ _BURSTS: Final = 4
 # Caches and pools of memory fill first.
 _WARM_MINUTES: Final = 5
 _EVERYTHING: Final = Variant("as usual", has_rows=True, has_budgets=True, has_objectives=True)
+_PLAIN: Final = Variant("as usual", has_objectives=True)
 
 # By gateway and role: MiB after each minute.
 Memory = dict[tuple[str, str], list[float]]
 
 
-async def run(minutes: int, rate: int) -> Memory:
-    """Load all three for so long."""
+def variants_of(what: str, dead: str) -> tuple[Variant, ...]:
+    """``what``: rows or sinks. ``dead``: an address that takes connections and never answers."""
+    replace = msgspec.structs.replace
+    if what == "rows":
+        return (
+            _EVERYTHING,
+            replace(_EVERYTHING, name="no answer of the store", store=f"postgresql://nobody@{dead}/usage"),
+            replace(_EVERYTHING, name="no space for the log", log="/dev/full"),
+        )
+    return (
+        _PLAIN,
+        replace(_PLAIN, name="no trace collector", tracing=100.0),
+        replace(_PLAIN, name="no answer of the collector", tracing=100.0, collector=dead),
+        replace(_PLAIN, name="no answer of the payload sink", sink=f"http://{dead}/"),
+        replace(_PLAIN, name="no answer of the guard", guard=f"http://{dead}/"),
+    )
+
+
+async def run(minutes: int, rate: int, what: str) -> Memory:
+    """Load all variants for so long."""
     requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in questions(2_000, count=64)]
     engine, collector = free_ports(2)
-    database = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
-    port = database.sockets[0].getsockname()[1]
-    variants = (
-        _EVERYTHING,
-        msgspec.structs.replace(
-            _EVERYTHING, name="no answer of the store", store=f"postgresql://nobody@127.0.0.1:{port}/usage"
-        ),
-        msgspec.structs.replace(_EVERYTHING, name="no space for the log", log="/dev/full"),
-    )
+    dead = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+    variants = variants_of(what, f"127.0.0.1:{dead.sockets[0].getsockname()[1]}")
     found: Memory = {}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        async with database, Processes(directory) as processes:
+        async with dead, Processes(directory) as processes:
             words = ("-m", "bench.micro.instant_engine", "--ports", str(engine))
             await processes.start("engine", (sys.executable, *words))
             gateways = [
@@ -95,10 +109,11 @@ def table(found: Memory, rate: int) -> str:
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="bench.micro.dead_store", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--of", choices=("rows", "sinks"), default="rows", help="what is dead")
     parser.add_argument("--minutes", type=int, default=20)
     parser.add_argument("--rate", type=int, default=40, help="requests a second to each gateway")
     options = parser.parse_args()
-    print(table(asyncio.run(run(options.minutes, options.rate)), options.rate))
+    print(table(asyncio.run(run(options.minutes, options.rate, options.of)), options.rate))
     return 0
 
 

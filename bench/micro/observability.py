@@ -15,9 +15,12 @@ import asyncio
 import statistics
 import sys
 import tempfile
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import grpc
+import grpc.aio
 import msgspec
 
 from bench.micro.wire import WireLoad, questions
@@ -25,7 +28,7 @@ from bench.stack.processes import Processes, cpu_seconds, free_ports, workers_of
 from bench.stack.stack import ROOT, documents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 TOKEN: Final = "sk-of-the-benchmark"  # noqa: S105 - opens nothing else
 _KEYS: Final = {
@@ -42,14 +45,17 @@ _ROLES: Final = ("extproc", "usage", "bundle")
 _SHOWN: Final = ("envoy", "extproc", "usage")
 # Envoy writes its lines every second at the latest, and the usage process looks for them four times a second.
 _FLUSHED_S: Final = 1.5
+_TRACES: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 _OBJECTIVES: Final = {"slo": [{"name": "usual", "ttft": "3s", "tpot": "50ms", "e2e": "2m"}]}
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all. ``log``: where the usage
-    log leads. ``store``: in place of the usual one. ``checkout``: whose code runs.
+    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all; ``collector``: where
+    spans go, in place of the usual one. ``log``: where the usage log leads. ``store``: in place of the
+    usual one. ``sink``: URL that gets all requests and answers. ``guard``: URL that is asked about each request; what
+    it does not answer goes on. ``checkout``: whose code runs.
     """
 
     name: str
@@ -59,6 +65,9 @@ class Variant(msgspec.Struct, frozen=True):
     tracing: float | None = None
     log: str = ""
     store: str = ""
+    collector: str = ""
+    sink: str = ""
+    guard: str = ""
     checkout: Path = ROOT
 
 
@@ -87,7 +96,7 @@ class Served(msgspec.Struct):
 
 
 async def start(variant: Variant, engine: int, collector: int, processes: Processes, own: Path) -> Served:
-    """``attache serve`` with this variant, in the directory ``own``; ``collector``: a port where nobody listens."""
+    """``attache serve`` with this variant, in the directory ``own``; ``collector``: the port where spans go."""
     name = own.name
     (own / "config").mkdir(parents=True)
     (own / "usage").mkdir()
@@ -104,12 +113,22 @@ async def start(variant: Variant, engine: int, collector: int, processes: Proces
         if variant.log:
             log.symlink_to(variant.log)
     if variant.tracing is not None:
-        gateway["tracing"] = {"endpoint": f"127.0.0.1:{collector}", "samplingPercent": variant.tracing}
+        endpoint = variant.collector or f"127.0.0.1:{collector}"
+        gateway["tracing"] = {"endpoint": endpoint, "samplingPercent": variant.tracing}
+    if variant.sink:
+        gateway["payloadLog"] = {"url": variant.sink}
+    if variant.guard:
+        gateway["guards"] = [{"name": "asked", "url": variant.guard}]
     text = documents(
         [f"127.0.0.1:{engine}"],
         gateway=gateway,
         more={"scrapeInterval": "0s", **(_PRICES if variant.has_rows else {})},
-        route={**(_BUDGETS if variant.has_budgets else {}), **(_OBJECTIVES if variant.has_objectives else {})},
+        route={
+            **(_BUDGETS if variant.has_budgets else {}),
+            **(_OBJECTIVES if variant.has_objectives else {}),
+            **({"payloadLog": {"mode": "All"}} if variant.sink else {}),
+            **({"guard": {"name": "asked", "failureMode": "Open"}} if variant.guard else {}),
+        },
     )
     (own / "config" / "attache.yaml").write_text(text)
     command = (
@@ -140,6 +159,26 @@ def _roles_of(pid: int) -> dict[str, int]:
     return found
 
 
+@asynccontextmanager
+async def collector_at(port: int) -> AsyncIterator[list[int]]:
+    """Takes spans of Envoy and extproc by gRPC. Gives the sizes of the requests that it got."""
+    sizes: list[int] = []
+
+    async def export(body: bytes, _: object) -> bytes:
+        sizes.append(len(body))
+        return b""
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Export": grpc.unary_unary_rpc_method_handler(export)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_TRACES, handlers),))
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield sizes
+    finally:
+        await server.stop(0)
+
+
 async def measure(one: Served, requests: list[bytes], at_once: int, seconds: float) -> None:
     """One round of one gateway, and until its rows are kept."""
     before = {role: cpu_seconds(pid) for role, pid in one.pids.items()}
@@ -157,7 +196,7 @@ async def run(variants: Sequence[Variant], rounds: int, seconds: float, at_once:
     engine, collector = free_ports(2)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        async with Processes(directory) as processes:
+        async with collector_at(collector) as sizes, Processes(directory) as processes:
             await processes.start(
                 "engine", (sys.executable, "-m", "bench.micro.instant_engine", "--ports", str(engine))
             )
@@ -171,6 +210,8 @@ async def run(variants: Sequence[Variant], rounds: int, seconds: float, at_once:
                     if not number:
                         one.rates.clear()
                         one.cpu_us.clear()
+            if any(one.tracing for one in variants) and not sizes:
+                raise RuntimeError("no span has come to the collector")
             return gateways
 
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.keys.changes import KeyRefused, find, key_request, key_update, shown
-from controller.keys.server import KeysApi, duration, read_token
+from controller.keys.server import KeysApi, duration
 from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyDirectory
 from extproc.api.addresses import parse_address
+from extproc.api.files import read_token
 from extproc.api.key_store import KEYS_FILE
 from extproc.browsers import protect
 from extproc.logs import add_log_options, start_logging

@@ -282,6 +282,7 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
         ManagerRole,
         own_image,
     )
+    from controller.models import rollouts  # noqa: PLC0415
     from controller.webhooks.role import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
@@ -299,7 +300,8 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
             image = options.image or await own_image(client, socket.gethostname())
             records = Records()
             leader = _leader(options, client, metrics, image, records)
-            more = [] if options.no_scaling else [*routes(records, leader.leads)]
+            scaling = () if options.no_scaling else routes(records, leader.leads)
+            more = [*scaling, *rollouts.routes(leader.objects, leader.leads)]
         role = ManagerRole(webhooks, leader, exports)
         guard = guarded_by(callers) if page_tls else None
         tls = page_tls.context if page_tls else None

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from controller.keys.changes import KeyRefused, find, key_request, key_update, shown
-from extproc.api.files import open_regular
+from extproc.api.files import read_token
 from extproc.api.quantities import Duration
 
 if TYPE_CHECKING:
@@ -25,21 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PATH: Final = "/v1/keys"
 _MOST_BYTES: Final = 1024 * 1024
-_MOST_TOKEN_BYTES: Final = 4096
-SHORTEST_TOKEN: Final = 16
 _ACTOR: Final = "api"
 _PRIVATE: Final = {"cache-control": "no-store"}
-
-
-def read_token(file: Path) -> bytes:
-    """Raises OSError, ValueError."""
-    with open_regular(file) as opened:
-        token = opened.read(_MOST_TOKEN_BYTES + 1).strip()
-    # what a client can send in a header
-    is_sendable = token.isascii() and token.decode().isprintable() and b" " not in token
-    if not is_sendable or not SHORTEST_TOKEN <= len(token) <= _MOST_TOKEN_BYTES:
-        raise ValueError(f"{file}: write a token of {SHORTEST_TOKEN} to {_MOST_TOKEN_BYTES} ASCII characters into it")
-    return token
 
 
 class KeysApi:

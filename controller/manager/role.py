@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from controller.kube.metrics import ManagerMetrics
     from controller.models.adapter import Loads
     from controller.models.controller import DecisionFunctions, ModelControllerSettings, Source
+    from controller.models.metrics import Objects
     from controller.webhooks.role import WebhookRole
 
 DEFAULT: Final = "attache"
@@ -98,6 +99,10 @@ class Leader:
     def leads(self) -> bool:
         """Whether this replica does the work now."""
         return self._election.is_leader
+
+    def objects(self) -> Objects:
+        """Models and ModelInfers, as the present term knows them."""
+        return self._models.objects()
 
     async def run(self) -> None:
         """Run until cancelled; raises what ends the work by itself, such as the end of kopf's thread."""

@@ -93,6 +93,7 @@ def _settings(options: argparse.Namespace, config: Directory, worker: Worker | N
         state=options.state,
         usage_api=options.usage_api,
         manager=options.manager,
+        console_token=options.console_token,
         health=health,
         tls=_tls(options),
         redis_channel=options.redis_channel,

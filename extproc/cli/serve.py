@@ -17,6 +17,7 @@ import msgspec
 
 from extproc.api.addresses import parse_address
 from extproc.api.errors import ConfigInvalid
+from extproc.api.files import read_token
 from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.host_names import ResolutionTiming
 from extproc.api.quantities import Duration
@@ -129,6 +130,12 @@ def _check_others(options: argparse.Namespace) -> None:
         parse_address(options.health)
     if options.otlp is not None:
         parse_otlp(options.otlp)
+    # a worker that begins later must serve even if the file is gone: then nobody sees the console
+    if options.console_token is not None and options.worker is None:
+        try:
+            read_token(options.console_token)
+        except OSError as error:
+            raise ValueError(f"--console-token {error.filename}: {error.strerror}") from None
     url = options.usage_api
     if url is not None and not re.fullmatch(r"https?://[^/?#\s]+/?", url):
         raise ValueError(f"--usage-api {url}: write http://HOST:PORT, where attache usage serve listens")
@@ -225,7 +232,16 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
     add(
         "--manager",
         metavar="URL",
-        help="http://HOST:PORT of the metrics of attache manager: the console shows its scaling decisions",
+        help="http://HOST:PORT of the metrics of attache manager: the console shows its scaling decisions and rollouts",
+    )
+    add(
+        "--console-token",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "the console and /debug/explain need the token in this file, as the password in a browser or as"
+            " authorization: Bearer TOKEN"
+        ),
     )
     add(
         "--otlp",

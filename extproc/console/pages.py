@@ -26,7 +26,7 @@ from extproc.metrics.recent import OPEN_S, RecentRequest
 from extproc.protocol import USAGE_PATH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from extproc.api.authentication import ApiKey
     from extproc.api.status_pages import ConfigReport
@@ -50,10 +50,13 @@ _STEPS_AT_ONCE: Final = 4
 _WORKER: Final = "worker"
 _SIBLING_S: Final = 5.0
 _USAGE_S: Final = 10.0
+_MANAGER_S: Final = 5.0
 _MOST_BYTES: Final = 1 << 20
-_USAGE_AT_ONCE: Final = 4
-# Of the manager: the last decision about each binding.
+# Requests to another process at a time, for all who look at the console.
+_AT_ONCE: Final = 4
+# Of the manager: the last decision about each binding, and the statuses of Models and ModelInfers.
 _DECISIONS_PATH: Final = "/decisions"
+_ROLLOUTS_PATH: Final = "/rollouts"
 _USAGE_PARAMETERS: Final = frozenset(
     {"start", "end", "tz", "group_by", "tenant", "key", "user", "model", "server", "route", "limit", "page"}
 )
@@ -134,7 +137,7 @@ class ConsolePages:
         self._version = _version()
         self._page, policy = page_and_policy(_FILE.read_bytes())
         self._page_headers = {**_SAFE, "Content-Security-Policy": policy, "X-Frame-Options": "DENY"}
-        self._usage_gate = asyncio.Semaphore(_USAGE_AT_ONCE)
+        self._usage_gate, self._manager_gate = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
 
     def routes(self) -> list[web.RouteDef]:
         """For the application of the pages."""
@@ -146,6 +149,7 @@ class ConsolePages:
             web.get(f"{CONSOLE_PATH}/objectives", self._show_objectives),
             web.get(f"{CONSOLE_PATH}/keys", self._show_keys),
             web.get(f"{CONSOLE_PATH}/decisions", self._show_decisions),
+            web.get(f"{CONSOLE_PATH}/rollouts", self._show_rollouts),
         ]
 
     async def _show_page(self, _: web.Request) -> web.Response:
@@ -178,10 +182,19 @@ class ConsolePages:
             return await _fetched(self._place.usage_api.rstrip("/") + USAGE_PATH, wanted, _USAGE_S, "the usage API")
 
     async def _show_decisions(self, _: web.Request) -> web.Response:
+        return await self._of_manager(_DECISIONS_PATH, [])
+
+    async def _show_rollouts(self, http: web.Request) -> web.Response:
+        return await self._of_manager(_ROLLOUTS_PATH, [("find", _read(http, NamesQuery).find)])
+
+    async def _of_manager(self, path: str, query: list[tuple[str, str]]) -> web.Response:
         if self._place.manager is None:
-            return _error(404, "There are no scaling decisions here; start extproc with --manager URL.")
-        async with self._usage_gate:
-            return await _fetched(self._place.manager.rstrip("/") + _DECISIONS_PATH, [], _USAGE_S, "the manager")
+            return _error(404, "There is no manager here; start extproc with --manager URL.")
+        if self._manager_gate.locked():
+            # it hangs, and who waited for it would hold a connection of ours
+            return _error(503, "The manager has not answered earlier requests yet.")
+        async with self._manager_gate:
+            return await _fetched(self._place.manager.rstrip("/") + path, query, _MANAGER_S, "the manager")
 
     async def _show_objectives(self, http: web.Request) -> web.Response:
         if (other := await self._of_other_worker(http)) is not None:
@@ -213,7 +226,9 @@ class ConsolePages:
         if url is None:
             return _error(404, f"There is no such worker; their numbers are 0 to {self._place.workers - 1}.")
         others = [(name, value) for name, value in http.query.items() if name != _WORKER]
-        return await _fetched(url + http.path, others, _SIBLING_S, f"worker {wanted}")
+        access = http.headers.get("Authorization")
+        headers = {} if access is None else {"Authorization": access}
+        return await _fetched(url + http.path, others, _SIBLING_S, f"worker {wanted}", headers)
 
     def _process(self) -> ProcessView:
         place = self._place
@@ -283,12 +298,14 @@ async def _in_turns(steps: Generator[None, None, _Result], at_once: int = _STEPS
             await asyncio.sleep(0)
 
 
-async def _fetched(url: str, query: list[tuple[str, str]], most_s: float, whose: str) -> web.Response:
+async def _fetched(
+    url: str, query: list[tuple[str, str]], most_s: float, whose: str, headers: Mapping[str, str] | None = None
+) -> web.Response:
     """A page of another process, as JSON; 502 if it has none within its bounds of time and size."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=most_s)) as client,
-            client.get(url, params=query, allow_redirects=False) as answer,
+            client.get(url, params=query, headers=headers, allow_redirects=False) as answer,
         ):
             body = b""
             while len(body) <= _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):

@@ -461,6 +461,15 @@ class Core:
         """Those of the configuration in use."""
         return self._dispatcher.objectives.all()
 
+    def configured_names(self) -> dict[str, set[str]]:
+        """Of what the configuration in use has, by what it is."""
+        snapshot = self.snapshot
+        guards = {one.name for one in snapshot.gateway.guards}
+        guards |= {one.spec.guard.name for one in snapshot.routes if one.spec.guard is not None}
+        bands = {band.spec.name for gate in self.admission.gates.values() for band in gate.queue.bands}
+        classes = bands | {one.name for one in self.objective_classes()}
+        return {"budget": self.admission.budget_names(), "guard": guards, "band": bands, "class": classes}
+
     def at_zero(self) -> dict[str, ZeroDemand]:
         """The requests that wait for an engine, by server."""
         return self._pipeline.engines.at_zero()

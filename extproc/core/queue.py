@@ -142,6 +142,10 @@ class AdmissionController:
         every = (one for group in self._budget_groups() for one in group)
         return {(one.name, one.budget.per, one.budget.window, one.budget.time_zone) for one in every}
 
+    def budget_names(self) -> set[str]:
+        """Of all budgets, with those of whom they are."""
+        return {one.name for group in self._budget_groups() for one in group}
+
     def _budget_groups(self) -> Collection[Sequence[CompiledBudget]]:
         found = (group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.groups())
         return {id(group): group for group in found}.values()

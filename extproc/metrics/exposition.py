@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from prometheus_client.metrics_core import Metric
@@ -39,6 +39,8 @@ _LINES: Final = 1_000
 _PLAIN_BELOW: Final = 1e6
 # 16 KB of each series.
 _MOST_PENDING: Final = 512
+# Of labels: of several that have no series of their own, and of none.
+_NO_NAMES: Final = ("(others)", "")
 
 
 class MetricFamily(msgspec.Struct, frozen=True):
@@ -105,6 +107,7 @@ class Registry(CollectorRegistry):
     def __init__(self) -> None:
         super().__init__()
         self._in_order: list[Collector] = []
+        self.names = ConfiguredNames(self)
 
     def register(self, collector: Collector) -> None:
         """As the library's."""
@@ -124,6 +127,31 @@ class Registry(CollectorRegistry):
                 yield from collector.pieces()
             else:
                 yield generate_latest(collector).decode()
+
+
+class ConfiguredNames(PiecewiseCollector):
+    """Ends series of what has left the configuration, before each page: what began before may still add to them."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._names: Callable[[], Mapping[str, Collection[str]]] = dict
+        self._registry = registry
+        registry.register(self)
+
+    def follow(self, names: Callable[[], Mapping[str, Collection[str]]]) -> None:
+        """``names``: those in use, by label. Series of other labels are left alone, and so are those whose value is
+        empty or ``(others)``.
+        """
+        self._names = names
+
+    def in_use(self, label: str) -> Collection[str] | None:
+        """None: it is not known which."""
+        return self._names().get(label)
+
+    def pieces(self) -> Iterator[str]:
+        """None."""
+        for label, names in self._names().items():
+            self._registry.keep(label, {*names, *_NO_NAMES})
+        return iter(())
 
 
 def format_labels(names: Sequence[str], values: Sequence[str]) -> str:

@@ -14,7 +14,14 @@ from extproc.admission.budgets import BudgetKey
 from extproc.core.effects import ClientLeft, GuardAsked
 from extproc.core.states import State
 from extproc.errors import BudgetSpent
-from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, MetricFamily, PiecewiseCollector
+from extproc.metrics.exposition import (
+    ConfiguredNames,
+    Counters,
+    DeferredHistogram,
+    DeferredHistograms,
+    MetricFamily,
+    PiecewiseCollector,
+)
 from extproc.metrics.largest import LargestNames
 
 if TYPE_CHECKING:
@@ -436,18 +443,27 @@ class BudgetSeries(PiecewiseCollector):
 
     families = (_USED,)
 
-    def __init__(self, levels: Callable[[], Iterable[BucketLevel]], wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        levels: Callable[[], Iterable[BucketLevel]],
+        wall_clock: Callable[[], float],
+        names: ConfiguredNames,
+    ) -> None:
         self._levels = levels
         self._wall_clock = wall_clock
+        self._names = names
 
     def pieces(self) -> Iterator[str]:
-        """By budget, of the windows that are open."""
+        """By budget, of the windows that are open. What was used of a budget that has left the configuration is kept,
+        as it may return, and has no series.
+        """
+        in_use = self._names.in_use("budget")
         wall_s, largest = self._wall_clock(), dict[tuple[str, str], list[tuple[float, str]]]()
         for number, one in enumerate(self._levels()):
             if number % _LEVELS_AT_ONCE == _LEVELS_AT_ONCE - 1:
                 yield ""
             named = BudgetKey.parse(one.key) if one.limit.ends_at_s > wall_s else None
-            if named is None:
+            if named is None or (in_use is not None and named.budget not in in_use):
                 continue
             found = largest.setdefault((named.budget, named.resource), [])
             entry = (1.0 - one.level / one.limit.capacity, named.caller)

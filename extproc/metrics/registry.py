@@ -112,7 +112,7 @@ class Metrics:
         self.recent, self.shadow, self.decision_log = RecentRequests(), ShadowShare(), decision_log
         self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
-        self.registry.register(BudgetSeries(budget_levels, wall_clock))
+        self.registry.register(BudgetSeries(budget_levels, wall_clock, self.registry.names))
         self.objectives = ObjectiveSeries(self.registry, wall_clock)
         self._answer_times = AnswerTimes(self.registry, gates, clock)
         self._adapters, self._prefills = AdapterMetrics(self.registry, pools), PrefillMetrics(self.registry)

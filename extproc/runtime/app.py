@@ -132,6 +132,8 @@ class Settings(msgspec.Struct, frozen=True):
     usage_api: str | None = None
     # where the manager's pages are, for the console
     manager: str | None = None
+    # has the token that the console asks for, if it asks for one
+    console_token: Path | None = None
     # metrics under the names of llm-d's picker, too
     has_llm_d_names: bool = False
     files: Path | None = None
@@ -294,6 +296,7 @@ class App:
             decision_log=decision_log,
         )
         made.objectives.follow(core.objective_classes)
+        made.registry.names.follow(core.configured_names)
         return made
 
     def _open_decision_log(self) -> LineFile | None:
@@ -589,6 +592,7 @@ class App:
         if address is None:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
+        from extproc.console.access import token_guard  # noqa: PLC0415
         from extproc.console.pages import ConsolePages, Place  # noqa: PLC0415
         from extproc.runtime.pages import ExplainPage, objectives_page, reset_page, serve_pages  # noqa: PLC0415
 
@@ -624,6 +628,7 @@ class App:
                 objectives_page(self._metrics.objectives.report),
                 reset_page(self._core, self._clock, self._performer.perform),
             ],
+            guard=None if settings.console_token is None else token_guard(settings.console_token),
         )
 
 

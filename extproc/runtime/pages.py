@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
+    from aiohttp.typedefs import Middleware
+
     from extproc.api.status_pages import ConfigReport, EndpointLoad, ObjectiveCounts
     from extproc.core.core import Core
     from extproc.core.effects import AskGuard, Effect
@@ -72,6 +74,8 @@ class ExplainPage:
     async def show(self, http: web.Request) -> web.Response:
         """The explanation as JSON, or the refusal that the client would get."""
         headers = {name.lower(): value for name, value in http.headers.items()}
+        # of whoever asks, not of the request
+        headers.pop("authorization", None)
         # for trusted networks only: every caller counts as the operator
         head = Head("POST", "/" + http.match_info["path"], headers, has_body=True, is_trusted=True)
         head = msgspec.structs.replace(head, listener=http.query.get("listener", ""))
@@ -102,7 +106,7 @@ class ExplainPage:
         return arrival, Attachment(self._gateway.duplex_choices, is_bundle=False) if is_foreign else BUNDLE
 
 
-async def serve_pages(
+async def serve_pages(  # noqa: PLR0913 - the parts of a process that have pages
     listening: socket.socket,
     registry: Registry,
     *,
@@ -112,8 +116,11 @@ async def serve_pages(
     demand: DemandWatch,
     explain: ExplainPage | None,
     others: Iterable[web.RouteDef] = (),
+    guard: Middleware | None = None,
 ) -> web.AppRunner:
-    """Take the connections of a socket until the result's ``cleanup``. ``others``: further pages."""
+    """Take the connections of a socket until the result's ``cleanup``. ``others``: further pages. ``guard``: who may
+    see which.
+    """
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         return await _in_pieces(request, registry.pieces(), CONTENT_TYPE_LATEST)
@@ -142,7 +149,7 @@ async def serve_pages(
         pages |= {_EXPLAIN: message if explain is not None else "only with the option --debug of extproc"}
         return web.Response(text="".join(f"{path:<20} {what}\n" for path, what in pages.items()))
 
-    app = web.Application()
+    app = web.Application(middlewares=[] if guard is None else [guard])
     app.on_shutdown.append(end_streams)
     shown = {
         "/": show_index,

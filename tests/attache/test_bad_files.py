@@ -30,6 +30,7 @@ CALLS: Final = (
     "extproc --config FILE",
     "serve --config FILE",
     "extproc --config config --metrics off --listen unix:socket --tls-cert FILE --tls-key FILE",
+    "extproc --config config --metrics off --listen unix:socket --console-token FILE",
     "download https://127.0.0.1:1/weights.tar --cache cache --ca-file FILE",
     "agent --model llama --listen 127.0.0.1:1 --probe-request FILE",
     "explain-scaling default/llama --manager https://127.0.0.1:1 --token-file FILE",

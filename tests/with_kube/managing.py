@@ -45,6 +45,7 @@ class Managing(msgspec.Struct, frozen=True):
     """A manager that runs. ``client``: its own."""
 
     client: Client
+    leader: Leader
     metrics: ManagerMetrics
     task: asyncio.Task[None]
 
@@ -102,7 +103,7 @@ async def managing(
             source=source,
             loads=loads,
         )
-        managed = Managing(client, metrics, asyncio.create_task(ManagerRole(None, leader).run()))
+        managed = Managing(client, leader, metrics, asyncio.create_task(ManagerRole(None, leader).run()))
         try:
             yield managed
         finally:

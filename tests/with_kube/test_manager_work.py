@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from typing import TYPE_CHECKING
 
+import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
 
+from bench.cluster.control_plane import write_kubeconfig
+from bench.stack.processes import Processes, free_ports
 from controller.commands.manager import _innermost
 from controller.kube.errors import Forbidden
 from controller.kube.kopf_thread import HandlersEnded
@@ -24,6 +29,8 @@ from controller.kube.resources import (
 )
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
+from controller.models.model_infer.reconcile import reconcile
+from controller.models.rollouts import rollouts_answer
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -43,12 +50,14 @@ from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from pathlib import Path
 
     from bench.cluster.fake.server import FakeServer
     from controller.kube.client import Client
     from controller.kube.plan import Plan
     from controller.kube.resources import Object
     from controller.models.model_infer.model_infer_state import ModelInferState
+    from controller.models.rollouts import RolloutView
     from tests.with_kube.kubes import Kube
 
 SOON_S = 40.0
@@ -436,6 +445,57 @@ async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube
         assert manager.writes() == writes
     # of the replica that leads, and of no other
     assert not has_series()
+
+
+@FAKE
+async def test_the_page_of_rollouts_follows_the_objects_until_the_term_ends(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    async with managing(kube.admin, namespace, decide=reconcile) as manager:
+        found = rollouts_answer(manager.leader.objects()).rollouts
+        assert found == ()
+        await client.create(MODEL_INFERS, model_infer(namespace, "llama", *TWO_ROLES))
+
+        def rollout() -> RolloutView | None:
+            return next(iter(rollouts_answer(manager.leader.objects()).rollouts), None)
+
+        await eventually(lambda: (one := rollout()) is not None and one.phase == "InProgress")
+        seen = rollout()
+        written = (await client.get(MODEL_INFERS, "llama", namespace))["status"]
+        assert seen is not None
+        assert (seen.name, seen.groups, seen.ready) == (f"{namespace}/llama", 1, 0)
+        assert (seen.current, seen.target) == (written["currentRevision"], written["updateRevision"])
+        # there are no nodes to make pods for
+        assert seen.message.startswith(f"0 of 1 groups have revision {seen.target}")
+        # an invalid one is named, with its mistake
+        wrong = {"spec": {"replicas": 5_000}}
+        await client.merge_patch(MODEL_INFERS, "llama", namespace, wrong)
+        await eventually(lambda: (one := rollout()) is not None and one.phase == "InvalidSpec")
+        assert (one := rollout()) is not None
+        assert "ask for fewer replicas" in one.message
+    assert manager.leader.objects() == ((), ())
+
+
+@FAKE
+async def test_the_command_serves_the_page_of_rollouts_without_scaling_too(
+    client: Client, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    await client.create(MODEL_INFERS, model_infer(namespace, "llama"))
+    (port,) = free_ports(1)
+    words = ["--no-webhooks", "--no-scaling", "--watch-namespace", namespace, "--lease-namespace", namespace]
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", kube.admin)
+    command = ["env", f"KUBECONFIG={kubeconfig}", sys.executable, "-m", "attache", "manager", *words]
+
+    async def is_listed() -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/rollouts") as answer:
+                found = (await answer.json())["rollouts"] if answer.status == 200 else []
+                return [one["name"] for one in found if one["target"]] == [f"{namespace}/llama"]
+        return False
+
+    async with Processes(tmp_path) as processes:
+        await processes.start("manager", [*command, "--metrics", f"127.0.0.1:{port}"])
+        await eventually(is_listed)
 
 
 @pytest.mark.parametrize("kube", ["fake"], indirect=True)

@@ -6,6 +6,7 @@ The clock of these processes stands still, so that the page and the API speak of
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import pytest
 import pytest_asyncio
+from msgspec import to_builtins
 
 from bench.stack.processes import free_ports
+from controller.models.rollouts import rollouts_answer
+from extproc.console.access import token_guard
 from extproc.console.pages import Place
 from extproc.core.states import STEP_NAMES
-from tests.extproc.console.test_pages import many_engines, usage_api
+from tests.extproc.console.test_pages import hanging_manager, many_engines, usage_api
 from tests.programs import program
 from tools.chromium import browser_page
 from tools.console_pictures import demo, until
@@ -28,6 +32,7 @@ from tools.console_pictures import demo, until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from tools.chromium import Page
 
@@ -304,6 +309,127 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
         await until(page, "!document.getElementById('scaling-problem').hidden")
         text = await page.run("document.getElementById('scaling-problem').textContent")
     assert text == "the manager answered 200 and no JSON."
+
+
+def rollouts_of_manager() -> dict[str, Any]:
+    """What a manager answers of statuses with hostile texts."""
+    conditions = [
+        {"type": "Degraded", "status": "True", "reason": "RuntimeUnhealthy", "message": "pod x: exit 1"},
+        {"type": "Progressing", "status": "True", "reason": "InProgress", "message": HOSTILE},
+    ]
+    since = "2026-11-29T01:00:00Z"
+    infer = {
+        "metadata": {
+            "namespace": "team",
+            "name": "llama-canary",
+            "labels": {"attache.dev/backend": "canary"},
+            "ownerReferences": [{"kind": "Model", "name": "llama", "controller": True}],
+        },
+        "spec": {"replicas": 4},
+        "status": {
+            "currentRevision": "a1",
+            "updateRevision": "b2",
+            "updatedReplicas": 1,
+            "readyReplicas": 3,
+            "conditions": [{**one, "lastTransitionTime": since} for one in conditions],
+        },
+    }
+    new = {"metadata": {"namespace": "team", "name": "n" * 253}, "spec": {}}
+    model = {
+        "metadata": {"namespace": "team", "name": "llama"},
+        "spec": {},
+        "status": {
+            "phase": "Loaded",
+            "transitionStatus": "InProgress",
+            "phaseSince": since,
+            "replicas": 8,
+            "readyReplicas": 7,
+            "failure": {"reason": HOSTILE, "message": "no such file"},
+            "backends": [{"name": "stable", "weight": 90}, {"name": "canary", "weight": 10}],
+        },
+    }
+    found: dict[str, Any] = to_builtins(rollouts_answer(([model, new], [infer, new])))
+    return found
+
+
+async def test_rollouts_are_those_of_the_manager(page: Page) -> None:
+    answer, port = rollouts_of_manager(), free_ports(1)[0]
+    async with (
+        usage_api(json.dumps(answer).encode(), path="/rollouts") as (api, asked),
+        on_screen(page, demo().served(port, Place(("127.0.0.1", port), manager=api))) as url,
+    ):
+        await opened(page, url)
+        await page.run("document.getElementById('tab-rollouts').click()")
+        await until(page, "document.querySelector('#rollouts tbody tr') !== null")
+        assert await compare(page, "rollouts", answer["rollouts"]) == 2 * 12
+        assert await compare(page, "models-phases", answer["models"]) == 2 * 7
+        share = await page.run("document.querySelector('#rollouts [data-field=share]').textContent")
+        assert share == "10.0%"
+        assert await page.run("document.querySelectorAll('img').length + Number('wasRun' in window)") == 0
+        for dark in (False, True):
+            await page.resize(360, 740, dark=dark)
+            assert await page.run("document.documentElement.scrollWidth") == 360
+            assert await page.run(_TOO_WIDE) == []
+        await page.run("""(() => {
+            const find = document.getElementById("find");
+            find.value = "a&b"; find.dispatchEvent(new Event("input"));
+        })()""")
+        fetched = "performance.getEntriesByType('resource').map((one) => one.name)"
+        await until(page, f"{fetched}.some((one) => one.endsWith('/rollouts?find=a%26b'))")
+    assert asked == ["/rollouts?find=", "/rollouts?find=a%26b"]
+    assert page.complaints == []
+
+
+async def test_the_page_stays_live_while_the_manager_hangs(page: Page) -> None:
+    gateway, port = demo(), free_ports(1)[0]
+    async with (
+        hanging_manager() as api,
+        on_screen(page, gateway.served(port, Place(("127.0.0.1", port), manager=api))) as url,
+    ):
+        await opened(page, url)
+        await page.run("document.getElementById('tab-rollouts').click()")
+        # the clock of the process moves, and the page with it, before the manager's 5 s are over
+        began = asyncio.get_running_loop().time()
+        for _ in range(2):
+            before = await page.run("document.getElementById('live').textContent")
+            gateway.now += 60
+            await until(page, f"document.getElementById('live').textContent !== {json.dumps(before)}")
+        hung = await page.run("document.getElementById('rollouts-problem').hidden")
+        took_s = asyncio.get_running_loop().time() - began
+        await until(page, "!document.getElementById('rollouts-problem').hidden")
+        text = await page.run("document.getElementById('rollouts-problem').textContent")
+        assert await page.run("document.getElementById('away').hidden")
+    assert hung, took_s
+    assert text.startswith("No answer of the manager: ")
+
+
+async def test_with_a_token_the_browser_shows_everything_after_its_login_and_nothing_before(
+    page: Page, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-the-operator\n")
+    port = free_ports(1)[0]
+    async with on_screen(page, demo().served(port, guard=token_guard(file))) as url:
+        await page.show("about:blank")
+        page.complaints.clear()
+        await page.show(url)
+        await until(page, "location.href !== 'about:blank' && document.readyState === 'complete'")
+        shown_before = await page.run("document.documentElement.innerHTML")
+        logged_in = url.replace("//", "//ann:a-token-of-the-operator@")
+        await opened(page, logged_in, "requests")
+        assert await page.run("document.getElementById('away').hidden")
+        await page.run("""(() => {
+            document.getElementById("tab-explain").click();
+            const messages = [{"role": "user", "content": "hi"}];
+            document.getElementById("body").value = JSON.stringify({"model": "large", messages});
+            document.getElementById("explain").requestSubmit();
+        })()""")
+        await until(page, "!document.getElementById('explained').hidden")
+        text = await page.run("document.getElementById('explained-text').textContent")
+    # the browser would ask for the password
+    assert "panel-engines" not in shown_before
+    assert text.startswith("default/qwen: 10.0.2.")
+    assert page.complaints == []
 
 
 async def test_the_page_fits_a_phone_in_every_tab(page: Page) -> None:

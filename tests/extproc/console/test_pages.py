@@ -8,6 +8,7 @@ import base64
 import contextlib
 import hashlib
 import re
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,24 @@ async def usage_api(
         yield f"http://127.0.0.1:{port}/", asked
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def hanging_manager() -> AsyncIterator[str]:
+    """The URL of one that takes connections and never answers."""
+    released = asyncio.Event()
+
+    async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await released.wait()
+        writer.close()
+
+    server = await asyncio.start_server(hold, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        released.set()
+        server.close()
+        await server.wait_closed()
 
 
 async def status_and_answer(url: str) -> tuple[int, Any]:
@@ -188,6 +207,55 @@ async def test_without_a_usage_api_there_is_no_usage() -> None:
         status, answer = await status_and_answer(f"{url}/usage")
     assert status == 404
     assert "--usage-api" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("page", "path"), [("decisions", "/decisions"), ("rollouts", "/rollouts?find=llama")])
+async def test_what_the_manager_says_is_passed_on(page: str, path: str) -> None:
+    port = free_ports(1)[0]
+    async with usage_api(b'{"some": []}', path=f"/{page}") as (api, asked):
+        async with demo().served(port, Place(("127.0.0.1", port), manager=api)) as url:
+            passed = await status_and_answer(f"{url}/{path.removeprefix('/')}")
+            refused, _ = await status_and_answer(f"{url}/rollouts?evil=1")
+            _, state = await status_and_answer(f"{url}/state")
+        without = await status_and_answer_of_none(page)
+    assert passed == (200, {"some": []})
+    assert refused == 400
+    assert state["process"]["hasManager"] is True
+    assert [one.removesuffix("?find=") for one in asked] == [path]
+    assert without[0] == 404
+    assert "--manager" in without[1]["error"]["message"]
+
+
+async def status_and_answer_of_none(page: str) -> tuple[int, Any]:
+    """Of a process that knows no manager."""
+    async with demo().served(free_ports(1)[0]) as url:
+        return await status_and_answer(f"{url}/{page}")
+
+
+async def test_a_manager_that_is_gone_is_named_at_once() -> None:
+    port, nobody = free_ports(2)
+    async with demo().served(port, Place(("127.0.0.1", port), manager=f"http://127.0.0.1:{nobody}")) as url:
+        async with asyncio.timeout(4):
+            found = [await status_and_answer(f"{url}/{page}") for page in ("rollouts", "decisions")]
+    assert [status for status, _ in found] == [502, 502]
+    assert all(one["error"]["message"].startswith("No answer of the manager: ") for _, one in found)
+
+
+async def test_a_manager_that_hangs_holds_four_requests_and_neither_usage_nor_the_state() -> None:
+    port = free_ports(1)[0]
+    async with hanging_manager() as manager, usage_api(b'{"data": []}') as (api, _):
+        place = Place(("127.0.0.1", port), usage_api=api, manager=manager)
+        async with demo().served(port, place) as url:
+            asking = [asyncio.create_task(status_and_answer(f"{url}/rollouts")) for _ in range(20)]
+            async with asyncio.timeout(4):
+                refused = {(await one)[0] for one in islice(asyncio.as_completed(asking), 16)}
+            passed = await status_and_answer(f"{url}/usage")
+            state, _ = await status_and_answer(f"{url}/state")
+            still = sum(not one.done() for one in asking)
+            for one in asking:
+                one.cancel()
+    assert refused == {503}
+    assert (passed[0], state, still) == (200, 200, 4)
 
 
 async def test_keys_are_listed_without_digests_and_objectives_as_the_command_has_them() -> None:

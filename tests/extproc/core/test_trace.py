@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, Decision, Held
-from extproc.core.record import Head
+from extproc.core.effects import AskLimits, AskTokens, Decision, Held, LoadAdapter, RequestRefused
+from extproc.core.record import Head, LoadResult
 from extproc.core.states import State
 from extproc.core.trace import Step, Trace, TraceParent, parent_of
 from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
-from tests.extproc.core.setting import GATES, LIMITS, ONE, body, snapshot
+from tests.extproc.core.setting import ACTIVATIONS, GATES, LIMITS, ONE, SERVER, body, prefilled, snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from extproc.core.effects import Effect, RequestEffect
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = TraceParent(TRACE, SPAN)
@@ -96,3 +102,64 @@ def test_the_core_notes_what_a_request_waits_for() -> None:
     assert decision.explanation is not None
     assert decision.explanation.trace_id == TRACE
     assert "word" not in repr((trace.tags, trace.steps))
+
+
+def begun(core: Core, *, model: str = "m") -> tuple[RequestEffect, list[Effect], Trace]:
+    """A sampled request that arrives at 0."""
+    trace = Trace(PARENT, 0.0)
+    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    own, effects = core.arrive(core.builder.by_model(head, body(5, stream=False, model=model)), 0.0, trace=trace)
+    return own, effects, trace
+
+
+def steps_of(trace: Trace, effects: Iterable[Effect | RequestEffect | None], now: float) -> list[Step]:
+    """Without the attributes of the pick. The request is sent at ``now``."""
+    (decision,) = [one for one in effects if isinstance(one, Decision)]
+    trace.decided(pick_attributes(decision), decision_tags(decision), now)
+    return [Step(one.name, one.start_s, one.end_s) for one in trace.steps]
+
+
+def test_a_tokenizer_that_is_asked_is_a_step() -> None:
+    core = Core(snapshot(ONE), rng=random.Random(1), ticket_prefix="t")
+    core.pools[SERVER].caches.set_feed_state(0, is_whole=True)
+    own, _, trace = begun(core)
+    assert isinstance(own, AskTokens)
+    sent, _ = core.resume(own.ticket, list(range(100)), 0.5)
+    assert steps_of(trace, [sent], 0.6) == [Step("tokenize", 0.0, 0.5), Step("pick", 0.5, 0.6)]
+
+
+def test_the_wait_for_a_first_engine_is_a_step() -> None:
+    core = Core(snapshot("", activation=ACTIVATIONS[1]), rng=random.Random(1), ticket_prefix="t")
+    own, _, trace = begun(core)
+    assert isinstance(own, Held)
+    effects = [*core.apply(snapshot(ONE, activation=ACTIVATIONS[1]), 3.0), *core.tick(3.0)]
+    assert steps_of(trace, effects, 3.1) == [Step("engine", 0.0, 3.0), Step("pick", 3.0, 3.1)]
+
+
+def test_the_wait_for_an_engine_that_never_comes_ends_with_the_refusal() -> None:
+    core = Core(snapshot("", activation=ACTIVATIONS[1]), rng=random.Random(1), ticket_prefix="t")
+    _, _, trace = begun(core)
+    (refused,) = [one for one in core.tick(8.5) if isinstance(one, RequestRefused)]
+    trace.refused(refused.refusal.outcome, 8.5)
+    assert trace.steps == [Step("engine", 0.0, 8.5)]
+    assert (trace.error, trace.ended_s) == (refused.refusal.outcome, 8.5)
+
+
+def test_the_load_of_an_adapter_is_a_step() -> None:
+    core = Core(snapshot(ONE), rng=random.Random(1), ticket_prefix="t")
+    own, effects, trace = begun(core, model="sql")
+    assert isinstance(own, Held)
+    (load,) = [one for one in (*effects, *core.tick(0.0)) if isinstance(one, LoadAdapter)]
+    ended = core.on_result(LoadResult(load.server, load.address, load.adapter), 2.0)
+    assert steps_of(trace, [*ended, *core.tick(2.0)], 2.1) == [Step("adapter", 0.0, 2.0), Step("pick", 2.0, 2.1)]
+
+
+def test_a_prefill_elsewhere_is_a_step_after_the_pick_and_before_that_of_its_engine() -> None:
+    core = Core(snapshot(ONE, pairs="Fail"), rng=random.Random(1), ticket_prefix="t")
+    own, _, trace = begun(core)
+    assert isinstance(own, Held)
+    effects = core.on_result(prefilled(own.ticket, 1.5), 1.5)
+    found = steps_of(trace, effects, 1.6)
+    assert found == [Step("prefill", 0.0, 1.5), Step("pick", 1.5, 1.6)]
+    # the pick is explained by the engine that decodes
+    assert trace.steps[-1].attributes["attache.pick.endpoint"] == "10.0.0.1:8000"

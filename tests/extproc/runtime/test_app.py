@@ -149,6 +149,20 @@ async def test_it_is_ready_decides_and_shows_it(extproc: ExtprocProcess) -> None
     assert 'attache_requests_total{outcome="picked"} 1.0' in text
 
 
+async def test_the_console_asks_for_the_token(tmp_path: Path, guard: Guard) -> None:
+    config, token = tmp_path / "config", tmp_path / "token"
+    config.mkdir()
+    (config / "all.yaml").write_bytes(CONFIG)
+    token.write_text("of-the-operator-1234\n")
+    one = await start(config, f"127.0.0.1:{free_port()}", guard, more=["--console-token", str(token)])
+    async with httpx.AsyncClient(timeout=60, base_url=f"http://{one.metrics}") as client:
+        found = [(await client.get(path)).status_code for path in ("/metrics", "/readyz", "/console", "/console/state")]
+        state = await client.get("/console/state", auth=("ann", "of-the-operator-1234"))
+    assert found == [200, 200, 401, 401]
+    assert state.json()["total"]["engines"] == 3
+    await end(one, guard)
+
+
 async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path: Path, guard: Guard) -> None:
     config, log = tmp_path / "config", tmp_path / "log"
     config.mkdir()
