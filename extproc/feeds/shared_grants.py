@@ -21,7 +21,7 @@ import os
 import struct
 import time
 from collections import deque
-from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -29,7 +29,7 @@ import msgspec
 from extproc.admission.buckets import at_least_zero
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from extproc.admission.limits import Charge
@@ -84,17 +84,27 @@ class SharedGrants:
         self._granted: dict[bytes, deque[_Granted]] = {}
         self._heard: dict[bytes, int] = {}
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> SharedGrants:
         """One process at a time decides what it grants."""
+        return self
+
+    def __enter__(self) -> None:
+        """The turn begins."""
         self._is_locked = self._lock()
         try:
             self._read()
-            yield
-        finally:
-            if self._is_locked:
-                self._is_locked = False
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """The turn ends."""
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._is_locked:
+            self._is_locked = False
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def unheard(self, key: str) -> float:
         """What others have granted of a bucket, and this process was not told of."""
@@ -104,11 +114,10 @@ class SharedGrants:
         """This process grants them, in its turn. Returns the number of the grant, which the others are told."""
         self._number += 1
         if self._is_locked:
-            now = self._clock()
-            count = self._count()
+            now, count = self._clock(), self._read_count
             for one in charges:
-                record = self._process, self._number, _digest(one.key, 16), at_least_zero(one.amount), now
-                _RECORD.pack_into(self._memory, _place(count), *record)
+                amount, place = at_least_zero(one.amount), _place(count)
+                _RECORD.pack_into(self._memory, place, self._process, self._number, _digest(one.key, 16), amount, now)
                 count += 1
             _COUNT.pack_into(self._memory, 0, count)
             self._read_count = count
@@ -147,6 +156,8 @@ class SharedGrants:
     def _read(self) -> None:
         """What others have granted since the last turn."""
         count = self._count()
+        if count == self._read_count and not self._granted:
+            return
         oldest_s = self._clock() - _KEPT_S
         for number in range(max(self._read_count, count - _MOST_RECORDS), count):
             origin, *fields = _RECORD.unpack_from(self._memory, _place(number))
@@ -175,5 +186,6 @@ def _place(number: int) -> int:
     return _COUNT.size + number % _MOST_RECORDS * _RECORD.size
 
 
+@lru_cache(maxsize=4096)
 def _digest(name: str, size: int) -> bytes:
     return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=size).digest()

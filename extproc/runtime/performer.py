@@ -121,6 +121,10 @@ class Performer:
         if own is not None:
             self._perform_own(own)
         for effect in effects:
+            if isinstance(effect, Broadcast):
+                # most effects are: nobody counts them, and nothing else is tried before
+                self._publish(effect.event)
+                continue
             self._metrics.count_effect(effect)
             match effect:
                 case Decision() | RequestRefused():
@@ -145,8 +149,6 @@ class Performer:
                     | Fault()
                 ):
                     self._log(effect)
-                case Broadcast():
-                    self._publish(effect.event)
                 case SettleGrant() | Overdraft():
                     _correct(self._limits, effect)
                 case _:
