@@ -28,13 +28,14 @@ from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
-from extproc.protocol import Api
+from extproc.protocol import DEGRADED, SERVED_BY, Api
 from extproc.request.form import read_form, with_fields
 from extproc.request.model import is_given
 from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
+from extproc.translate.order import NAMES, TranslationOrder
 
 if TYPE_CHECKING:
     import random
@@ -316,7 +317,23 @@ class Dispatcher:
             attempts=run.attempts,
             fell_back_for=record.fell_back_for,
             path=changed_path(arrival),
+            translation=_order_of(arrival),
         )
+
+
+def _order_of(arrival: Arrival) -> TranslationOrder | None:
+    """Without the headers by which the engine is found. None: the request is not translated."""
+    api, to, engine = arrival.request.api, arrival.destination, arrival.engine_api
+    if api is None or engine is None:
+        return None
+    answer_headers = {}
+    if to.is_fallback or to.fallbacks is not None:
+        answer_headers[SERVED_BY] = arrival.pool.name
+        how = ("model",) * to.is_degraded + ("max_tokens",) * bool(shorter_answer(arrival))
+        if how:
+            answer_headers[DEGRADED] = ", ".join(how)
+    is_strict = arrival.pool.spec.translation == "Strict"
+    return TranslationOrder(NAMES[api], NAMES[engine], is_strict=is_strict, answer_headers=answer_headers)
 
 
 def _pending(record: Record, considered: Consideration, base: Changes, whole: str) -> PendingDecision:
@@ -498,7 +515,8 @@ def changes_for(arrival: Arrival, *, with_usage: bool) -> Changes:
     """
     request, changes = arrival.request, dict[str, object]()
     # a provider knows no such field; with fallbacks there is one body for all attempts, and Envoy cuts it out there
-    has_salt = arrival.pool.spec.provider is None or arrival.destination.fallbacks is not None
+    is_chained = arrival.destination.fallbacks is not None and arrival.engine_api is None
+    has_salt = arrival.pool.spec.provider is None or is_chained
     if has_salt and arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:

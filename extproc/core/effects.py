@@ -23,6 +23,7 @@ from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
+from extproc.translate.order import TranslationOrder
 
 _Result = TypeVar("_Result")
 
@@ -40,7 +41,8 @@ class Decision(msgspec.Struct, frozen=True):
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
     another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
     read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
-    fallback at once. ``path``: in place of the client's, empty for that.
+    fallback at once. ``path``: in place of the client's, empty for that. ``translation``: of the request for its engines,
+    without headers; None: they get it as it is.
     """
 
     ticket: str
@@ -66,6 +68,7 @@ class Decision(msgspec.Struct, frozen=True):
     attempts: Attempts | None = None
     fell_back_for: str = ""
     path: str = ""
+    translation: TranslationOrder | None = None
 
     @property
     def held_s(self) -> float:

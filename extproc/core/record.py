@@ -100,7 +100,8 @@ class Arrival(msgspec.Struct, frozen=True):
     """A request that has been parsed and routed.
 
     ``cache_salt``: what its engine gets; prompts share a cache under the same. ``candidates``: None unless its
-    ModelServer was chosen here, by a ModelRoute.
+    ModelServer was chosen here, by a ModelRoute. ``engine_api``: that to which it is translated; None: its engines take
+    it as it is.
     """
 
     request: InferenceRequest
@@ -113,6 +114,7 @@ class Arrival(msgspec.Struct, frozen=True):
     candidates: Candidates | None = None
     # a guard has made the body
     is_changed: bool = False
+    engine_api: Api | None = None
 
     @property
     def wants_tokens(self) -> bool:
@@ -228,7 +230,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``engine_s``: from the request's last byte to the answer's first, at the engine: no client can make it longer by
     sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``pauses``: likewise
     providers of attempts before the last; None: they do not say for how long. ``refused``: by address of an attempt,
-    the class for which the prompt was refused there, and may not be at another ModelServer.
+    the class for which the prompt was refused there, and may not be at another ModelServer. ``is_of_gateway``: the
+    request was to be translated, and nothing came back of an engine.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -256,6 +259,7 @@ class Outcome(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
     refused: Mapping[str, str] = {}
     pauses: Mapping[str, float | None] = {}
+    is_of_gateway: bool = False
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):
