@@ -256,10 +256,11 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     To add one, write its row in ``Api``, its parser, and how the simulator answers (``bench/engine``).
 
     ``name``: as ``apis`` of ModelServers has it; none where ``protocol`` names it. ``protocol``: that its engines
-    speak, as ModelServers name it. ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``: ``module:function`` of ``extproc.request``, from a body, or its form, to an
-    InferenceRequest. ``body``: a JSON object, a form (``multipart/form-data``), or unread. ``example``: the fields of a
-    valid request beside ``model``; bytes are a file. ``model_paths``: in place of paths, parser and example, where the
-    path names the model: the body is then unread.
+    speak, as ModelServers name it. ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``:
+    ``module:function`` of ``extproc.request``, from a body, or its form, to an InferenceRequest. ``body``: a JSON
+    object, a form (``multipart/form-data``), or unread. ``example``: the fields of a valid request beside ``model``;
+    bytes are a file. ``model_paths``: in place of paths, parser and example, where the path names the model: the body
+    is then unread.
     ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each text is a
     set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of the sets
     that fit, the largest decides, then the first. Empty: its bodies cannot be told from those of an API that costs

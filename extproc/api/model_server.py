@@ -414,8 +414,8 @@ class ModelServerSpec(Spec, frozen=True):
     # The API of the engines. OpenAI: of generative models, Anthropic's and other APIs of vLLM included. V1, V2 (Open
     # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model.
     protocol: ServingProtocol = "OpenAI"
-    # Which APIs of protocol OpenAI are served here; required of a provider. Requests of others go to another ModelServer
-    # of their rule, are translated, or get 404. Without it, engines get requests of all.
+    # Which APIs of protocol OpenAI are served here; required of a provider. Requests of others go to another
+    # ModelServer of their rule, are translated, or get 404. Without it, engines get requests of all.
     apis: Annotated[tuple[ServedApi, ...], msgspec.Meta(min_length=1, max_length=13)] | None = None
     # Requests of ChatCompletions, Responses or Messages, where apis has another of the three. Never: they get 404.
     # Lenient: translated by a process beside Envoy (attache translate); fields that the other API does not have are

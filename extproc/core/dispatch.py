@@ -232,7 +232,9 @@ class Dispatcher:
                 expects_usage=request.asks_for_usage or pending.adds_usage,
                 waited_s=record.held_s,
                 # that of a client is no reason for a fallback
-                checks_refusal=None if plan else _checks_refusal(record.attachment, pool, assignment, now),
+                checks_refusal=None
+                if plan or arrival.engine_api
+                else _checks_refusal(record.attachment, pool, assignment, now),
                 is_fallback=arrival.destination.is_fallback,
             ),
             sent_at_s=now,

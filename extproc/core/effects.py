@@ -41,8 +41,8 @@ class Decision(msgspec.Struct, frozen=True):
     both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
     another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
     read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
-    fallback at once. ``path``: in place of the client's, empty for that. ``translation``: of the request for its engines,
-    without headers; None: they get it as it is.
+    fallback at once. ``path``: in place of the client's, empty for that. ``translation``: of the request for its
+    engines, without headers; None: they get it as it is.
     """
 
     ticket: str

@@ -241,12 +241,9 @@ _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
 _TRANSLATE: Final = _header(TRANSLATE)
 # The statuses that Envoy retries, beside those of its route.
-_CHECKED_STATUSES: Final = "x-envoy-retriable-status-codes"
-_REFUSALS: Final = "400,401,403,404,405,413,415,422"
-_CHECKS_REFUSAL: Final = b"".join(_header(_CHECKED_STATUSES).fill(_REFUSALS.encode()))
+_CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
 # Beyond the list of endpoints, Envoy would try any engine.
-_MOST_RETRIES: Final = "x-envoy-max-retries"
-_MAX_RETRIES: Final = _header(_MOST_RETRIES)
+_MAX_RETRIES: Final = _header("x-envoy-max-retries")
 _NO_RETRY: Final = b"".join(_MAX_RETRIES.fill(b"0"))
 _REQUEST_ID: Final = _header(REQUEST_ID)
 _PREFILLER: Final = _header(PREFILLER)
@@ -338,8 +335,6 @@ def _complete(order: TranslationOrder, decision: Decision) -> TranslationOrder:
         DESTINATION: ",".join(decision.assignment.addresses),
         SERVER_HEADER: SERVER_CLUSTER + decision.server,
         POLICY_HEADER: decision.policy,
-        _CHECKED_STATUSES: _REFUSALS if decision.checks_refusal else "",
-        _MOST_RETRIES: "0" if decision.is_leased else "",
         PREFILLER: decision.prefiller,
     }
     return msgspec.structs.replace(order, headers={name: value for name, value in headers.items() if value})

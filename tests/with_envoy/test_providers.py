@@ -36,6 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
+APIS: Final = ["ChatCompletions", "Messages"]
 KEY: Final = "sk-of-the-gateway-0123456789"
 PREFIX: Final = "/api/openai"
 CHAT_ANSWER: Final = {
@@ -250,7 +251,7 @@ def tls_of(folder: Path) -> tuple[ssl.SSLContext, Path]:
 
 
 def provider(at: Server, **more: object) -> dict[str, object]:
-    return {"host": "localhost", "port": at.port, "apis": ["ChatCompletions", "Messages"], **more}
+    return {"host": "localhost", "port": at.port, **more}
 
 
 # What begins with /team goes to the provider, without it.
@@ -299,20 +300,24 @@ async def stack(folder: Path, spec: Mapping[str, object]) -> AsyncIterator[Gatew
         documents = [
             engine("a", servers["a"]),
             engine("c", servers["c"]),
-            model_server("p", provider=provider(servers["p"], pathPrefix=PREFIX), connection=keyed, pricing=price),
-            model_server("q", provider=provider(servers["q"])),
+            model_server(
+                "p", apis=APIS, provider=provider(servers["p"], pathPrefix=PREFIX), connection=keyed, pricing=price
+            ),
+            model_server("q", apis=APIS, provider=provider(servers["q"])),
             model_server(
                 "forged",
+                apis=APIS,
                 provider=provider(servers["p"], host="127.0.0.1"),
                 connection={**keyed, "tls": {"caFile": str(ca), "serverName": "other.example"}},
             ),
             model_server(
                 "retried",
+                apis=APIS,
                 provider=provider(servers["p"], pathPrefix=PREFIX),
                 connection=keyed,
                 trafficPolicy={"outlierDetection": {"consecutiveFailures": 1000}, "retry": {"attempts": 2}},
             ),
-            model_server("lost", provider=provider(servers["p"], host="nowhere.invalid"), connection=keyed),
+            model_server("lost", apis=APIS, provider=provider(servers["p"], host="nowhere.invalid"), connection=keyed),
             TEAM,
             *map(chain, ("p", "q", "lost", "forged", "retried")),
             *(chain(*names) for names in (("a", "p", "c"), ("p", "c"), ("p", "q"), ("q", "p"), ("lost", "c"))),

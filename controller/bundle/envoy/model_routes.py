@@ -37,6 +37,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.fallback import across_clusters, attempts_of
+from controller.bundle.envoy.translation import is_translated, translator_route
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.fallback import REFUSALS, attempts_name, classes_of
 from extproc.api.model_server import TrafficPolicy
@@ -70,9 +71,15 @@ def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
     A route for each ModelServer would be scanned for each request, and repeated in each host. The last route matches
     ModelServers that extproc already uses and Envoy does not have yet.
     """
+    translated = [memo.get(translator_route)] if is_translated(snapshot.servers) else []
+    return [*translated, *_with_fallbacks(snapshot, memo), *routes_by_policy(snapshot, memo)]
+
+
+def routes_by_policy(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+    """Those of requests that go to one ModelServer alone."""
     policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
     named = [memo.get(_decided, name, policies[name]) for name in sorted(policies) if name]
-    return [*_with_fallbacks(snapshot, memo), *named, memo.get(_decided, "", _DEFAULT_POLICY)]
+    return [*named, memo.get(_decided, "", _DEFAULT_POLICY)]
 
 
 def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
