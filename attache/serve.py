@@ -58,9 +58,8 @@ def parser(prog: str = "attache serve") -> argparse.ArgumentParser:
         prog=prog,
         usage=f"{prog} --config DIR [OPTIONS] [-- OPTIONS OF EXTPROC ...]",
         description=(
-            "Run extproc, the bundle's writer, Envoy and the translator on this machine until a signal. One that ends is"
-            " started again."
-            " Addresses and the number of extproc's processes are those of the GatewayConfig."
+            "Run extproc, the bundle's writer, Envoy and the translator on this machine until a signal. One that ends"
+            " is started again. Addresses and the number of extproc's processes are those of the GatewayConfig."
         ),
         epilog=(
             "SIGTERM and Ctrl-C: Envoy closes its listeners, requests end, then everything ends; a second signal ends"

@@ -153,7 +153,9 @@ def why_not_ready(address: str) -> str:
 
 
 def begin_drain(address: str) -> bool:
-    """Have the Envoy with this admin address close its listeners for clients after its drain time; False if none answers there."""
+    """Have the Envoy with this admin address close its listeners for clients after its drain time; False if none
+    answers there.
+    """
     return _ask(address, '/drain_listeners?graceful&inboundonly&"', "POST") is not None
 
 

@@ -60,7 +60,7 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
 @pytest.mark.parametrize(
     ("provider", "more", "said"),
     [
-        ("host: a.b", "model: m", "spec.apis: is missing"),
+        ("host: a.b", "streamUsage: Always", "spec.apis: is missing"),
         ("host: a.b", "apis: []", "spec.apis"),
         ("host: a.b", "apis: [Chat]", "spec.apis[0]"),
         ("host: a.b", "apis: [Messages, Messages]", "spec.apis: names an API twice"),
