@@ -178,10 +178,19 @@ def _as_at_engine(line: UsageLine) -> UsageLine:
     if found is None:
         # no answer has told which engine had it
         return msgspec.structs.replace(line, served=None)
+    usage = line.usage
+    if usage is not None and not usage.prompt_tokens:
+        # a stream of messages begins with some number, also where its engine reports it at the end
+        usage = msgspec.structs.replace(usage, prompt_tokens=None)
     flags = {*_flags(line), *(("UT",) if found.details in TIMEOUT_DETAILS else ())}
     attempts = int(found.attempts) if found.attempts is not None and 0 <= found.attempts <= _MOST_ATTEMPTS else 0
     return msgspec.structs.replace(
-        line, served=found.host, attempts=attempts, flags=",".join(sorted(flags)), details=found.details
+        line,
+        served=found.host,
+        attempts=attempts,
+        flags=",".join(sorted(flags)),
+        details=found.details,
+        usage=usage,
     )
 
 
