@@ -158,6 +158,16 @@ CASES: Final = (
         {"matchLabels": {"app": "llama"}},
     ),
     Case("neither endpoints nor a selector", "ModelServer", _server(), ("endpoints",), None),
+    Case("a provider has APIs", "ModelServer", {"model": "m", **_PROVIDER}, ("apis",), None),
+    Case("APIs of OpenAI's protocol", "ModelServer", _server(apis=["Messages"]), ("protocol",), "V2"),
+    *(
+        Case("a translation has an effect", "ModelServer", _server(apis=apis, translation="Strict"), ("apis",), bad)
+        for apis, bad in (
+            (["Messages"], None),
+            (["Messages", "Responses"], ["Messages", "Responses", "ChatCompletions"]),
+            (["ChatCompletions", "Embeddings"], ["Embeddings"]),
+        )
+    ),
     Case("endpoints or a provider", "ModelServer", _server(), ("provider",), _PROVIDER["provider"]),
     *(
         Case(

@@ -53,6 +53,9 @@ ServedApi = Literal[
 ]
 # Those between which requests and answers can be translated.
 TRANSLATABLE: Final[tuple[ServedApi, ...]] = ("ChatCompletions", "Responses", "Messages")
+_SOME_TRANSLATABLE: Final = (
+    f"{list(TRANSLATABLE)}.exists(one, one in self.apis) && !{list(TRANSLATABLE)}.all(one, one in self.apis)"
+)
 # Fields that need to know the prompts of requests.
 _OF_PROMPTS: Final = {
     "pdGroup": "pd_group",
@@ -368,6 +371,10 @@ class ModelServerSpec(Spec, frozen=True):
         Rule(
             "!has(self.apis) || !has(self.protocol) || self.protocol == 'OpenAI'",
             "apis are those of protocol OpenAI; remove it",
+        ),
+        Rule(
+            f"!has(self.translation) || self.translation == 'Never' || (has(self.apis) && {_SOME_TRANSLATABLE})",
+            "translation has no effect unless apis has one or two of ChatCompletions, Responses and Messages",
         ),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
