@@ -215,6 +215,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         "python -m bench.micro.dead_store": "loads three gateways for 20 minutes",
         "python -m bench.micro.legs": "measures three gateways for minutes",
         "python -m bench.micro.observability": "measures seven gateways for minutes",
+        "python -m bench.micro.translation": "loads a gateway for a minute and a half",
         "python -m bench.micro.pickers": "needs another checkout to compare with",
         "python -m tools.console_pictures": "needs chromium; tests/extproc/console run its parts",
         "python -m tools.dashboard_picture": "needs prometheus and minutes of load",
