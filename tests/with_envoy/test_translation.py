@@ -605,6 +605,27 @@ async def test_while_the_translator_is_away_no_engine_is_blamed(gateway: Gateway
     assert await gateway.metric("attache_breaker_transitions_total") == before
 
 
+async def test_without_extproc_the_path_that_is_served_is_named(gateway: Gateway) -> None:
+    await gateway.processes.end("extproc")
+
+    async def is_undecided() -> bool:
+        return bool((await gateway.post(MESSAGES, "chat")).status_code == 400)
+
+    await eventually(is_undecided)
+    refused = await gateway.post(MESSAGES, "chat")
+    assert refused.json()["type"] == "error"
+    assert f"served under {CHAT} alone" in refused.json()["error"]["message"]
+    other = await gateway.post(CHAT, "messages")
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "no_translation")
+    assert (await gateway.post(CHAT, "chat")).status_code == 200
+    await gateway.processes.start_again("extproc")
+
+    async def is_back() -> bool:
+        return bool((await gateway.post(MESSAGES, "chat")).status_code == 200)
+
+    await eventually(is_back)
+
+
 async def test_a_drain_lets_translated_answers_end(gateway: Gateway) -> None:
     """It is the last one: no further connection is taken."""
     engine = gateway.engines["chat"]
