@@ -25,6 +25,7 @@ _ENGINE_APIS: Final[Mapping[Api, tuple[Api, ...]]] = MappingProxyType(
 NAMES: Final[Mapping[Api, str]] = MappingProxyType(
     {Api.CHAT: "chat", Api.MESSAGES: "messages", Api.RESPONSES: "responses"}
 )
+encode_order: Final = msgspec.json.Encoder().encode
 
 
 class TranslationOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,7 +40,6 @@ class TranslationOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     answer_headers: Mapping[str, str] = {}
 
 
-encode_order: Final = msgspec.json.Encoder().encode
 decode_order: Final = msgspec.json.Decoder(TranslationOrder).decode
 
 

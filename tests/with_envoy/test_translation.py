@@ -236,6 +236,7 @@ KEYED: Final = {"authorization": "Bearer key-of-acme"}
 SPEC: Final = {
     "authentication": {"apiKeys": [{"name": "acme", "tenant": "acme", "key": "key-of-acme"}]},
     "servedHeader": "x-served",
+    "failureMode": "Open",
 }
 
 
