@@ -167,6 +167,7 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "attache serve": "tests/with_envoy/test_serve.py::test_one_line_tells_that_all_of_it_is_ready",
         "attache slo": "tests/extproc/cli/test_slo.py::test_the_exit_status_says_whether_a_budget_is_used_up",
         "attache top": _TOP,
+        "attache translate": "tests/with_envoy/test_translation.py::test_a_client_of_responses_reads_answers_of_both",
         "attache up": _UP,
         "attache usage": "tests/with_envoy/test_serve.py::"
         "test_each_request_has_a_row_whichever_child_is_killed_meanwhile",
