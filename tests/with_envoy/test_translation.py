@@ -368,7 +368,8 @@ async def test_tools_that_are_called_side_by_side(gateway: Gateway) -> None:
     whole = await gateway.claude.messages.create(**asked)
     async with gateway.claude.messages.stream(**asked) as stream:
         streamed = await stream.get_final_message()
-    for one in (whole, streamed):
+    both: tuple[Any, ...] = (whole, streamed)
+    for one in both:
         assert one.stop_reason == "tool_use"
         calls = [(block.id, block.name, block.input) for block in one.content if block.type == "tool_use"]
         assert calls == [("call_0", "weather", {"town": "Berlin"}), ("call_1", "weather", {"town": "Paris"})]
@@ -423,7 +424,8 @@ async def test_errors_of_an_engine_have_the_form_of_the_client(gateway: Gateway,
     for name, path in (("chat", MESSAGES), ("messages", CHAT)):
         engine = gateway.engines[name]
         engine.does, engine.headers = status, {"retry-after": "0"}
-        for more in ({}, {"stream": True}):
+        cases: tuple[dict[str, Any], ...] = ({}, {"stream": True})
+        for more in cases:
             engine.got.clear()
             answer = await gateway.post(path, name, **more)
             assert answer.status_code == status
