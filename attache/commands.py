@@ -78,6 +78,12 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "controller",
             ),
             Command(
+                "translate",
+                "translate requests and answers between APIs, for Envoy on the same machine",
+                "extproc.cli.translate",
+                "--bundle bundle",
+            ),
+            Command(
                 "gateway",
                 "follow a cluster's objects, and write them as a configuration directory",
                 "attache.cluster_commands",

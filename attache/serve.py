@@ -58,8 +58,8 @@ def parser(prog: str = "attache serve") -> argparse.ArgumentParser:
         prog=prog,
         usage=f"{prog} --config DIR [OPTIONS] [-- OPTIONS OF EXTPROC ...]",
         description=(
-            "Run extproc, the bundle's writer and Envoy on this machine until a signal. One that ends is started again."
-            " Addresses and the number of extproc's processes are those of the GatewayConfig."
+            "Run extproc, the bundle's writer, Envoy and the translator on this machine until a signal. One that ends"
+            " is started again. Addresses and the number of extproc's processes are those of the GatewayConfig."
         ),
         epilog=(
             "SIGTERM and Ctrl-C: Envoy closes its listeners, requests end, then everything ends; a second signal ends"
@@ -138,12 +138,14 @@ def parser(prog: str = "attache serve") -> argparse.ArgumentParser:
 
 class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is run. ``admin``: Envoy's. ``listens``: where clients connect. ``taken``: all addresses that must be free,
-    with where each is written. ``usage``: None without a usage log. ``keys``: None without virtual keys.
+    with where each is written. ``translator``: runs always, as a change of the configuration may need it. ``usage``:
+    None without a usage log. ``keys``: None without virtual keys.
     """
 
     extproc: Program
     bundle: Program
     envoy: Program
+    translator: Program
     usage: Program | None
     keys: Program | None
     admin: str
@@ -189,6 +191,10 @@ def plan_programs(options: argparse.Namespace, gateway: GatewayConfigSpec, envoy
                 # connections are closed after the answer that they carry, from the first moment of the drain
                 *("--drain-time-s", str(_CLOSE_S), "--drain-strategy", "immediate"),
             ),
+        ),
+        translator=Program(
+            "translate",
+            (*python, "translate", "--bundle", str(bundle), "--drain", options.drain, *log_words(options)),
         ),
         usage=_usage_program(options, gateway, python),
         keys=_keys_program(options, gateway, python),
@@ -341,8 +347,9 @@ async def _serve(planned: ServePlan, drain_s: float, folder: Path) -> int:
     loop.add_signal_handler(signal.SIGUSR1, extproc.send, signal.SIGUSR1)
     others = (extproc, bundle)
     runs = [asyncio.create_task(one.run()) for one in others]
-    # nothing waits for them, and nothing ends with them: requests need neither
-    beside = [Child(one, folder, is_needed=False) for one in (planned.usage, planned.keys) if one is not None]
+    # nothing waits for them, and nothing ends with them: few requests need them, or none
+    some = (planned.translator, planned.usage, planned.keys)
+    beside = [Child(one, folder, is_needed=False) for one in some if one is not None]
     beside_runs = [asyncio.create_task(one.run()) for one in beside]
     stopped, written = asyncio.create_task(stop.wait()), asyncio.create_task(bundle.ready.wait())
     await asyncio.wait({stopped, written, *runs}, return_when=asyncio.FIRST_COMPLETED)

@@ -31,19 +31,23 @@ class PageLimits(msgspec.Struct, frozen=True):
     """``connections``: at a time; further ones are closed. ``begin_s``: until the headers of a connection's first
     request are complete, and likewise for the handshake of TLS before them and for each body behind its headers.
     ``idle_s``: from an answer until the next headers are complete, and while a client reads nothing of an answer.
+    ``header_bytes``: of the first line, and of each header.
     """
 
     connections: int = 512
     begin_s: float = 10.0
     # longer than most clients keep a connection that they may ask on again
     idle_s: float = 75.0
+    header_bytes: int = 8190
 
 
 class PageServer(web.AppRunner):
     """Serves an application where it is told to listen, until ``cleanup``."""
 
-    def __init__(self, app: web.Application, *, end_s: float = 60.0, limits: PageLimits | None = None) -> None:
-        """``end_s``: for requests that run at ``cleanup``."""
+    def __init__(
+        self, app: web.Application, *, end_s: float = 60.0, limits: PageLimits | None = None, cancels: bool = False
+    ) -> None:
+        """``end_s``: for requests that run at ``cleanup``. ``cancels``: a client that leaves ends its request."""
         self.limits = limits or PageLimits()
         self._is_full = False
         # connections that are in the handshake of TLS
@@ -51,7 +55,7 @@ class PageServer(web.AppRunner):
         # first what ends the wait for headers; last, and so for those who may ask, the wait for a body
         app.middlewares.insert(0, _note_begin)
         app.middlewares.append(self._wait_for_body)
-        super().__init__(app, shutdown_timeout=end_s, **_WITHOUT_LOG)
+        super().__init__(app, shutdown_timeout=end_s, handler_cancellation=cancels, **_WITHOUT_LOG)
 
     async def listen(self, at: tuple[str, int] | socket.socket, tls: ssl.SSLContext | None = None) -> web.BaseSite:
         """Take connections at an address or of a socket, after ``setup`` and until the result's ``stop``; raises
@@ -144,7 +148,15 @@ class _Connection(web.RequestHandler):
 
     def __init__(self, pages: PageServer, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, keepalive_timeout=pages.limits.idle_s, **_WITHOUT_LOG)
+        most = pages.limits.header_bytes
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=pages.limits.idle_s,
+            max_line_size=most,
+            max_field_size=most,
+            **_WITHOUT_LOG,
+        )
         self._pages = pages
         self.late: asyncio.TimerHandle
 

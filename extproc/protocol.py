@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Final, Literal
@@ -86,6 +86,22 @@ SERVED_BY: Final = "x-attache-served-by"
 DEGRADED: Final = "x-attache-degraded"
 # Of an answer of an engine, between two filters of Envoy: the class of refusals for which it makes the next attempt.
 REFUSED_FOR: Final = "x-attache-refused-for"
+# Of a request that another process translates for its engines: how, as JSON (``extproc.translate.order``). It goes to
+# this cluster of Envoy, and comes back to a listener of Envoy's own; each has a socket in the bundle's directory.
+TRANSLATE: Final = "x-attache-translate"
+TRANSLATOR_CLUSTER: Final = "attache-translator"
+TRANSLATOR_SOCKET: Final = "translator.sock"
+TRANSLATED_SOCKET: Final = "translated.sock"
+# Of its answer, for clients: the fields of the request that its engines have not got.
+DROPPED_FIELDS: Final = "x-attache-dropped"
+# Of its answer, between that listener and the first one, which removes them and keeps the values as metadata: the
+# engine that answered, the number of attempts, and Envoy's details of the answer.
+ENGINE_HOST: Final = "x-attache-engine-host"
+ENGINE_ATTEMPTS: Final = "x-attache-engine-attempts"
+ENGINE_ANSWERED: Final = "x-attache-engine-answered"
+TRANSLATED_NAMESPACE: Final = "attache.translated"
+TRANSLATED_ATTEMPTS: Final = "attempts"
+TRANSLATED_DETAILS: Final = "details"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 # The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.
@@ -243,11 +259,12 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     To add one, write its row in ``Api``, its parser, and how the simulator answers (``bench/engine``).
 
-    ``protocol``: that its engines speak, as ModelServers name it. ``paths``: the API's own, then its aliases; a request
-    keeps its path. ``parser``: ``module:function`` of ``extproc.request``, from a body, or its form, to an
-    InferenceRequest. ``body``: a JSON object, a form (``multipart/form-data``), or unread. ``example``: the fields of a
-    valid request beside ``model``; bytes are a file. ``model_paths``: in place of paths, parser and example, where the
-    path names the model: the body is then unread.
+    ``name``: as ``apis`` of ModelServers has it; none where ``protocol`` names it. ``protocol``: that its engines
+    speak, as ModelServers name it. ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``:
+    ``module:function`` of ``extproc.request``, from a body, or its form, to an InferenceRequest. ``body``: a JSON
+    object, a form (``multipart/form-data``), or unread. ``example``: the fields of a valid request beside ``model``;
+    bytes are a file. ``model_paths``: in place of paths, parser and example, where the path names the model: the body
+    is then unread.
     ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each text is a
     set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of the sets
     that fit, the largest decides, then the first. Empty: its bodies cannot be told from those of an API that costs
@@ -268,6 +285,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     and which tokens count.
     """
 
+    name: str = ""
     paths: tuple[str, ...] = ()
     parser: str = ""
     example: Mapping[str, object] = MappingProxyType({})
@@ -294,6 +312,7 @@ class Api(enum.Enum):
     """The inference APIs that are routed to engines: clients reach nothing else of them."""
 
     CHAT = ApiSpec(
+        name="ChatCompletions",
         paths=("/v1/chat/completions",),
         parser="openai:chat",
         fields_of=("messages",),
@@ -308,6 +327,7 @@ class Api(enum.Enum):
         output=_WRITTEN,
     )
     COMPLETIONS = ApiSpec(
+        name="Completions",
         paths=("/v1/completions",),
         parser="openai:completion",
         fields_of=("prompt",),
@@ -322,6 +342,7 @@ class Api(enum.Enum):
         output=_WRITTEN,
     )
     EMBEDDINGS = ApiSpec(
+        name="Embeddings",
         paths=("/v1/embeddings",),
         parser="openai:embeddings",
         fields_of=("input dimensions", "input encoding_format", "input[]"),
@@ -333,6 +354,7 @@ class Api(enum.Enum):
         output="nothing",
     )
     RESPONSES = ApiSpec(
+        name="Responses",
         paths=("/v1/responses",),
         parser="openai:responses",
         fields_of=("input",),
@@ -346,6 +368,7 @@ class Api(enum.Enum):
         output=_WRITTEN,
     )
     MESSAGES = ApiSpec(
+        name="Messages",
         paths=("/v1/messages",),
         parser="anthropic:messages",
         fields_of=("messages system", f"messages {ANTHROPIC_VERSION}"),
@@ -361,6 +384,7 @@ class Api(enum.Enum):
         output=_WRITTEN,
     )
     COUNT_TOKENS = ApiSpec(
+        name="CountTokens",
         paths=("/v1/messages/count_tokens",),
         parser="anthropic:count_tokens",
         waits_in_queue=False,
@@ -374,6 +398,7 @@ class Api(enum.Enum):
         output="nothing",
     )
     GENERATE = ApiSpec(
+        name="Generate",
         paths=("/inference/v1/generate",),
         parser="tokens:generate",
         fields_of=("token_ids sampling_params",),
@@ -389,6 +414,7 @@ class Api(enum.Enum):
         output=_WRITTEN,
     )
     RERANK = ApiSpec(
+        name="Rerank",
         paths=("/v1/rerank", "/v2/rerank", "/rerank"),
         parser="pairs:rerank",
         fields_of=("query documents",),
@@ -399,6 +425,7 @@ class Api(enum.Enum):
         output="nothing",
     )
     SCORE = ApiSpec(
+        name="Score",
         paths=("/v1/score", "/score"),
         parser="pairs:score",
         fields_of=("text_1 text_2", "queries documents", "queries items", "query items", "data_1 data_2"),
@@ -409,6 +436,7 @@ class Api(enum.Enum):
         output="nothing",
     )
     TRANSCRIPTIONS = ApiSpec(
+        name="Transcriptions",
         paths=("/v1/audio/transcriptions",),
         parser="audio:transcription",
         body="form",
@@ -422,6 +450,7 @@ class Api(enum.Enum):
         output=_WRITTEN,
     )
     SPEECH = ApiSpec(
+        name="Speech",
         paths=("/v1/audio/speech",),
         parser="audio:speech",
         fields_of=("input voice",),
@@ -433,6 +462,7 @@ class Api(enum.Enum):
         output="the seconds that the text takes to be spoken, at 15 characters a second, 25 tokens each",
     )
     TOKENIZE = ApiSpec(
+        name="Tokenize",
         paths=("/tokenize",),
         parser="tokens:tokenize",
         needs_model=False,
@@ -445,6 +475,7 @@ class Api(enum.Enum):
         output="nothing",
     )
     DETOKENIZE = ApiSpec(
+        name="Detokenize",
         paths=("/detokenize",),
         parser="tokens:detokenize",
         fields_of=("tokens",),
@@ -502,6 +533,7 @@ class Api(enum.Enum):
         self.spec = spec
 
 
+APIS_BY_NAME: Final[Mapping[str, Api]] = MappingProxyType({api.spec.name: api for api in Api if api.spec.name})
 APIS_BY_PATH: Final[Mapping[str, Api]] = MappingProxyType({path: api for api in Api for path in api.spec.paths})
 # A path that contains one of these is of Anthropic's: prefixes may stand before it, and other calls of it behind.
 ANTHROPIC_PATHS: Final = tuple(
@@ -520,6 +552,11 @@ TEXT_ERROR_PATHS: Final = (
     *(f"{SERVER_ROOT}/{what}/" for what in ("models", "health", "repository")),
     *dict.fromkeys(verb for _, paths in PATH_APIS for verb in paths.verbs if verb.startswith(":")),
 )
+
+
+def paths_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The own path of each API of these names."""
+    return tuple([APIS_BY_NAME[name].spec.paths[0] for name in names])
 
 
 def api_of_path(path: str) -> Api | None:

@@ -10,7 +10,7 @@ API_VERSION: Final = "attache.dev/v1alpha1"
 
 _ROUTE: Final = {"modelName": "llama", "rules": [{"targetModels": [{"modelServerName": "llama"}]}]}
 _SERVER: Final = {"model": "m", "endpoints": [{"address": "10.0.0.1:8000"}]}
-_PROVIDER: Final = {"host": "api.example.com", "apis": ["Messages"]}
+_PROVIDER: Final = {"provider": {"host": "api.example.com"}, "apis": ["Messages"]}
 _POD: Final = {"spec": {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}}
 _INFER: Final = {"template": {"roles": [{"name": "all", "entryTemplate": _POD}]}}
 _TARGET: Final = {"name": "a", "maxReplicas": 4, "ref": {"kind": "ModelInfer", "name": "llama"}}
@@ -158,12 +158,22 @@ CASES: Final = (
         {"matchLabels": {"app": "llama"}},
     ),
     Case("neither endpoints nor a selector", "ModelServer", _server(), ("endpoints",), None),
-    Case("endpoints or a provider", "ModelServer", _server(), ("provider",), _PROVIDER),
+    Case("a provider has APIs", "ModelServer", {"model": "m", **_PROVIDER}, ("apis",), None),
+    Case("APIs of OpenAI's protocol", "ModelServer", _server(apis=["Messages"]), ("protocol",), "V2"),
+    *(
+        Case("a translation has an effect", "ModelServer", _server(apis=apis, translation="Strict"), ("apis",), bad)
+        for apis, bad in (
+            (["Messages"], None),
+            (["Messages", "Responses"], ["Messages", "Responses", "ChatCompletions"]),
+            (["ChatCompletions", "Embeddings"], ["Embeddings"]),
+        )
+    ),
+    Case("endpoints or a provider", "ModelServer", _server(), ("provider",), _PROVIDER["provider"]),
     *(
         Case(
             f"a provider has no {field}",
             "ModelServer",
-            {"model": "m", "provider": _PROVIDER},
+            {"model": "m", **_PROVIDER},
             (field,),
             value,
         )
@@ -181,14 +191,14 @@ CASES: Final = (
     Case(
         "TLS has an effect",
         "ModelServer",
-        {"model": "m", "provider": _PROVIDER, "connection": {"tls": {"caFile": "ca.crt"}}},
+        {"model": "m", **_PROVIDER, "connection": {"tls": {"caFile": "ca.crt"}}},
         ("provider", "scheme"),
         "http",
     ),
     Case(
         "no key in the clear",
         "ModelServer",
-        {"model": "m", "provider": _PROVIDER, "connection": {"apiKeyFile": "api.key"}},
+        {"model": "m", **_PROVIDER, "connection": {"apiKeyFile": "api.key"}},
         ("provider", "scheme"),
         "http",
     ),

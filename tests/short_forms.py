@@ -167,6 +167,7 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "attache serve": "tests/with_envoy/test_serve.py::test_one_line_tells_that_all_of_it_is_ready",
         "attache slo": "tests/extproc/cli/test_slo.py::test_the_exit_status_says_whether_a_budget_is_used_up",
         "attache top": _TOP,
+        "attache translate": "tests/with_envoy/test_translation.py::test_a_client_of_responses_reads_answers_of_both",
         "attache up": _UP,
         "attache usage": "tests/with_envoy/test_serve.py::"
         "test_each_request_has_a_row_whichever_child_is_killed_meanwhile",
@@ -215,6 +216,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         "python -m bench.micro.dead_store": "loads three gateways or five for 20 minutes",
         "python -m bench.micro.legs": "measures three gateways for minutes",
         "python -m bench.micro.observability": "measures seven gateways for minutes",
+        "python -m bench.micro.translation": "loads a gateway for a minute and a half",
         "python -m bench.micro.pickers": "needs another checkout to compare with",
         "python -m tools.console_pictures": "needs chromium; tests/extproc/console run its parts",
         "python -m tools.dashboard_picture": "needs prometheus and minutes of load",

@@ -42,6 +42,7 @@ COMPONENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "gateway": {
         "gatewayAPI": "gateway-api",
         "highAvailability": "gateway-ha",
+        "translation": "gateway-components/translation",
         "usage": "gateway-components/usage",
     },
 }
@@ -142,6 +143,7 @@ def values() -> dict[str, Any]:
             ),
             "redisURL": Value("", "A Redis of your own, redis://HOST:PORT; the chart makes none then."),
             "gatewayAPI": Value(False, "Serve Gateways of the Gateway API, whose definitions must be there."),
+            "translation": Value(False, "Translate between APIs, for ModelServers with `translation`."),
             "usage": Value(
                 False,
                 "Keep a row for each request in a database, whose URL is `store` of the Secret attache-usage, and serve"

@@ -35,7 +35,10 @@ _EVENT: Final = (
     f'data: {{"id":"c","object":"chat.completion.chunk","created":0,"model":"{MODEL}",'
     '"choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
 ).encode()
-_LAST_EVENTS: Final = f'data: {{"id":"c","choices":[],"usage":{_USAGE}}}\n\ndata: [DONE]\n\n'.encode()
+_LAST_EVENTS: Final = (
+    'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+    f'data: {{"id":"c","choices":[],"usage":{_USAGE}}}\n\ndata: [DONE]\n\n'
+).encode()
 _STREAM_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 # Requests of gateways to an engine before they use it: its health, its models.
 _ABOUT: Final = (

@@ -12,7 +12,7 @@ import msgspec
 
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
 from controller.bundle.envoy.bundle import endpoint_subscriptions
-from controller.bundle.envoy.listeners import listener_groups, routes_files
+from controller.bundle.envoy.listeners import routes_files
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     names = [
         CLUSTERS_FILE,
         *endpoint_subscriptions(snapshot),
-        *routes_files(snapshot.gateway),
+        *routes_files(snapshot),
         LISTENERS_FILE,
     ]
     return {name: version_of((out / name).read_bytes()) for name in names}
@@ -70,18 +70,12 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
 
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, the names of its subscriptions in Envoy's statistics."""
-    groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
         **{file: f"cluster.{cluster}" for file, cluster in endpoint_subscriptions(snapshot).items()},
-        **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
+        **routes_files(snapshot),
         LISTENERS_FILE: "listener_manager.lds",
     }
-
-
-def _in_statistics(name: str) -> str:
-    """How Envoy spells a name in its statistics."""
-    return name.replace(":", "_")
 
 
 class ExpectedVersions(msgspec.Struct, frozen=True):

@@ -153,8 +153,10 @@ def why_not_ready(address: str) -> str:
 
 
 def begin_drain(address: str) -> bool:
-    """Have the Envoy with this admin address close its listeners after its drain time; False if none answers there."""
-    return _ask(address, '/drain_listeners?graceful&"', "POST") is not None
+    """Have the Envoy with this admin address close its listeners for clients after its drain time; False if none
+    answers there.
+    """
+    return _ask(address, '/drain_listeners?graceful&inboundonly&"', "POST") is not None
 
 
 def fail_health_check(address: str) -> bool:

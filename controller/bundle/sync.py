@@ -92,7 +92,7 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [PublishStep(0.0, clusters), PublishStep(_TAKEN_UP_S, others)]
     unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
-    routes = set(routes_files(before.gateway)) - final.keys()
+    routes = routes_files(before).keys() - final.keys()
     # a server with another connection has its endpoints in another file; or, with many servers, in none
     moved = endpoint_subscriptions(before).keys() - both.keys() - final.keys()
     gone = (*(name for name in both if name not in final), *sorted(unused | routes | moved))
@@ -137,7 +137,7 @@ def remove_orphans(out: Path, snapshot: Snapshot, changed: FileChanged = unrecor
         remove_file(out / name, changed)
     kept = [
         *endpoint_subscriptions(snapshot),
-        *routes_files(snapshot.gateway),
+        *routes_files(snapshot),
     ]
     known = {out / name for name in kept}
     for folder in (ENDPOINTS_FOLDER, ROUTES_FOLDER):

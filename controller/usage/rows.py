@@ -13,8 +13,8 @@ import msgspec
 
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage import UsageContext, UsageCounts, UsageLine, stored_name
-from extproc.api.used_tokens import CUTS, TIME_LIMITS, Answer, expected_of, used_tokens
-from extproc.protocol import ANONYMOUS, SERVER_CLUSTER, api_of_path, truncate_name
+from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS, Answer, expected_of, used_tokens
+from extproc.protocol import ANONYMOUS, SERVER_CLUSTER, TRANSLATOR_CLUSTER, api_of_path, truncate_name
 
 # A line has some 2 KB, and one with all of its texts at their longest 32: what is longer is no line of Envoy's.
 MOST_LINE_BYTES: Final = 256 * 1024
@@ -23,6 +23,7 @@ MOST_NAME: Final = 256
 MOST_CODE: Final = 64
 # A database keeps no larger number, and no such cost is one of a request.
 _MOST_MICROS: Final = 2**53
+_MOST_ATTEMPTS: Final = 1_000_000
 # Envoy's clock and ours may differ.
 _FUTURE_S: Final = 86_400.0
 _HUNDRED_YEARS_US: Final = 100 * 366 * 86_400 * 1_000_000
@@ -121,6 +122,7 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
     if not 0 <= line.status <= 999:
         raise BadLine("its status is not possible")
     known = _known_to_envoy(line) if context is None else context.as_served_by(_server_of(line))
+    line = _as_at_engine(line)
     used = None if known.refused else used_tokens(expected_of(known), _answer(line, known))
     tokens, is_estimated = (TokenCounts(), False) if used is None else (used.counts, used.is_estimated)
     ended = _end_of(line, known)
@@ -158,13 +160,37 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         queued_us=_duration(known.queued_ms * 1_000) or 0,
         ttft_us=_ttft_us(line),
         duration_us=_duration(line.duration_us) or _duration((line.duration_ms or 0) * 1_000) or 0,
-        attempts=max(0, min(1_000_000, line.attempts or 0)),
+        attempts=max(0, min(_MOST_ATTEMPTS, line.attempts or 0)),
         is_degraded=known.degraded or (context is None and bool(line.served) and _is_inference(line)),
         is_estimated=is_estimated,
         is_failed=ended in _FAILED,
         is_unpriced=cost is None,
         key_id=_text(known.key_id, MOST_CODE),
         service_class=_text(known.service_class),
+    )
+
+
+def _as_at_engine(line: UsageLine) -> UsageLine:
+    """A line of a request that was translated, as one that was not."""
+    found = line.translated
+    if line.cluster != TRANSLATOR_CLUSTER:
+        return line
+    if found is None:
+        # no answer has told which engine had it
+        return msgspec.structs.replace(line, served=None)
+    usage = line.usage
+    if usage is not None and not usage.prompt_tokens:
+        # a stream of messages begins with some number, also where its engine reports it at the end
+        usage = msgspec.structs.replace(usage, prompt_tokens=None)
+    flags = {*_flags(line), *(("UT",) if found.details in TIMEOUT_DETAILS else ())}
+    attempts = int(found.attempts) if found.attempts is not None and 0 <= found.attempts <= _MOST_ATTEMPTS else 0
+    return msgspec.structs.replace(
+        line,
+        served=found.host,
+        attempts=attempts,
+        flags=",".join(sorted(flags)),
+        details=found.details,
+        usage=usage,
     )
 
 
@@ -192,9 +218,13 @@ def _server_of(line: UsageLine) -> str:
 def _answer(line: UsageLine, context: UsageContext) -> Answer:
     flags = _flags(line)
     duration_us = _duration(line.duration_us) if line.duration_ms is None else _duration(line.duration_ms * 1_000)
+    reached = bool(line.served) and _is_inference(line)
+    if line.cluster == TRANSLATOR_CLUSTER and line.translated is None:
+        # a client that left had waited for an engine
+        reached = not _LEFT.isdisjoint(flags)
     return Answer(
         status=line.status,
-        has_engine=(bool(line.served) and _is_inference(line)) or (bool(context.ticket) and 200 <= line.status < 300),
+        has_engine=reached or (bool(context.ticket) and 200 <= line.status < 300),
         is_cut=line.status == 0 or not flags.isdisjoint(CUTS),
         has_timed_out=not flags.isdisjoint(TIME_LIMITS),
         counts=line.usage or UsageCounts(),
@@ -217,13 +247,19 @@ def _flags(line: UsageLine) -> frozenset[str]:
 def _end_of(line: UsageLine, context: UsageContext) -> str:
     """How it ended: the first that fits."""
     flags = _flags(line)
+    # the translator has ended, not the engine
+    is_lost_on_the_way = line.cluster == TRANSLATOR_CLUSTER and line.translated is None
     if not flags and not context.refused and 200 <= line.status < 400:
         return WHOLE
     found = (
         (REFUSED, bool(context.refused)),
         ("timeout", not flags.isdisjoint(TIME_LIMITS)),
         (LEFT, line.status == 0 or not _LEFT.isdisjoint(flags)),
-        ("engine", not (_LOST | _NO_ENGINE).isdisjoint(flags) or (line.status >= 500 and bool(line.served))),
+        (
+            "engine",
+            (not (_LOST | _NO_ENGINE).isdisjoint(flags) and not is_lost_on_the_way)
+            or (line.status >= 500 and bool(line.served)),
+        ),
         ("gateway", line.status >= 500 or not flags.isdisjoint(CUTS)),
         (REJECTED, line.status >= 400),
     )

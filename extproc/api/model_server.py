@@ -35,6 +35,27 @@ if TYPE_CHECKING:
 
 
 ServingProtocol = Literal["OpenAI", "V1", "V2", "TensorFlow"]
+# The APIs of protocol OpenAI; ``extproc.protocol`` has a row of each.
+ServedApi = Literal[
+    "ChatCompletions",
+    "Completions",
+    "Embeddings",
+    "Responses",
+    "Messages",
+    "CountTokens",
+    "Generate",
+    "Rerank",
+    "Score",
+    "Transcriptions",
+    "Speech",
+    "Tokenize",
+    "Detokenize",
+]
+# Those between which requests and answers can be translated.
+TRANSLATABLE: Final[tuple[ServedApi, ...]] = ("ChatCompletions", "Responses", "Messages")
+_SOME_TRANSLATABLE: Final = (
+    f"{list(TRANSLATABLE)}.exists(one, one in self.apis) && !{list(TRANSLATABLE)}.all(one, one in self.apis)"
+)
 # Fields that need to know the prompts of requests.
 _OF_PROMPTS: Final = {
     "pdGroup": "pd_group",
@@ -346,6 +367,15 @@ class ModelServerSpec(Spec, frozen=True):
             " || has(self.connection.apiKeyRef))",
             "http would show the key to everybody on the way; write scheme: https, or leave the key out",
         ),
+        Rule("!has(self.provider) || has(self.apis)", "a provider needs apis: the gateway's key reaches no others"),
+        Rule(
+            "!has(self.apis) || !has(self.protocol) || self.protocol == 'OpenAI'",
+            "apis are those of protocol OpenAI; remove it",
+        ),
+        Rule(
+            f"!has(self.translation) || self.translation == 'Never' || (has(self.apis) && {_SOME_TRANSLATABLE})",
+            "translation has no effect unless apis has one or two of ChatCompletions, Responses and Messages",
+        ),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
             "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
@@ -391,6 +421,13 @@ class ModelServerSpec(Spec, frozen=True):
     # The API of the engines. OpenAI: of generative models, Anthropic's and other APIs of vLLM included. V1, V2 (Open
     # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model.
     protocol: ServingProtocol = "OpenAI"
+    # Which APIs of protocol OpenAI are served here; required of a provider. Requests of others go to another
+    # ModelServer of their rule, are translated, or get 404. Without it, engines get requests of all.
+    apis: Annotated[tuple[ServedApi, ...], msgspec.Meta(min_length=1, max_length=13)] | None = None
+    # Requests of ChatCompletions, Responses or Messages, where apis has another of the three. Never: they get 404.
+    # Lenient: translated by a process beside Envoy (attache translate); fields that the other API does not have are
+    # left out, and named in the header x-attache-dropped. Strict: a request with such a field gets 400.
+    translation: Literal["Never", "Lenient", "Strict"] = "Never"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # TLS and a key towards the engines; without it, plain HTTP.
     connection: EngineConnection = EngineConnection()
@@ -439,6 +476,11 @@ class ModelServerSpec(Spec, frozen=True):
         return self.listed or ()
 
     @property
+    def translates(self) -> bool:
+        """Whether it may get requests that were translated."""
+        return self.translation != "Never" and 0 < len({*TRANSLATABLE} & {*(self.apis or ())}) < len(TRANSLATABLE)
+
+    @property
     def uses_tls(self) -> bool:
         """Whether its endpoints are reached over TLS."""
         return self.connection.tls is not None or (self.provider is not None and self.provider.scheme == "https")
@@ -473,6 +515,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
     if sum(one is not None for one in (spec.listed, spec.workload_selector, spec.provider)) != 1:
         yield ("spec",), "write endpoints, provider or, in a cluster, workloadSelector, one of the three"
     yield from _check_requests(spec)
+    yield from _check_apis(spec)
     if spec.provider is not None:
         yield from _check_provider(spec, spec.provider)
         return
@@ -498,6 +541,28 @@ def _check_requests(spec: ModelServerSpec) -> Iterator[Finding]:
     yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
 
 
+def _check_apis(spec: ModelServerSpec) -> Iterator[Finding]:
+    """Each once, and a translation has an API to translate to, and one to translate from."""
+    apis = spec.apis
+    if apis is None:
+        if spec.provider is not None:
+            yield ("spec", "apis"), "is missing; write those of the provider's APIs that requests may use"
+        if spec.translation != "Never":
+            yield ("spec", "translation"), "has no effect without apis, as all requests go there unchanged; write apis"
+        return
+    if spec.protocol != "OpenAI":
+        yield ("spec", "apis"), f"are those of protocol OpenAI, and this one is {spec.protocol}; leave it out"
+    if len(set(apis)) < len(apis):
+        yield ("spec", "apis"), "names an API twice; write each once"
+    if spec.translation != "Never" and not spec.translates:
+        some = "none" if set(TRANSLATABLE).isdisjoint(apis) else "all"
+        yield (
+            ("spec", "translation"),
+            f"has no effect: apis has {some} of {', '.join(TRANSLATABLE)}, between which requests are translated;"
+            " write Never or leave it out",
+        )
+
+
 def _check_endpoints(spec: ModelServerSpec) -> Iterator[Finding]:
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
@@ -521,7 +586,7 @@ def _check_provider(spec: ModelServerSpec, provider: Provider) -> Iterator[Findi
         if getattr(spec, attribute):
             yield ("spec", name), "is about engines, which a provider does not show; remove it"
     if spec.protocol != "OpenAI":
-        yield ("spec", "protocol"), "providers take the APIs of provider.apis; leave it out"
+        yield ("spec", "protocol"), "providers take the APIs of apis; leave it out"
     if provider.scheme == "http" and connection.tls is not None:
         yield ("spec", "connection", "tls"), "has no effect with provider.scheme http; write https, or leave it out"
 

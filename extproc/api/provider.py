@@ -14,47 +14,20 @@ from extproc.api.addresses import is_hostname, join_host_port
 from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from extproc.api.connection import EngineTls
     from extproc.api.errors import Finding, Path
 
-ProviderApi = Literal[
-    "ChatCompletions",
-    "Completions",
-    "Embeddings",
-    "Responses",
-    "Transcriptions",
-    "Speech",
-    "Messages",
-    "CountTokens",
-]
-# The path of each.
-PATHS: Final[Mapping[ProviderApi, str]] = MappingProxyType(
-    {
-        "ChatCompletions": "/v1/chat/completions",
-        "Completions": "/v1/completions",
-        "Embeddings": "/v1/embeddings",
-        "Responses": "/v1/responses",
-        "Transcriptions": "/v1/audio/transcriptions",
-        "Speech": "/v1/audio/speech",
-        "Messages": "/v1/messages",
-        "CountTokens": "/v1/messages/count_tokens",
-    }
-)
-# Those that are Anthropic's; the others are OpenAI's.
-ANTHROPIC_APIS: Final[frozenset[ProviderApi]] = frozenset({"Messages", "CountTokens"})
 _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
 
 
 class Provider(Spec, frozen=True):
-    """A server of others, in place of engines. ``host``: its name or IP address. ``port``: of its server. ``apis``:
-    those of its APIs that requests may use. ``path_prefix``: stands before the path of each request there, such as
-    ``/api/openai``.
+    """A server of others, in place of engines. ``host``: its name or IP address. ``port``: of its server.
+    ``path_prefix``: stands before the path of each request there, such as ``/api/openai``.
     """
 
     host: Annotated[str, msgspec.Meta(pattern=patterns.HOST, max_length=253)]
-    apis: Annotated[tuple[ProviderApi, ...], msgspec.Meta(min_length=1, max_length=len(PATHS))]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 443
     # http: for servers of this machine, and those that need no key.
     scheme: Literal["https", "http"] = "https"
@@ -79,11 +52,6 @@ class Provider(Spec, frozen=True):
         except ValueError:
             return self.host.lower() == "localhost"
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths of its APIs, as clients write them."""
-        return tuple(PATHS[name] for name in self.apis)
-
 
 def check_provider(provider: Provider, path: Path, *, has_key: bool, tls: EngineTls | None = None) -> Iterator[Finding]:
     """The host can be one, its certificate can be checked, and a key is not sent in the clear. ``tls``: as far as it is
@@ -98,8 +66,6 @@ def check_provider(provider: Provider, path: Path, *, has_key: bool, tls: Engine
             yield (*path, "host"), f"'{provider.host}' {patterns.ADVICE[patterns.HOST]}"
     if provider.path_prefix.endswith("/"):
         yield (*path, "pathPrefix"), f"'{provider.path_prefix}' ends in a slash, and paths begin with one; leave it out"
-    if len(set(provider.apis)) < len(provider.apis):
-        yield (*path, "apis"), "names an API twice; write each once"
     if provider.scheme == "http" and has_key and not provider.is_loopback:
         yield (
             (*path, "scheme"),

@@ -122,6 +122,16 @@ class UsageCounts(msgspec.Struct, frozen=True):
     finish: str | None = None
 
 
+class TranslatedAnswer(msgspec.Struct, frozen=True):
+    """Of a request that was translated for its engines: what Envoy saw of them (``attache.translated``). ``host``: the
+    engine that answered. ``details``: Envoy's, of the answer.
+    """
+
+    host: str | None = None
+    attempts: float | None = None
+    details: str | None = None
+
+
 class UsageLine(msgspec.Struct, frozen=True):
     """A line of the log, as Envoy's ``json_format`` writes it; null where Envoy has no value.
 
@@ -132,6 +142,8 @@ class UsageLine(msgspec.Struct, frozen=True):
     itself. ``served``: the engine's address; ``cluster``: Envoy's name of its ModelServer, ``server/namespace/name``.
     Durations count from the request's first byte, in microseconds. ``duration_us``: until the answer's last byte was
     sent; null if it was not, as when the client left; ``duration_ms``: until the end of the request, in any case.
+    Of a request that was translated ``served`` and ``cluster`` are the translator's, and ``translated`` is null if
+    nothing came back from there.
     """
 
     id: str
@@ -155,3 +167,4 @@ class UsageLine(msgspec.Struct, frozen=True):
     attempts: int | None = None
     flags: str | None = None
     details: str | None = None
+    translated: TranslatedAnswer | None = None

@@ -44,6 +44,10 @@ TIME_LIMITS: Final[Mapping[str, str]] = MappingProxyType(
         "UMSDR": "upstream_max_stream_duration_reached",
     }
 )
+# Envoy's details of an answer of its own at such a limit.
+TIMEOUT_DETAILS: Final = frozenset(
+    {"response_timeout", "upstream_response_timeout", "stream_idle_timeout", "max_duration_timeout"}
+)
 CLIENT_LEFT: Final = "DC"
 CUTS: Final[Mapping[str, str]] = MappingProxyType(
     {

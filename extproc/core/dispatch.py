@@ -28,13 +28,14 @@ from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
-from extproc.protocol import Api
+from extproc.protocol import DEGRADED, SERVED_BY, Api
 from extproc.request.form import read_form, with_fields
 from extproc.request.model import is_given
 from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
+from extproc.translate.order import NAMES, TranslationOrder
 
 if TYPE_CHECKING:
     import random
@@ -232,7 +233,9 @@ class Dispatcher:
                 expects_usage=request.asks_for_usage or pending.adds_usage,
                 waited_s=record.held_s,
                 # that of a client is no reason for a fallback
-                checks_refusal=None if plan else _checks_refusal(record.attachment, pool, assignment, now),
+                checks_refusal=None
+                if plan or arrival.engine_api
+                else _checks_refusal(record.attachment, pool, assignment, now),
                 is_fallback=arrival.destination.is_fallback,
             ),
             sent_at_s=now,
@@ -318,7 +321,23 @@ class Dispatcher:
             fell_back_for=record.fell_back_for,
             path=changed_path(arrival),
             response_model=response_model(arrival, record.attachment, run.reserves),
+            translation=_order_of(arrival),
         )
+
+
+def _order_of(arrival: Arrival) -> TranslationOrder | None:
+    """Without the headers by which the engine is found. None: the request is not translated."""
+    api, to, engine = arrival.request.api, arrival.destination, arrival.engine_api
+    if api is None or engine is None:
+        return None
+    answer_headers = {}
+    if to.is_fallback or to.fallbacks is not None:
+        answer_headers[SERVED_BY] = arrival.pool.name
+        how = ("model",) * to.is_degraded + ("max_tokens",) * bool(shorter_answer(arrival))
+        if how:
+            answer_headers[DEGRADED] = ", ".join(how)
+    is_strict = arrival.pool.spec.translation == "Strict"
+    return TranslationOrder(NAMES[api], NAMES[engine], is_strict=is_strict, answer_headers=answer_headers)
 
 
 def _pending(
@@ -496,7 +515,8 @@ def changes_for(arrival: Arrival, attachment: Attachment) -> Changes:
     """
     request, changes = arrival.request, dict[str, object]()
     # a provider knows no such field; with fallbacks there is one body for all attempts, and Envoy cuts it out there
-    has_salt = arrival.pool.spec.provider is None or arrival.destination.fallbacks is not None
+    is_chained = arrival.destination.fallbacks is not None and arrival.engine_api is None
+    has_salt = arrival.pool.spec.provider is None or is_chained
     if has_salt and arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:

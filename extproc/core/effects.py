@@ -23,6 +23,7 @@ from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
+from extproc.translate.order import TranslationOrder
 
 _Result = TypeVar("_Result")
 
@@ -41,7 +42,8 @@ class Decision(msgspec.Struct, frozen=True):
     another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
     read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
     fallback at once. ``path``: in place of the client's, empty for that. ``response_model``: in answers, as JSON text;
-    empty: they stay as they come.
+    empty: they stay as they come. ``translation``: of the request for its engines, without headers; None: they get it
+    as it is.
     """
 
     ticket: str
@@ -68,6 +70,7 @@ class Decision(msgspec.Struct, frozen=True):
     fell_back_for: str = ""
     path: str = ""
     response_model: str = ""
+    translation: TranslationOrder | None = None
 
     @property
     def held_s(self) -> float:

@@ -219,7 +219,8 @@ class FallbackPlanner:
             refusals=_takers(fallbacks, reserves),
             clamps=tuple(edited.clamps.items()),
         )
-        return FallbackPlan(None if considered.pick.prefill_row is not None else attempts, reserves, tuple(states))
+        is_alone = considered.pick.prefill_row is not None or arrival.engine_api is not None
+        return FallbackPlan(None if is_alone else attempts, reserves, tuple(states))
 
     def _reserve(
         self, record: Record, to: Destination, fallbacks: Fallbacks, base: Changes, now: float
@@ -231,6 +232,9 @@ class FallbackPlanner:
             why = self._why_not(arrival.pool, other, fallbacks, now) or _why_differing(base, other, attachment)
             if why:
                 return why
+            if other.engine_api is not None:
+                # all attempts have one body
+                return "it has other APIs, and an attempt after another is not translated"
             found = other.pool.consider(
                 prompt_of(other, None), constraints_of(other, attachment), now=now, rng=self._rng
             )
@@ -322,6 +326,8 @@ def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str,
 
 def _why_alone(arrival: Arrival, considered: Consideration) -> str:
     """Why the request can go to no fallback at all; empty: it can."""
+    if arrival.engine_api is not None:
+        return "the request is translated for its own ModelServer"
     if arrival.adapter is not None:
         return "the request is for an adapter"
     if considered.pick.prefill_row is not None:

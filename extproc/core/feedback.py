@@ -133,6 +133,14 @@ def _release(run: Run) -> None:
             set_breaker(table, first.row, breaker.released(first.passed.ticket))
 
 
+def release_untried(run: Run) -> None:
+    """The request has reached none of its engines: those that come next may be the probes that it was."""
+    _release(run)
+    breaker, passed = run.pool.breaker, run.assignment.passed
+    if passed.ticket and breaker.is_current(passed, run.sent_at_s):
+        run.pool.breaker = breaker.released(passed.ticket)
+
+
 def _count_at_server(run: Run, outcome: Outcome, failure: EngineFailure | None, now: float, out: list[Effect]) -> None:
     """The ModelServer fails where clients get 5xx or nothing: how answers ended and what they lacked says less. If
     another one answers, it may have been busy; but a probe has failed.

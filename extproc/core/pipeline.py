@@ -50,6 +50,7 @@ from extproc.core.forecasts import Forecaster, Foreseen
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
 from extproc.core.queue import MOST_AT_ONCE, QueueWait, usage_to_reserve
 from extproc.core.record import Record
+from extproc.core.request_builder import not_served
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
 from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
@@ -447,6 +448,9 @@ class AdmissionPipeline:
     def _ask_limits(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """Local limits first, then those that all machines share."""
         arrival = record.arrived
+        if arrival.engine_api is not None and not record.attachment.is_bundle:
+            # no other gateway has a translator
+            raise not_served(arrival.request, arrival.pool.spec, arrival.head)
         why = why_model_is_refused(arrival.pool, arrival.request.api, now)
         if why and arrival.destination.model == arrival.pool.spec.model:
             raise UnknownModel(why, param="model")

@@ -130,6 +130,8 @@ class BesideLeg(msgspec.Struct, frozen=True):
 def why_served_whole(arrival: Arrival) -> str:
     """As ``why_whole``; empty also where extproc makes no leg."""
     protocol = arrival.pool.prefill_protocol
+    if protocol is not None and arrival.engine_api is not None:
+        return "it is translated"
     return "" if protocol is None else why_whole(arrival.request, arrival.body, protocol)
 
 

@@ -103,7 +103,8 @@ class Arrival(msgspec.Struct, frozen=True):
     """A request that has been parsed and routed.
 
     ``cache_salt``: what its engine gets; prompts share a cache under the same. ``candidates``: None unless its
-    ModelServer was chosen here, by a ModelRoute.
+    ModelServer was chosen here, by a ModelRoute. ``engine_api``: that to which it is translated; None: its engines take
+    it as it is.
     """
 
     request: InferenceRequest
@@ -116,6 +117,7 @@ class Arrival(msgspec.Struct, frozen=True):
     candidates: Candidates | None = None
     # a guard has made the body
     is_changed: bool = False
+    engine_api: Api | None = None
 
     @property
     def wants_tokens(self) -> bool:
@@ -232,7 +234,8 @@ class Outcome(msgspec.Struct, frozen=True):
     sending slowly. ``retry_after_s``: for so long the engine asks to be left alone, if it does. ``pauses``: likewise
     providers of attempts before the last; None: they do not say for how long. ``refused``: by address of an attempt,
     the class for which the prompt was refused there, and may not be at another ModelServer. ``errors``: the addresses
-    of attempts of a request with fallbacks that have answered 500.
+    of attempts of a request with fallbacks that have answered 500. ``is_of_gateway``: the request was to be translated,
+    and nothing came back of an engine.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -261,6 +264,7 @@ class Outcome(msgspec.Struct, frozen=True):
     refused: Mapping[str, str] = {}
     errors: frozenset[str] = frozenset()
     pauses: Mapping[str, float | None] = {}
+    is_of_gateway: bool = False
 
 
 class SentRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -26,11 +26,12 @@ from extproc.errors import (
     UnknownModel,
     UnknownPath,
 )
-from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, REPOSITORY_PATH, Api, api_of_path
+from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, REPOSITORY_PATH, Api, api_of_path, paths_of
 from extproc.request.body_parser import api_by_body, no_body, parse_body, steering_of_unread
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
 from extproc.routing.resolve import Destination, RoutingTable
+from extproc.translate.order import engine_api
 
 if TYPE_CHECKING:
     import random
@@ -310,8 +311,10 @@ class RequestBuilder:
 
     def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
         """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
-        pool, salt = self._place(arrival.request, to, arrival.head, arrival.caller)
-        return msgspec.structs.replace(arrival, destination=to, pool=pool, cache_salt=salt, candidates=candidates)
+        pool, salt, engine_api = self._place(arrival.request, to, arrival.head, arrival.caller, may_translate=True)
+        return msgspec.structs.replace(
+            arrival, destination=to, pool=pool, cache_salt=salt, candidates=candidates, engine_api=engine_api
+        )
 
     def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
         """The same request with the body that a guard has made of it; raises a Refusal."""
@@ -393,17 +396,23 @@ class RequestBuilder:
 
     def _draw(self, targets: Targets, api: Api | None = None) -> Destination:
         """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
-        that has some. Where it is a provider that does not take ``api``, one that does.
+        that has some. Where it does not take ``api``, one that does, or else one for which it is translated.
         """
         found = targets.draw(self._rng)
         pool = self.pools.get(found.server)
         if pool is not None and api is not None and not _takes(pool.spec, api):
-            others = targets.among(lambda one: one.server in self.pools and _takes(self.pools[one.server].spec, api))
-            return found if others is None else self._draw(others)
+            for suits in (_takes, _engine_api):
+                others = targets.among(partial(self._suits, api, suits))
+                if others is not None:
+                    return self._draw(others)
+            return found
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
         with_engines = targets.among(self._has_engines)
         return found if with_engines is None else with_engines.draw(self._rng)
+
+    def _suits(self, api: Api, suits: Callable[[ModelServerSpec, Api], object], destination: Destination) -> bool:
+        return destination.server in self.pools and bool(suits(self.pools[destination.server].spec, api))
 
     def _has_engines(self, destination: Destination) -> bool:
         pool = self.pools.get(destination.server)
@@ -442,13 +451,16 @@ class RequestBuilder:
         """Of a request that its caller may make; raises a Refusal."""
         namespace = namespace_of(destination.server)
         caller = self._identities.caller(head.headers, namespace=namespace, is_trusted=head.is_trusted)
-        pool, salt = self._place(request, destination, head, caller)
-        return Arrival(request, destination, pool, head, body, caller, salt, candidates)
+        may_translate = candidates is not None
+        pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
+        return Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
 
     def _place(
-        self, request: InferenceRequest, destination: Destination, head: Head, caller: Caller
-    ) -> tuple[Pool, str | None]:
-        """The pool of the destination, and the request's cache salt there; raises a Refusal."""
+        self, request: InferenceRequest, destination: Destination, head: Head, caller: Caller, *, may_translate: bool
+    ) -> tuple[Pool, str | None, Api | None]:
+        """The pool of the destination, and there the request's cache salt and the API to which it is translated, None
+        for its own; raises a Refusal. ``may_translate``: the ModelServer was chosen here.
+        """
         pool = self.pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
@@ -456,25 +468,33 @@ class RequestBuilder:
                 "add it, or send the request elsewhere."
             )
         _refuse_steering(request, pool.spec)
-        _refuse_api(request, pool.spec, head)
-        return pool, self._isolation.salt(request, pool.spec, caller, head.headers)
+        to = None
+        if not _takes(pool.spec, request.api):
+            to = _engine_api(pool.spec, request.api) if may_translate else None
+            if to is None:
+                raise not_served(request, pool.spec, head)
+        return pool, self._isolation.salt(request, pool.spec, caller, head.headers), to
 
 
 def _takes(spec: ModelServerSpec, api: Api | None) -> bool:
-    """Whether a provider takes requests of ``api``, and engines any. None: of no known API."""
-    if spec.provider is None:
-        return True
-    return api is not None and not set(api.spec.paths).isdisjoint(spec.provider.paths)
+    """Whether requests of ``api`` can go there as they are. None: of no known API, which a provider never gets: with
+    its key, clients reach nothing else of it.
+    """
+    if api is None:
+        return spec.provider is None
+    return spec.apis is None or api.spec.name in spec.apis
 
 
-def _refuse_api(request: InferenceRequest, spec: ModelServerSpec, head: Head) -> None:
-    """Raise UnknownPath for an API that a provider does not take. With its key, clients reach nothing else of it."""
-    provider = spec.provider
-    if provider is not None and not _takes(spec, request.api):
-        raise UnknownPath(
-            f"'{request.model[:_SHOWN_CHARACTERS]}' is not served under {head.path[:_SHOWN_CHARACTERS]};"
-            f" write to {', '.join(provider.paths)}."
-        )
+def _engine_api(spec: ModelServerSpec, api: Api | None) -> Api | None:
+    return engine_api(api, spec.apis or ()) if spec.translates else None
+
+
+def not_served(request: InferenceRequest, spec: ModelServerSpec, head: Head) -> UnknownPath:
+    """The refusal of a request of an API that its ModelServer does not have."""
+    return UnknownPath(
+        f"'{request.model[:_SHOWN_CHARACTERS]}' is not served under {head.path[:_SHOWN_CHARACTERS]};"
+        f" write to {', '.join(paths_of(spec.apis or ()))}."
+    )
 
 
 def _protocol_of(request: InferenceRequest) -> str:

@@ -14,7 +14,13 @@ from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import repeat, started
 from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettled, with_fault
-from extproc.core.feedback import lost_adapter, record_endpoint_outcome, record_fallback, update_estimates
+from extproc.core.feedback import (
+    lost_adapter,
+    record_endpoint_outcome,
+    record_fallback,
+    release_untried,
+    update_estimates,
+)
 from extproc.core.objectives import judge, judge_departure, times_of
 from extproc.core.peers import RequestEnded
 from extproc.core.prefill import end_leg
@@ -196,6 +202,9 @@ def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Eff
     count_outcome(record, run, outcome)
     if run.is_aborted:
         # at our request
+        return
+    if outcome.is_of_gateway:
+        release_untried(run)
         return
     if outcome.served_by not in {"", run.pool.name}:
         record_fallback(run, outcome, now, out, is_ours=record.is_ours)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.usage import UsageContext
-from extproc.api.used_tokens import CUTS, TIME_LIMITS
+from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS
 from extproc.core.effects import RequestSettled
 from extproc.core.orphans import Orphan
 from extproc.core.record import Outcome
@@ -17,9 +17,11 @@ from extproc.protocol import (
     COMPLETION_TOKENS,
     CONTENT_ENCODING,
     CREATED_TOKENS,
+    DESTINATION,
     ERRORS,
     EVENTS,
     FIRST_CONTENT_US,
+    LB_NAMESPACE,
     NAMESPACE,
     PAUSES_NAMESPACE,
     PROMPT_TOKENS,
@@ -31,6 +33,10 @@ from extproc.protocol import (
     SERVED_NAMESPACE,
     SERVER_CLUSTER,
     TICKET,
+    TRANSLATED_ATTEMPTS,
+    TRANSLATED_DETAILS,
+    TRANSLATED_NAMESPACE,
+    TRANSLATOR_CLUSTER,
     TTFT_TAG,
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
@@ -109,7 +115,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         metadata.get(SERVED_NAMESPACE),
         _numbers(metadata.get(USAGE_NAMESPACE)),
     )
-    return Outcome(
+    found = Outcome(
         ticket=_text(ours, TICKET),
         status=response.response_code.value,
         served=_text(served, SERVED_HOST),
@@ -136,6 +142,31 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         refused=_texts(metadata.get(ROUTE_NAMESPACE), REFUSED),
         errors=frozenset(_texts(metadata.get(ROUTE_NAMESPACE), ERRORS)),
         pauses=_pauses(metadata.get(PAUSES_NAMESPACE)),
+    )
+    return _of_translated(found, entry) if common.upstream_cluster == TRANSLATOR_CLUSTER else found
+
+
+def _of_translated(seen: Outcome, entry: HttpAccessLogEntry) -> Outcome:
+    """What a second listener of Envoy has seen of the engines. Where nothing came back, only a client that left or a
+    time limit that ended the request shows that an engine had it.
+    """
+    metadata = entry.common_properties.metadata.filter_metadata
+    found = metadata.get(TRANSLATED_NAMESPACE)
+    if seen.prompt_tokens == 0:
+        # a stream of messages begins with some number, also where its engine reports it at the end
+        seen = msgspec.structs.replace(seen, prompt_tokens=None)
+    if found is None:
+        if not (seen.has_left or seen.has_timed_out):
+            return msgspec.structs.replace(seen, served="", retry_after_s=None, is_of_gateway=True)
+        first = _text(metadata.get(LB_NAMESPACE), DESTINATION).partition(",")[0]
+        return msgspec.structs.replace(seen, served=first, attempts=1)
+    details = _text(found, TRANSLATED_DETAILS)
+    return msgspec.structs.replace(
+        seen,
+        served=_text(found, SERVED_HOST),
+        attempts=_whole(_numbers(found), TRANSLATED_ATTEMPTS) or 0,
+        has_timed_out=seen.has_timed_out or details in TIMEOUT_DETAILS,
+        retry_after_s=seen.retry_after_s if details == _BY_ENGINE else None,
     )
 
 

@@ -45,6 +45,7 @@ from extproc.protocol import (
     SUBSET,
     TICKET,
     TRACE_NAMESPACE,
+    TRANSLATE,
     USAGE_CONTEXT,
 )
 from extproc.streams.messages import (
@@ -63,6 +64,7 @@ from extproc.streams.messages import (
     Value,
 )
 from extproc.streams.order import BodyMode
+from extproc.translate.order import encode_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
     from extproc.streams.messages import ProcessingRequest
+    from extproc.translate.order import TranslationOrder
 
 # The value of the field that varies, in the message that a Template is made of.
 MARK: Final = "<varies>"
@@ -237,6 +240,7 @@ _PATH: Final = _header(":path")
 _SERVER: Final = _header(SERVER_HEADER)
 _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
+_TRANSLATE: Final = _header(TRANSLATE)
 # The statuses that Envoy retries, beside those of its route.
 _CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
 # Beyond the list of endpoints, Envoy would try any engine.
@@ -303,6 +307,8 @@ def _decision_answer(
     destination = ",".join(addresses).encode()
     server = (SERVER_CLUSTER + decision.server).encode()
     headers = b"".join((*_SERVER.fill(server), *_routing_headers(decision, destination), forged))
+    if decision.translation is not None:
+        headers += b"".join(_TRANSLATE.fill(encode_order(_complete(decision.translation, decision))))
     policy = decision.policy if attempts is None else attempts.policy
     if policy:
         headers += b"".join(_POLICY.fill(policy.encode()))
@@ -322,6 +328,17 @@ def _decision_answer(
     # the body comes last, and is copied once
     route = b"" if attempts is None else _route_metadata(attempts)
     return b"".join((_metadata(decision, destination), route, answer, body or b""))
+
+
+def _complete(order: TranslationOrder, decision: Decision) -> TranslationOrder:
+    """With the headers of this answer that the request has lost when it comes back translated."""
+    headers = {
+        DESTINATION: ",".join(decision.assignment.addresses),
+        SERVER_HEADER: SERVER_CLUSTER + decision.server,
+        POLICY_HEADER: decision.policy,
+        PREFILLER: decision.prefiller,
+    }
+    return msgspec.structs.replace(order, headers={name: value for name, value in headers.items() if value})
 
 
 @lru_cache(maxsize=4096)

@@ -46,7 +46,7 @@ CALLS: Final = (
 WITHOUT: Final = frozenset(
     {
         *("gateway", "epp", "manager", "envoy", "top", "engine", "up", "autoscale", "validate", "bench", "completion"),
-        *("usage", "slo", "init", "reset"),
+        *("usage", "slo", "init", "reset", "translate"),
     }
 )
 # An empty file is no object, and a directory of them is a place to look in.

@@ -161,6 +161,7 @@ def changes(before: object, after: object, path: str = "") -> Iterator[tuple[str
         ({}, ("manager", "gateway")),
         ({"gateway.highAvailability": True}, ("manager", "gateway-ha")),
         ({"gateway.gatewayAPI": True}, ("manager", "gateway-api")),
+        ({"gateway.translation": True}, ("manager", "gateway-with-translation")),
         ({"gateway.usage": True}, ("manager", "gateway-with-usage")),
         ({"manager.enabled": False}, ("gateway",)),
         (

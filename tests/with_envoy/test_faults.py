@@ -164,7 +164,8 @@ async def test_load_balancers_see_that_envoy_drains(mended: Stack) -> None:
 
 async def test_no_web_page_can_stop_or_change_envoy(mended: Stack) -> None:
     changes = ["quitquitquit", "logging?level=trace", "reset_counters", "drain_listeners", "drain_listeners?graceful"]
-    changes += ['quitquitquit?"', 'drain_listeners?graceful&"', 'healthcheck/fail?"', 'reopen_logs?"', "?quitquitquit"]
+    changes += ['quitquitquit?"', 'drain_listeners?graceful&inboundonly&"', 'healthcheck/fail?"', 'reopen_logs?"']
+    changes += ["?quitquitquit"]
     async with httpx.AsyncClient(timeout=60) as http:
         # its addresses are written as those of browsers, by WHATWG's URL standard
         answers = [await http.post(f"{mended.admin}/{path}") for path in changes]

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
+APIS: Final = ["ChatCompletions", "Messages"]
 KEY: Final = "sk-of-the-gateway-0123456789"
 PREFIX: Final = "/api/openai"
 CHAT_ANSWER: Final = {
@@ -198,6 +199,11 @@ def engine(name: str, at: Server) -> dict[str, object]:
     return model_server(name, endpoints=[{"address": f"127.0.0.1:{at.port}"}], scrapeInterval="0s")
 
 
+def hosted(name: str, at: Server, more: Mapping[str, object], **spec: object) -> dict[str, object]:
+    """Another ModelServer, of a provider."""
+    return model_server(name, apis=APIS, provider=provider(at, **more), **spec)
+
+
 def chain(*names: str) -> dict[str, object]:
     rule: dict[str, object] = {"targetModels": [{"modelServerName": names[0]}]}
     if names[1:]:
@@ -250,7 +256,7 @@ def tls_of(folder: Path) -> tuple[ssl.SSLContext, Path]:
 
 
 def provider(at: Server, **more: object) -> dict[str, object]:
-    return {"host": "localhost", "port": at.port, "apis": ["ChatCompletions", "Messages"], **more}
+    return {"host": "localhost", "port": at.port, **more}
 
 
 # What begins with /team goes to the provider, without it.
@@ -299,20 +305,22 @@ async def stack(folder: Path, spec: Mapping[str, object]) -> AsyncIterator[Gatew
         documents = [
             engine("a", servers["a"]),
             engine("c", servers["c"]),
-            model_server("p", provider=provider(servers["p"], pathPrefix=PREFIX), connection=keyed, pricing=price),
-            model_server("q", provider=provider(servers["q"])),
-            model_server(
+            hosted("p", servers["p"], {"pathPrefix": PREFIX}, connection=keyed, pricing=price),
+            hosted("q", servers["q"], {}),
+            hosted(
                 "forged",
-                provider=provider(servers["p"], host="127.0.0.1"),
+                servers["p"],
+                {"host": "127.0.0.1"},
                 connection={**keyed, "tls": {"caFile": str(ca), "serverName": "other.example"}},
             ),
-            model_server(
+            hosted(
                 "retried",
-                provider=provider(servers["p"], pathPrefix=PREFIX),
+                servers["p"],
+                {"pathPrefix": PREFIX},
                 connection=keyed,
                 trafficPolicy={"outlierDetection": {"consecutiveFailures": 1000}, "retry": {"attempts": 2}},
             ),
-            model_server("lost", provider=provider(servers["p"], host="nowhere.invalid"), connection=keyed),
+            hosted("lost", servers["p"], {"host": "nowhere.invalid"}, connection=keyed),
             TEAM,
             *map(chain, ("p", "q", "lost", "forged", "retried")),
             *(chain(*names) for names in (("a", "p", "c"), ("p", "c"), ("p", "q"), ("q", "p"), ("lost", "c"))),

@@ -46,7 +46,7 @@ ENDPOINTS_FOLDER = "eds"
 # Admin paths with their queries. Those that change Envoy end with a quotation mark. Browsers write it as %22, so no web
 # page can send them.
 _READS: Final = r"/(ready|server_info|clusters|listeners|config_dump|stats(/prometheus)?)(\?.*)?"
-_CHANGES: Final = r'/(drain_listeners\?graceful&|(healthcheck/(fail|ok)|reopen_logs)\?)"'
+_CHANGES: Final = r'/(drain_listeners\?graceful&inboundonly&|(healthcheck/(fail|ok)|reopen_logs)\?)"'
 
 
 def file_source(directory: str, file: str) -> ConfigSource:

@@ -28,8 +28,16 @@ from controller.bundle.envoy.fallback import Chained, chained_servers
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.listeners import listener_groups, listener_resources
+from controller.bundle.envoy.model_routes import routes_by_policy
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
+from controller.bundle.envoy.translation import (
+    TRANSLATED_ROUTES_FILE,
+    is_translated,
+    translated_listener,
+    translated_routes,
+    translator_cluster,
+)
 from extproc.api.addresses import OF_CLUSTER
 from extproc.api.http_route import Backend, BackendSpec
 from extproc.api.make_before_break import with_servers
@@ -131,6 +139,11 @@ class BundleWriter:
             *memo.get(key_set_clusters, gateway.authentication),
             *memo.get(collector_clusters, gateway.tracing),
         ]
+        translates, translated_files = is_translated(snapshot.servers), dict[str, str]()
+        if translates:
+            own.append(memo.get(translator_cluster, self._directory))
+            routes = translated_routes(gateway, routes_by_policy(snapshot, memo))
+            translated_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
         if gateway.usage_log is not None and gateway.usage_log.api is not None:
             own.append(memo.get(usage_cluster, gateway.usage_log.api))
         self._clusters = own, clusters
@@ -139,6 +152,7 @@ class BundleWriter:
                 group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
                 for group in listener_groups(gateway)
             },
+            **translated_files,
             **memo.get(authentication_files, gateway.authentication),
             LISTENERS_FILE: memo.get(
                 self._listener,
@@ -147,6 +161,7 @@ class BundleWriter:
                 *needs_of(snapshot.http_routes),
                 _times_streams(snapshot),
                 any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
+                translates,
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
@@ -160,9 +175,11 @@ class BundleWriter:
         return backend_cluster(some, self._directory)
 
     def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
-        return resources_file(
-            listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=Needs(*needs))
-        )
+        wanted = Needs(*needs)
+        found = listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=wanted)
+        if wanted.translates:
+            found.append(translated_listener(gateway, self._directory))
+        return resources_file(found)
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))

@@ -108,13 +108,15 @@ _PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 class Needs(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
-    content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model.
+    content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model. ``translates``:
+    requests for some are translated.
     """
 
     cors: bool = False
     prefixes: bool = False
     times: bool = False
     model_paths: bool = False
+    translates: bool = False
 
 
 NO_NEEDS: Final = Needs()

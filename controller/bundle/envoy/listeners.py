@@ -18,6 +18,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsHeadersWithUnderscoresAction,
     KeepaliveSettings,
+    TrafficDirection,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, FilterChainMatch, ListenerFilter
@@ -43,6 +44,7 @@ from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, ht
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.secrets import listener_socket
 from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
+from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, is_translated
 from controller.bundle.envoy.usage_log import usage_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
@@ -63,6 +65,7 @@ from extproc.protocol import (
     SERVER_HEADER,
     SIDECAR_HEADERS,
     SUBSET,
+    TRANSLATE,
     TTFT_TAG,
 )
 
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.snapshot import Snapshot
 
 # The route configuration of a gateway that has only ``listen``; the names of others begin with it.
 DEFAULT_ROUTES: Final = "attache"
@@ -80,11 +84,13 @@ DEFAULT_LISTENER: Final = "default"
 _ENVOYS_PREFIX: Final = "x-envoy-"
 # Only this gateway itself writes these, even if its clients are trusted.
 _OWN_HEADERS: Final = (
-    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, REPORTS, *SIDECAR_HEADERS),
+    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, TRANSLATE, CLIENT, REPORTS, *SIDECAR_HEADERS),
     # who sees whose usage; a route does not write a name that is not known
     *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER, CALLER_REPORTS),
 )
 _SERVER_NAME: Final = "attache"
+# What the names of its statistics begin with.
+_STATISTICS: Final = "attache"
 # Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0
 # HTTP/2: to a client that is silent for so long, and how long it may take to answer.
@@ -117,9 +123,22 @@ class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
         return f"{ROUTES_FOLDER}/{protocol}-{name.replace('/', '_').replace(':', '_')}.json"
 
 
-def routes_files(gateway: GatewayConfigSpec) -> tuple[str, ...]:
-    """The files with the route configurations of a gateway."""
-    return tuple(group.routes_file for group in listener_groups(gateway))
+def routes_files(snapshot: Snapshot) -> dict[str, str]:
+    """The files with the route configurations of a gateway, each with the name of its subscription in Envoy's
+    statistics.
+    """
+    found = {
+        one.routes_file: f"http.{_STATISTICS}.rds.{_in_statistics(one.route_config_name)}"
+        for one in listener_groups(snapshot.gateway)
+    }
+    if is_translated(snapshot.servers):
+        found[TRANSLATED_ROUTES_FILE] = f"http.{TRANSLATED}.rds.{TRANSLATED}"
+    return found
+
+
+def _in_statistics(name: str) -> str:
+    """How Envoy spells a name in its statistics."""
+    return name.replace(":", "_")
 
 
 def listener_groups(gateway: GatewayConfigSpec) -> tuple[ListenerGroup, ...]:
@@ -185,6 +204,8 @@ def _listener(
             # of what filters hold: the bodies of requests
             per_connection_buffer_limit_bytes=gateway.max_body_size,
             tcp_keepalive=keepalive_probes(),
+            # a drain closes these listeners alone
+            traffic_direction=TrafficDirection.INBOUND,
             listener_filters=[] if first.tls is None else [_reads_server_name()],
             filter_chains=[_filter_chain(group, directory) for group in groups],
         )
@@ -224,11 +245,11 @@ def _connection_manager(
     gateway: GatewayConfigSpec, directory: str, longest_wait_s: float, needs: Needs
 ) -> HttpConnectionManager:
     return HttpConnectionManager(
-        stat_prefix="attache",
+        stat_prefix=_STATISTICS,
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
         http_filters=http_filters(gateway, directory, needs),
         local_reply_config=local_replies(gateway, model_paths=needs.model_paths),
-        access_log=_access_logs(gateway),
+        access_log=_access_logs(gateway, translates=needs.translates),
         use_remote_address=True,
         normalize_path=True,
         merge_slashes=True,
@@ -284,9 +305,9 @@ def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
     )
 
 
-def _access_logs(gateway: GatewayConfigSpec) -> list[AccessLog]:
+def _access_logs(gateway: GatewayConfigSpec, *, translates: bool) -> list[AccessLog]:
     log = gateway.usage_log
-    return [_access_log(gateway), *([] if log is None else [usage_log(log.path)])]
+    return [_access_log(gateway), *([] if log is None else [usage_log(log.path, translates=translates)])]
 
 
 def _access_log(gateway: GatewayConfigSpec) -> AccessLog:

@@ -246,3 +246,10 @@ def error_answer(status: int, message: str, kind: str, code: str) -> DirectRespo
     """An error of OpenAI's form; the listener's local replies set its content type to JSON."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return DirectResponseAction(status=status, body=DataSource(inline_string=json.dumps({"error": error})))
+
+
+def anthropic_error_answer(status: int, message: str) -> DirectResponseAction:
+    """An error of Anthropic's form."""
+    error = {"type": ANTHROPIC_TYPES[status], "message": message}
+    body = json.dumps({"type": "error", "error": error})
+    return DirectResponseAction(status=status, body=DataSource(inline_string=body))

@@ -37,10 +37,20 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.fallback import across_clusters, attempts_of
+from controller.bundle.envoy.local_replies import anthropic_error_answer, error_answer
+from controller.bundle.envoy.translation import is_translated, translator_route
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.fallback import REFUSALS, attempts_name, classes_of
 from extproc.api.model_server import TrafficPolicy
-from extproc.protocol import MODELS_PATH, PATH_APIS, PLAIN_IN_PATHS, POLICY_HEADER, SERVER_HEADER
+from extproc.protocol import (
+    APIS_BY_PATH,
+    MODELS_PATH,
+    PATH_APIS,
+    PLAIN_IN_PATHS,
+    POLICY_HEADER,
+    SERVER_HEADER,
+    paths_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,6 +66,7 @@ if TYPE_CHECKING:
 # A route or another resource of xDS as plain data; per-route configuration of filters, by their names.
 Plain = dict[str, object]
 Configs = Mapping[str, object]
+_ANTHROPIC: Final = tuple(path for path, api in APIS_BY_PATH.items() if api.spec.errors == "anthropic")
 # There is no such cluster.
 _NOWHERE: Final = "attache-nowhere"
 _DEFAULT_POLICY: Final = TrafficPolicy()
@@ -70,9 +81,15 @@ def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
     A route for each ModelServer would be scanned for each request, and repeated in each host. The last route matches
     ModelServers that extproc already uses and Envoy does not have yet.
     """
+    translated = [memo.get(translator_route)] if is_translated(snapshot.servers) else []
+    return [*translated, *_with_fallbacks(snapshot, memo), *routes_by_policy(snapshot, memo)]
+
+
+def routes_by_policy(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+    """Those of requests that go to one ModelServer alone."""
     policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
     named = [memo.get(_decided, name, policies[name]) for name in sorted(policies) if name]
-    return [*_with_fallbacks(snapshot, memo), *named, memo.get(_decided, "", _DEFAULT_POLICY)]
+    return [*named, memo.get(_decided, "", _DEFAULT_POLICY)]
 
 
 def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
@@ -128,11 +145,34 @@ def routes_without_extproc(snapshot: Snapshot, routes: Sequence[ModelRoute], mem
     ``routes``: those of ``snapshot`` that are served here.
     """
     servers = {server.metadata.key: server for server in snapshot.servers}
-    found = [to_plain(_models_list(routes))]
+    found = [to_plain(_models_list(routes)), *_not_translated(routes, servers)]
     for route in routes:
         named = [servers[route.server_key(one)] for rule in route.spec.rules for one in rule.servers]
         found.extend(memo.get(_of_route, route, *named))
     return found
+
+
+def _not_translated(routes: Sequence[ModelRoute], servers: Mapping[str, ModelServer]) -> Iterator[dict[str, object]]:
+    """Refusals of requests that need a translation, which only extproc orders: a pair for each set of APIs."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for route in routes:
+        specs = [one.spec for one in _servers_of(route, servers)]
+        if any(one.translates for one in specs) and all(one.apis for one in specs):
+            served = tuple(sorted({path for one in specs for path in paths_of(one.apis or ())}))
+            names = [one for one in (route.spec.model_name, *route.spec.lora_adapters) if one is not None]
+            found.setdefault(served, []).extend(names)
+    of_anthropic = HeaderMatcher(name=":path", string_match=_path_in(_ANTHROPIC))
+    for served, names in found.items():
+        message = f"At the moment this model is served under {', '.join(served)} alone; write there, or try again soon."
+        others = HeaderMatcher(name=":path", string_match=_path_in(served), invert_match=True)
+        openai = error_answer(400, message, "invalid_request_error", "no_translation")
+        for headers, answer in (([others, of_anthropic], anthropic_error_answer(400, message)), ([others], openai)):
+            match = RouteMatch(prefix="/", headers=headers, dynamic_metadata=[_asks_for(names)])
+            yield to_plain(Route(name="not-translated", match=match, direct_response=answer))
+
+
+def _path_in(paths: Iterable[str]) -> StringMatcher:
+    return StringMatcher(safe_regex=RegexMatcher(regex=f"({'|'.join(map(re.escape, paths))})(\\?.*)?"))
 
 
 def _servers_of(route: ModelRoute, servers: Mapping[str, ModelServer]) -> list[ModelServer]:

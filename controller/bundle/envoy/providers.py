@@ -16,14 +16,16 @@ import msgspec
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH
 from controller.bundle.envoy.lua import lua, lua_bool, lua_text
-from extproc.api.provider import ANTHROPIC_APIS, PATHS
 from extproc.protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
+    APIS_BY_NAME,
     DEFAULT_ANTHROPIC_VERSION,
     PAUSES_NAMESPACE,
     REQUEST_ID,
     RETRY_AFTER,
+    Api,
+    paths_of,
 )
 
 if TYPE_CHECKING:
@@ -144,16 +146,17 @@ end
 
 def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     """The cluster's filter, behind the one that writes the key as ``authorization``."""
+    apis = server.spec.apis or ()
     marks = {
-        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(provider)),
+        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis)),
         "@ASKED@": _lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": _lua_set(_ANSWER_HEADERS),
-        "@ERRORS@": _errors(provider),
+        "@ERRORS@": _errors(apis),
         "@ATTEMPT@": ATTEMPT_NAMESPACE,
         "@PATH@": PATH,
         "@HOST@": HOST,
         "@KEYED@": KEYED,
-        "@MESSAGES@": PATHS["Messages"],
+        "@MESSAGES@": Api.MESSAGES.spec.paths[0],
         "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
         "@AUTHORIZATION@": _AUTHORIZATION,
         "@API_KEY@": _API_KEY,
@@ -172,19 +175,19 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     return http_filter("attache.provider", lua(_SCRIPT, marks))
 
 
-def _key_headers(provider: Provider) -> Iterable[tuple[str, str]]:
+def _key_headers(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
     """By path, the header that has the key: Anthropic's API has one of its own."""
-    for name in provider.apis:
-        yield PATHS[name], _API_KEY if name in ANTHROPIC_APIS else _AUTHORIZATION
+    for spec in (APIS_BY_NAME[name].spec for name in apis):
+        yield spec.paths[0], _API_KEY if spec.errors == "anthropic" else _AUTHORIZATION
 
 
 def _lua_set(names: Iterable[str]) -> str:
     return ", ".join(f'["{name}"] = true' for name in names)
 
 
-def _errors(provider: Provider) -> str:
+def _errors(apis: Iterable[str]) -> str:
     """A table of Lua: by the form of the client's API and by code, the body of the error."""
-    where = ", ".join(provider.paths)
+    where = ", ".join(paths_of(apis))
     messages = {**_MESSAGES, "unknown_url": f"This model is not served under this path; write to {where}."}
     openai, anthropic = [], []
     for code, message in messages.items():

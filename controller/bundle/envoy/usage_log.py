@@ -21,7 +21,16 @@ from controller.bundle.envoy.envoy_json import PackedMessage, http_filter
 from controller.bundle.envoy.local_replies import when
 from controller.bundle.envoy.usage import STARTED_US
 from controller.bundle.envoy.without_extproc import FALLBACK_MODEL, FALLBACK_NAMESPACE
-from extproc.protocol import CLIENT, NAMESPACE, REQUEST_ID, TENANT, USAGE_CONTEXT, USAGE_NAMESPACE, USER
+from extproc.protocol import (
+    CLIENT,
+    NAMESPACE,
+    REQUEST_ID,
+    TENANT,
+    TRANSLATED_NAMESPACE,
+    USAGE_CONTEXT,
+    USAGE_NAMESPACE,
+    USER,
+)
 
 if TYPE_CHECKING:
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
@@ -58,11 +67,12 @@ _LINE: Final = {
 }
 
 
-def usage_log(path: str) -> AccessLog:
+def usage_log(path: str, *, translates: bool = False) -> AccessLog:
     """Lines of the requests that extproc has decided or refused, and of those that Envoy balanced or refused for want
-    of extproc.
+    of extproc. ``translates``: some of them are translated.
     """
-    fields = {name: Value(string_value=text) for name, text in _LINE.items()}
+    texts = {**_LINE, "translated": f"%DYNAMIC_METADATA({TRANSLATED_NAMESPACE})%"} if translates else _LINE
+    fields = {name: Value(string_value=text) for name, text in texts.items()}
     line = SubstitutionFormatString(json_format=Struct(fields=fields))
     return AccessLog(
         name="envoy.access_loggers.file",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.usage.rows import MOST_LINE_BYTES, MOST_NAME, BadLine, UsageRow, row_of
-from extproc.api.usage import UsageCounts, UsageElsewhere, UsageLine
+from extproc.api.usage import TranslatedAnswer, UsageCounts, UsageElsewhere, UsageLine
 from extproc.protocol import truncate_name
 from tests.usage_lines import NOON_S, PRICE, context, counts, line, text
 
@@ -257,3 +257,27 @@ def test_a_row_has_the_fallback_that_served() -> None:
     assert row(line(of=of, cluster="server/default/other")).server == "default/llama"
     at_once = row(line(of=context(server="default/small", degraded=True), cluster="server/default/small"))
     assert at_once.is_degraded
+
+
+def translated(*, attempts: float = 2.0, details: str = "via_upstream", **more: object) -> UsageLine:
+    seen = TranslatedAnswer("10.0.0.9:1", attempts, details)
+    return line(cluster="attache-translator", served="/x/translator.sock", translated=seen, **more)
+
+
+def test_a_row_of_a_translated_request_names_its_engine() -> None:
+    found = row(translated())
+    assert (found.endpoint, found.attempts, found.server, found.ended) == ("10.0.0.9:1", 2, context().server, "whole")
+    assert (found.input, found.cost_micros) == (row(line()).input, row(line()).cost_micros)
+    assert row(translated(attempts=float("nan"))).attempts == 0
+    late = row(translated(status=504, details="upstream_response_timeout", usage=None))
+    assert (late.ended, late.is_failed) == ("timeout", True)
+    assert late.input > 0
+
+
+def test_a_translated_request_of_which_nothing_came_back_is_a_failure_of_the_gateway() -> None:
+    lost = line(cluster="attache-translator", served="/x/translator.sock", status=503, flags="UC", usage=None)
+    found = row(lost)
+    assert (found.ended, found.endpoint, found.input) == ("gateway", "", 0)
+    left = row(line(cluster="attache-translator", served="/x/translator.sock", status=0, flags="DC", usage=None))
+    assert (left.ended, left.endpoint) == ("client", "")
+    assert left.input > 0

@@ -10,11 +10,14 @@ import pytest
 from extproc.api.errors import ConfigInvalid
 from extproc.api.host_names import with_addresses
 from extproc.api.load import load_snapshot
-from extproc.api.provider import ANTHROPIC_APIS, PATHS, Provider, ProviderApi
-from extproc.protocol import APIS_BY_PATH
+from extproc.api.model_server import ServedApi
+from extproc.api.provider import Provider
+from extproc.protocol import APIS_BY_NAME, APIS_BY_PATH, paths_of
 
-KEYED = "connection: {apiKeyFile: a.key}"
-IDS: Final[tuple[ProviderApi, ...]] = ("ChatCompletions",)
+KEYED = "connection: {apiKeyFile: a.key}, apis: [Messages]"
+
+
+MESSAGES: Final = "apis: [Messages]"
 
 
 def documents(provider: str, more: str = "") -> dict[str, bytes]:
@@ -26,7 +29,7 @@ spec: {{model: m, provider: {{{provider}}}{more and f", {more}"}}}
     return {"a.yaml": text.encode()}
 
 
-def refusals(provider: str, more: str = "") -> str:
+def refusals(provider: str, more: str = MESSAGES) -> str:
     with pytest.raises(ConfigInvalid) as caught:
         load_snapshot(documents(provider, more))
     return str(caught.value)
@@ -49,7 +52,7 @@ def refusals(provider: str, more: str = "") -> str:
     ],
 )
 def test_a_host_is_no_more_than_a_host(host: str) -> None:
-    said = refusals(f"host: '{host}', apis: [ChatCompletions]")
+    said = refusals(f"host: '{host}'")
     assert "spec.provider.host" in said
     assert "write its name or IP address alone, without scheme, port and path, such as api.example.com" in said
 
@@ -57,40 +60,40 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
 @pytest.mark.parametrize(
     ("provider", "more", "said"),
     [
-        ("host: a.b", "", "spec.provider"),
-        ("host: a.b, apis: []", "", "spec.provider.apis"),
-        ("host: a.b, apis: [Chat]", "", "spec.provider.apis[0]"),
-        ("host: a.b, apis: [Messages, Messages]", "", "spec.provider.apis: names an API twice"),
-        ("host: a.b, apis: [Messages], port: 0", "", "spec.provider.port"),
-        ("host: a.b, apis: [Messages], scheme: ftp", "", "spec.provider.scheme"),
-        ("host: a.b, apis: [Messages], pathPrefix: v1", "", "spec.provider.pathPrefix"),
-        ("host: a.b, apis: [Messages], pathPrefix: '/v1?a=b'", "", "spec.provider.pathPrefix"),
-        ("host: a.b, apis: [Messages], pathPrefix: /api/", "", "spec.provider.pathPrefix: '/api/' ends in a slash"),
+        ("host: a.b", "streamUsage: Always", "spec.apis: is missing"),
+        ("host: a.b", "apis: []", "spec.apis"),
+        ("host: a.b", "apis: [Chat]", "spec.apis[0]"),
+        ("host: a.b", "apis: [Messages, Messages]", "spec.apis: names an API twice"),
+        ("host: a.b, port: 0", "apis: [Messages]", "spec.provider.port"),
+        ("host: a.b, scheme: ftp", "apis: [Messages]", "spec.provider.scheme"),
+        ("host: a.b, pathPrefix: v1", "apis: [Messages]", "spec.provider.pathPrefix"),
+        ("host: a.b, pathPrefix: '/v1?a=b'", "apis: [Messages]", "spec.provider.pathPrefix"),
+        ("host: a.b, pathPrefix: /api/", "apis: [Messages]", "spec.provider.pathPrefix: '/api/' ends in a slash"),
         (
-            "host: 192.0.2.1, apis: [Messages]",
-            "",
+            "host: 192.0.2.1",
+            "apis: [Messages]",
             "spec.provider.host: is an address, and nothing names its certificate; write connection.tls.serverName",
         ),
-        ("host: a.b, apis: [Messages], scheme: http", KEYED, "spec.provider.scheme: http would show the key"),
-        ("host: 192.0.2.1, apis: [Messages], scheme: http", KEYED, "spec.provider.scheme: http would show the key"),
+        ("host: a.b, scheme: http", KEYED, "spec.provider.scheme: http would show the key"),
+        ("host: 192.0.2.1, scheme: http", KEYED, "spec.provider.scheme: http would show the key"),
         (
-            "host: a.b, apis: [Messages], scheme: http",
-            "connection: {tls: {caFile: a}}",
+            "host: a.b, scheme: http",
+            "connection: {tls: {caFile: a}}, apis: [Messages]",
             "spec.connection.tls: has no effect",
         ),
         (
-            "host: a.b, apis: [Messages]",
-            "connection: {tls: {serverName: a.b}}",
+            "host: a.b",
+            "connection: {tls: {serverName: a.b}}, apis: [Messages]",
             "spec.connection.tls: write caFile, or insecureSkipVerify",
         ),
-        ("host: a.b, apis: [Messages]", "connection: {apiKeyFile: a, apiKeyEnv: A}", "spec.connection: write apiKeyF"),
-        ("host: a.b, apis: [Messages]", "endpoints: []", "spec: write endpoints, provider or, in a cluster,"),
-        ("host: a.b, apis: [Messages]", "workloadSelector: {matchLabels: {a: b}}", "spec: write endpoints, provider"),
-        ("host: a.b, apis: [Messages]", "protocol: V2", "spec.protocol: providers take the APIs of provider.apis"),
-        ("host: a.b, apis: [Messages]", "trafficPolicy: {connectTimeout: 0s}", "spec.trafficPolicy.connectTimeout"),
-        ("host: a.b, apis: [Messages]", "flowControl: {sessionHeader: 'a b'}", "spec.flowControl.sessionHeader"),
+        ("host: a.b", "connection: {apiKeyFile: a, apiKeyEnv: A}, apis: [Messages]", "spec.connection: write apiKeyF"),
+        ("host: a.b", "endpoints: [], apis: [Messages]", "spec: write endpoints, provider or, in a cluster,"),
+        ("host: a.b", "workloadSelector: {matchLabels: {a: b}}, apis: [Messages]", "spec: write endpoints, provider"),
+        ("host: a.b", "protocol: V2, apis: [Messages]", "spec.protocol: providers take the APIs of apis"),
+        ("host: a.b", "trafficPolicy: {connectTimeout: 0s}, apis: [Messages]", "spec.trafficPolicy.connectTimeout"),
+        ("host: a.b", "flowControl: {sessionHeader: 'a b'}, apis: [Messages]", "spec.flowControl.sessionHeader"),
         *(
-            ("host: a.b, apis: [Messages]", f"{field}: {value}", f"spec.{field}: is about engines")
+            ("host: a.b", f"{field}: {value}, apis: [Messages]", f"spec.{field}: is about engines")
             for field, value in (
                 ("pdGroup", "{prefillLabels: {a: p}, decodeLabels: {a: d}}"),
                 ("kvEvents", "{}"),
@@ -109,12 +112,12 @@ def test_what_cannot_be_is_named_with_its_place(provider: str, more: str, said: 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "'::1'"])
 def test_on_this_machine_a_key_needs_no_tls(host: str) -> None:
-    found = load_snapshot(documents(f"host: {host}, port: 8000, scheme: http, apis: [Messages]", KEYED))
+    found = load_snapshot(documents(f"host: {host}, port: 8000, scheme: http", KEYED))
     assert not found.servers[0].spec.uses_tls
 
 
 def test_its_name_becomes_addresses_with_the_name_of_its_certificate() -> None:
-    snapshot = load_snapshot(documents("host: API.example.com, apis: [Messages]"))
+    snapshot = load_snapshot(documents("host: API.example.com", MESSAGES))
     assert [one.address for one in snapshot.servers[0].spec.endpoints] == ["API.example.com:443"]
     found = with_addresses(snapshot, {"api.example.com": ("192.0.2.1", "2001:db8::1")}).servers[0].spec
     assert [one.address for one in found.endpoints] == ["192.0.2.1:443", "[2001:db8::1]:443"]
@@ -123,29 +126,48 @@ def test_its_name_becomes_addresses_with_the_name_of_its_certificate() -> None:
 
 
 def test_nothing_is_read_of_it() -> None:
-    assert not load_snapshot(documents("host: a.b, apis: [Messages]")).servers[0].spec.reads_metrics
+    assert not load_snapshot(documents("host: a.b", MESSAGES)).servers[0].spec.reads_metrics
 
 
 @pytest.mark.parametrize(
     ("provider", "authority"),
     [
-        (Provider(host="a.b", apis=IDS), "a.b"),
-        (Provider(host="a.b", apis=IDS, port=8443), "a.b:8443"),
-        (Provider(host="a.b", apis=IDS, port=80), "a.b:80"),
-        (Provider(host="a.b", apis=IDS, port=80, scheme="http"), "a.b"),
-        (Provider(host="::1", apis=IDS), "[::1]"),
-        (Provider(host="::1", apis=IDS, port=8443), "[::1]:8443"),
+        (Provider(host="a.b"), "a.b"),
+        (Provider(host="a.b", port=8443), "a.b:8443"),
+        (Provider(host="a.b", port=80), "a.b:80"),
+        (Provider(host="a.b", port=80, scheme="http"), "a.b"),
+        (Provider(host="::1"), "[::1]"),
+        (Provider(host="::1", port=8443), "[::1]:8443"),
     ],
 )
 def test_a_usual_port_is_not_in_its_host_header(provider: Provider, authority: str) -> None:
     assert provider.authority == authority
 
 
-def test_each_api_has_its_path_and_its_owner() -> None:
-    assert {name: APIS_BY_PATH[path].spec.errors for name, path in PATHS.items()} == {
-        name: "anthropic" if name in ANTHROPIC_APIS else "openai" for name in get_args(ProviderApi)
-    }
-    assert Provider(host="a.b", apis=("ChatCompletions", "CountTokens")).paths == (
-        "/v1/chat/completions",
-        "/v1/messages/count_tokens",
-    )
+def test_each_api_that_bodies_name_can_be_written() -> None:
+    assert set(get_args(ServedApi)) == set(APIS_BY_NAME) == {one.spec.name for one in APIS_BY_PATH.values()}
+    assert paths_of(("ChatCompletions", "CountTokens")) == ("/v1/chat/completions", "/v1/messages/count_tokens")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("translation: Lenient", "spec.translation: has no effect without apis"),
+        ("translation: Strict, apis: [Embeddings]", "spec.translation: has no effect: apis has none of ChatCompl"),
+        (
+            "translation: Strict, apis: [Messages, ChatCompletions, Responses]",
+            "spec.translation: has no effect: apis has all of ChatCompletions, Responses, Messages",
+        ),
+        ("translation: true, apis: [Messages]", "spec.translation"),
+        ("protocol: V2, apis: [Messages]", "spec.apis: are those of protocol OpenAI, and this one is V2"),
+    ],
+)
+def test_a_translation_without_effect_is_refused(spec: str, said: str) -> None:
+    text = f"""apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: a}}
+spec: {{model: m, endpoints: [], {spec}}}
+"""
+    with pytest.raises(ConfigInvalid) as caught:
+        load_snapshot({"a.yaml": text.encode()})
+    assert said in str(caught.value)

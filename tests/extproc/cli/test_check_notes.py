@@ -388,7 +388,7 @@ def test_a_fallback_that_cannot_help(check: Check, spare: dict[str, Any], note: 
 
 
 def test_a_provider_gets_no_cache_salt_so_its_isolation_is_not_noted(check: Check) -> None:
-    spare = {"model": "m", "provider": {"host": "api.example.com", "apis": ["ChatCompletions"]}}
+    spare = {"model": "m", "provider": {"host": "api.example.com"}, "apis": ["ChatCompletions"]}
     own = {**SERVER, "cacheIsolation": "Shared"}
     assert check(ModelServer=own, ModelServer_spare=spare, ModelRoute=fallback_to("spare")) == []
 

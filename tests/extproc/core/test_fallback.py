@@ -122,7 +122,7 @@ def test_without_another_name_nothing_is_replaced() -> None:
     assert attempts.splice == ""
 
 
-PROVIDER = "provider: {host: a.example, apis: [ChatCompletions]}\n"
+PROVIDER = "provider: {host: a.example}\napis: [ChatCompletions]\n"
 SALTED = """apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig
 metadata: {name: g}

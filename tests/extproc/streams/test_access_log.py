@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from extproc.core.effects import Decision
-from extproc.core.record import Head
+from extproc.core.record import Head, Outcome
 from extproc.failures import FailureLog
 from extproc.metrics.registry import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries
@@ -177,3 +177,43 @@ def test_an_entry_says_that_the_answer_was_encoded(value: str, *, is_encoded: bo
 def test_a_whole_answer_was_ended_by_nobody() -> None:
     outcome = read_outcome(entry())
     assert (outcome.status, outcome.has_left, outcome.was_cut) == (200, False, False)
+
+
+def translated(*flags: str, status: int = 200, **seen: str | float) -> Outcome:
+    """``seen``: of the engines, by Envoy's second listener; nothing of it where nothing came back."""
+    made = entry(*flags, status=status)
+    made.common_properties.upstream_cluster = "attache-translator"
+    metadata = made.common_properties.metadata.filter_metadata
+    metadata["envoy.lb"].fields["x-gateway-destination-endpoint"].string_value = "10.0.0.1:8000,10.0.0.2:8000"
+    metadata["attache.usage"].fields["prompt_tokens"].number_value = 0.0
+    made.response.response_code_details = "via_upstream"
+    made.response.response_headers["retry-after"] = "7"
+    for name, value in seen.items():
+        if isinstance(value, str):
+            metadata["attache.translated"].fields[name].string_value = value
+        else:
+            metadata["attache.translated"].fields[name].number_value = value
+    return read_outcome(made)
+
+
+def test_of_a_translated_request_the_second_listener_has_seen_the_engine() -> None:
+    found = translated(host="10.0.0.2:8000", attempts=2.0, details="via_upstream")
+    assert (found.served, found.attempts, found.retry_after_s) == ("10.0.0.2:8000", 2, 7.0)
+    assert not found.is_of_gateway
+    assert found.prompt_tokens is None, "a stream of messages begins with a number"
+    own = translated(status=503, attempts=1.0, details="no_healthy_upstream")
+    assert (own.served, own.attempts, own.retry_after_s, own.is_of_gateway) == ("", 1, None, False)
+    late = translated(status=504, attempts=1.0, host="10.0.0.1:8000", details="response_timeout")
+    assert late.has_timed_out
+
+
+@pytest.mark.parametrize("attempts", [math.nan, -1.0, 1e300])
+def test_a_number_of_attempts_that_is_none_is_none(attempts: float) -> None:
+    assert translated(attempts=attempts, details="via_upstream").attempts == 0
+
+
+def test_where_nothing_came_back_the_gateway_has_failed_unless_the_client_left() -> None:
+    assert translated("upstream_connection_termination", status=503).is_of_gateway
+    assert translated(status=400).is_of_gateway
+    left = translated("downstream_connection_termination", status=0)
+    assert (left.is_of_gateway, left.served, left.attempts) == (False, "10.0.0.1:8000", 1)

@@ -32,13 +32,13 @@ def cluster_of(snapshot: Snapshot) -> dict[str, Any]:
     return found
 
 
-PROVIDER = 'provider: {host: 192.0.2.1, apis: [Messages], port: %d, scheme: %s, pathPrefix: "%s"}'
+PROVIDER = 'apis: [Messages], provider: {host: 192.0.2.1, port: %d, scheme: %s, pathPrefix: "%s"}'
 HTTPS = PROVIDER % (443, "https", "")
 NAMED = "serverName: a.b, caFile: ca.pem"
 
 
 def test_without_an_authority_of_its_own_the_machines_are_trusted() -> None:
-    snapshot = configured("provider: {host: a.example, apis: [Messages]}")
+    snapshot = configured("provider: {host: a.example}, apis: [Messages]")
     assert secret_sources(snapshot) == (SystemAuthorities(),)
     assert Authorities("ca.pem") in secret_sources(configured(f"{HTTPS}, connection: {{tls: {{{NAMED}}}}}"))
     insecure = configured(f"{HTTPS}, connection: {{tls: {{serverName: a.b, insecureSkipVerify: true}}}}")

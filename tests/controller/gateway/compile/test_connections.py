@@ -183,11 +183,13 @@ def test_long_names_fit_into_files_and_do_not_meet() -> None:
     assert len(load_snapshot({one: text for one, text in outcome.files.items() if one.endswith(".json")}).servers) == 3
 
 
-PROVIDER: dict[str, Any] = {"host": "api.example.com", "apis": ["ChatCompletions"]}
+PROVIDER: dict[str, Any] = {"host": "api.example.com"}
 
 
 def provider(**connection: object) -> Object:
-    return resource("ModelServer", "llama", {"model": "m", "provider": PROVIDER, "connection": connection})
+    return resource(
+        "ModelServer", "llama", {"model": "m", "provider": PROVIDER, "apis": ["Messages"], "connection": connection}
+    )
 
 
 def test_a_providers_key_comes_from_a_secret() -> None:

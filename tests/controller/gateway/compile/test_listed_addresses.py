@@ -103,8 +103,8 @@ def test_the_networks_travel_with_the_document_for_names_that_are_resolved_later
 def provider_said(host: str, networks: str | None = None) -> tuple[str, str]:
     """The same of one whose provider is at ``host``."""
     compiler = Compiler(networks=None if networks is None else parse_networks(networks) if networks else ())
-    provider = {"host": host, "apis": ["Messages"], "scheme": "http", "port": 80}
-    spec = {"model": "m", "provider": provider}
+    provider = {"host": host, "scheme": "http", "port": 80}
+    spec = {"model": "m", "provider": provider, "apis": ["Messages"]}
     compiler.update_object("ModelServer", "default/a", resource("ModelServer", "a", spec))
     outcome = compiler.compile()
     accepted = next(one for one in outcome.statuses["ModelServer", "default/a"].conditions if one.type == "Accepted")

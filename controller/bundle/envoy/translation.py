@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are translated: the cluster of the translator, the listener to which they come back, and its routes.
+
+A request passes Envoy twice. On its first way all is done that is done for any request: authentication, extproc, usage,
+access log. It goes to the translator, which sends it to a second listener. That one has neither extproc nor an access
+log, and does what an attempt needs: the engine that extproc has chosen, tries at others, time limits, keys. What it
+sees of the engines it adds to its answers, and the first listener keeps it as metadata for the access log.
+
+Both have a socket in the bundle's directory, which only Envoy's user can connect to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
+from envoy_data_plane.envoy.config.core.v3 import (
+    Address,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    Http1ProtocolOptions,
+    HttpProtocolOptions,
+    Pipe,
+    TrafficDirection,
+)
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain
+from envoy_data_plane.envoy.config.listener.v3 import Listener as EnvoyListener
+from envoy_data_plane.envoy.config.route.v3 import (
+    HeaderMatcher,
+    RetryPolicy,
+    RetryPolicyRetryBackOff,
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation as MutationFilter
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mutations
+from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import (
+    Config as HeaderToMetadata,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import (
+    ConfigKeyValuePair,
+    ConfigRule,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.http.upstream_codec.v3 import UpstreamCodec
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpFilter,
+    Rds,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions as UpstreamOptions
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp
+
+from controller.bundle.envoy.bootstrap import file_source
+from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, assignment, unlimited_circuit_breakers
+from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, to_plain, to_resource
+from controller.bundle.envoy.local_replies import local_replies
+from controller.bundle.envoy.lua import lua
+from extproc.protocol import (
+    DESTINATION,
+    ENGINE_ANSWERED,
+    ENGINE_ATTEMPTS,
+    ENGINE_HOST,
+    LB_NAMESPACE,
+    NOT_FOR_ENGINES,
+    POLICY_HEADER,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    SERVER_HEADER,
+    TRANSLATE,
+    TRANSLATED_ATTEMPTS,
+    TRANSLATED_DETAILS,
+    TRANSLATED_NAMESPACE,
+    TRANSLATED_SOCKET,
+    TRANSLATOR_CLUSTER,
+    TRANSLATOR_SOCKET,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.model_server import ModelServer
+
+# The second listener and its routes; as part of the names of Envoy's statistics, too.
+TRANSLATED: Final = "attache_translated"
+TRANSLATED_ROUTES_FILE: Final = "rds/translated.json"
+_MANAGER: Final = "envoy.filters.network.http_connection_manager"
+# The translator closes connections that are idle for longer.
+_IDLE_S: Final = 30.0
+# An answer's headers as metadata, which the access log has; no client gets them.
+_SCRIPT: Final = """
+function envoy_on_response(handle)
+  local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
+  local host, details = headers:get("@HOST@"), headers:get("@ANSWERED@")
+  local attempts = tonumber(headers:get("@ATTEMPTS@") or "")
+  for _, name in ipairs({"@HOST@", "@ANSWERED@", "@ATTEMPTS@"}) do headers:remove(name) end
+  if not details then return end
+  metadata:set("@NAMESPACE@", "@DETAILS_KEY@", details)
+  metadata:set("@NAMESPACE@", "@ATTEMPTS_KEY@", attempts or 0)
+  if host then
+    metadata:set("@NAMESPACE@", "@HOST_KEY@", host)
+    metadata:set("@SERVED@", "@HOST_KEY@", host)
+  end
+end
+"""
+
+
+def is_translated(servers: Iterable[ModelServer]) -> bool:
+    """Whether some request is."""
+    return any(one.spec.translates for one in servers)
+
+
+def translator_cluster(directory: str) -> dict[str, object]:
+    """The translator, which is one process."""
+    marks = {
+        "@HOST@": ENGINE_HOST,
+        "@ANSWERED@": ENGINE_ANSWERED,
+        "@ATTEMPTS@": ENGINE_ATTEMPTS,
+        "@NAMESPACE@": TRANSLATED_NAMESPACE,
+        "@DETAILS_KEY@": TRANSLATED_DETAILS,
+        "@ATTEMPTS_KEY@": TRANSLATED_ATTEMPTS,
+        "@HOST_KEY@": SERVED_HOST,
+        "@SERVED@": SERVED_NAMESPACE,
+    }
+    filters = [
+        http_filter("envoy.filters.http.lua", lua(_SCRIPT, marks)),
+        http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
+    ]
+    return to_resource(
+        Cluster(
+            name=TRANSLATOR_CLUSTER,
+            type=ClusterDiscoveryType.STATIC,
+            load_assignment=assignment(TRANSLATOR_CLUSTER, [f"unix:{directory}/{TRANSLATOR_SOCKET}"]),
+            connect_timeout=seconds(1),
+            circuit_breakers=unlimited_circuit_breakers(),
+            typed_extension_protocol_options={
+                UPSTREAM_OPTIONS: PackedMessage(
+                    UpstreamOptions(
+                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+                        explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+                        http_filters=filters,
+                    )
+                )
+            },
+        )
+    )
+
+
+def translator_route() -> dict[str, object]:
+    """Of requests that extproc has translated. The second listener has time limits and tries at engines; here a
+    translator that is started again is tried once more, before it has the request.
+    """
+    action = RouteAction(
+        cluster=TRANSLATOR_CLUSTER,
+        timeout=seconds(0),
+        idle_timeout=seconds(0),
+        retry_policy=RetryPolicy(
+            retry_on="connect-failure",
+            num_retries=5,
+            retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.1), max_interval=seconds(0.5)),
+        ),
+    )
+    headers = [HeaderMatcher(name=one, present_match=True) for one in (SERVER_HEADER, TRANSLATE)]
+    return to_plain(Route(name="decided/translated", match=RouteMatch(prefix="/", headers=headers), route=action))
+
+
+def translated_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str, object]:
+    """Where the translator sends requests. It is not drained: it lives as long as the answers of the first ones."""
+    manager = HttpConnectionManager(
+        stat_prefix=TRANSLATED,
+        http_filters=_filters(),
+        rds=Rds(route_config_name=TRANSLATED, config_source=file_source(directory, TRANSLATED_ROUTES_FILE)),
+        local_reply_config=local_replies(gateway),
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(3600)),
+        http_protocol_options=Http1ProtocolOptions(),
+        # routes have limits
+        stream_idle_timeout=seconds(0),
+        always_set_request_id_in_response=True,
+    )
+    return to_resource(
+        EnvoyListener(
+            name=TRANSLATED,
+            address=Address(pipe=Pipe(path=f"{directory}/{TRANSLATED_SOCKET}", mode=0o600)),
+            per_connection_buffer_limit_bytes=_most_bytes(gateway),
+            traffic_direction=TrafficDirection.OUTBOUND,
+            # the requests have been counted where they came from
+            ignore_global_conn_limit=True,
+            filter_chains=[
+                FilterChain(filters=[Filter(name=_MANAGER, typed_config=PackedMessage(manager))]),
+            ],
+        )
+    )
+
+
+def _most_bytes(gateway: GatewayConfigSpec) -> int:
+    """A body may be longer in another API."""
+    return 2 * int(gateway.max_body_size)
+
+
+def _filters() -> list[HttpFilter]:
+    chosen = ConfigRule(
+        header=DESTINATION,
+        on_header_present=ConfigKeyValuePair(metadata_namespace=LB_NAMESPACE, key=DESTINATION),
+        remove=True,
+    )
+    values = {
+        ENGINE_HOST: f"%DYNAMIC_METADATA({SERVED_NAMESPACE}:{SERVED_HOST})%",
+        ENGINE_ATTEMPTS: "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+        ENGINE_ANSWERED: "%RESPONSE_CODE_DETAILS%",
+    }
+    written = [
+        HeaderMutation(
+            append=HeaderValueOption(
+                header=HeaderValue(key=name, value=value),
+                append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+        )
+        for name, value in values.items()
+    ]
+    # an engine's own are removed, also where there is no value
+    removed = [HeaderMutation(remove=name) for name in values]
+    return [
+        http_filter("envoy.filters.http.header_to_metadata", HeaderToMetadata(request_rules=[chosen])),
+        http_filter(
+            "envoy.filters.http.header_mutation",
+            MutationFilter(mutations=Mutations(response_mutations=[*removed, *written])),
+        ),
+        http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
+    ]
+
+
+def translated_routes(gateway: GatewayConfigSpec, routes: Sequence[dict[str, object]]) -> dict[str, object]:
+    """``routes``: of decided requests."""
+    host = VirtualHost(
+        name=TRANSLATED,
+        domains=["*"],
+        routes=[Route(name="placeholder")],
+        request_headers_to_remove=[SERVER_HEADER, POLICY_HEADER, TRANSLATE, *NOT_FOR_ENGINES],
+        request_body_buffer_limit=_most_bytes(gateway),
+    )
+    resource = to_resource(RouteConfiguration(name=TRANSLATED, virtual_hosts=[host]))
+    resource["virtual_hosts"] = [{**to_plain(host), "routes": list(routes)}]
+    return resource

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The translator, a process beside Envoy: requests into the API of their engines, and answers into the client's.
+
+Envoy sends it each request that extproc has decided so, at one socket, with an order in a header. It sends the
+translated request to another socket, where Envoy listens again: Envoy finds the engine, tries again and writes keys as
+for all others. A client that leaves ends the request of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from extproc.errors import (
+    InternalError,
+    NoEndpoint,
+    Refusal,
+    UntranslatableAnswer,
+    anthropic_status,
+    to_anthropic_body,
+    to_openai_body,
+)
+from extproc.notify import ALIVE, READY, notify, watchdog_s
+from extproc.page_server import PageLimits, PageServer
+from extproc.ports import listen
+from extproc.protocol import (
+    DROPPED_FIELDS,
+    ENGINE_ANSWERED,
+    ENGINE_ATTEMPTS,
+    ENGINE_HOST,
+    NOT_FOR_ENGINES,
+    RETRY_AFTER,
+    TRANSLATE,
+    TRANSLATED_SOCKET,
+    TRANSLATOR_SOCKET,
+)
+from extproc.translate.order import TranslationOrder, decode_order
+from extproc.translate.translation import translation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    from multidict import CIMultiDictProxy
+
+    from extproc.translate.translation import StreamTranslator, Translated, Translation
+
+# Envoy bounds bodies and headers before they come here.
+_MOST_BODY_BYTES: Final = 2**31
+_LIMITS: Final = PageLimits(connections=100_000, header_bytes=256 * 1024)
+# A whole answer; of streams, ``extproc.translate`` bounds what is kept.
+_MOST_ANSWER_BYTES: Final = 64 * 1024 * 1024
+_WITHOUT_END: Final = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
+# Of a connection, or written anew.
+_OWN_HEADERS: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("content-length", "content-type"),
+        *NOT_FOR_ENGINES,
+    }
+)
+# Of the client's, none of these is for anybody behind.
+_OWN_PREFIXES: Final = ("x-attache-", "x-envoy-", "x-gateway-")
+# Of an engine's answer; the last three are from Envoy, for Envoy.
+_PASSED: Final = (RETRY_AFTER, "x-should-retry", ENGINE_HOST, ENGINE_ATTEMPTS, ENGINE_ANSWERED)
+_JSON: Final = "application/json"
+_EVENTS: Final = "text/event-stream"
+_CUT: Final = "The engine's answer ended before it was whole."
+
+
+class Translator:
+    """``http``: connects to Envoy's second listener."""
+
+    def __init__(self, http: aiohttp.ClientSession) -> None:
+        self._http = http
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """The client's answer to one request."""
+        try:
+            order = decode_order(request.headers.get(TRANSLATE, ""))
+        except msgspec.MsgspecError:
+            return _refused(InternalError(), "chat")
+        between = translation(order.client, order.engine)
+        if between is None:
+            return _refused(InternalError(), order.client)
+        try:
+            path = between.path(request.path_qs)
+            asked = between.request(await request.read(), strict=order.is_strict)
+            headers = _request_headers(request.headers, order, between)
+            async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
+                return await _translated(request, found, order, between, asked)
+        except Refusal as refusal:
+            return _refused(refusal, order.client)
+        except aiohttp.ClientConnectionError:
+            return _refused(NoEndpoint("The gateway is not ready for this request; try again soon."), order.client)
+
+
+def _request_headers(
+    given: CIMultiDictProxy[str], order: TranslationOrder, between: Translation
+) -> list[tuple[str, str]]:
+    changed = {**dict(between.headers()), **order.headers}
+    kept = [
+        (name, value)
+        for name, value in given.items()
+        if (lower := name.lower()) not in _OWN_HEADERS
+        and lower not in changed
+        and not lower.startswith(_OWN_PREFIXES)
+        and _is_text(value)
+    ]
+    return [*kept, *((name, value) for name, value in changed.items() if value is not None), ("content-type", _JSON)]
+
+
+def _is_text(value: str) -> bool:
+    """Whether it was read without loss: bytes that are no UTF-8 cannot be written again."""
+    return not any("\ud800" <= one <= "\udfff" for one in value) if not value.isascii() else True
+
+
+async def _translated(
+    request: web.Request,
+    found: aiohttp.ClientResponse,
+    order: TranslationOrder,
+    between: Translation,
+    asked: Translated,
+) -> web.StreamResponse:
+    headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
+    headers.update(order.answer_headers)
+    if asked.dropped:
+        headers[DROPPED_FIELDS] = ", ".join(asked.dropped)
+    if found.status == 200 and asked.stream and found.content_type == _EVENTS:
+        answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
+        await answer.prepare(request)
+        await _relay(request, found, answer, between.stream(include_usage=asked.include_usage))
+        return answer
+    try:
+        body = between.answer(found.status, await _whole(found))
+    except Refusal as refusal:
+        return _refused(refusal, order.client, headers)
+    return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON})
+
+
+async def _relay(
+    request: web.Request, found: aiohttp.ClientResponse, answer: web.StreamResponse, stream: StreamTranslator
+) -> None:
+    """Events as they come. After an answer that was cut, the client's is cut, too: it has no end that looks whole."""
+    is_cut = False
+    try:
+        async for piece in found.content.iter_any():
+            out = stream.feed(piece)
+            if out:
+                await answer.write(out)
+    except aiohttp.ClientPayloadError:
+        is_cut = True
+    out = stream.end()
+    if out:
+        await answer.write(out)
+    if is_cut and request.transport is not None:
+        request.transport.close()
+
+
+async def _whole(found: aiohttp.ClientResponse) -> bytes:
+    pieces, size = list[bytes](), 0
+    try:
+        async for piece in found.content.iter_any():
+            pieces.append(piece)
+            size += len(piece)
+            if size > _MOST_ANSWER_BYTES:
+                raise UntranslatableAnswer("The engine's answer has more than 64 MiB.")
+    except aiohttp.ClientPayloadError:
+        raise UntranslatableAnswer(_CUT) from None
+    return b"".join(pieces)
+
+
+def _refused(refusal: Refusal, client: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    """In the form of the client's API."""
+    is_anthropic = client == "messages"
+    made = web.Response(
+        status=anthropic_status(refusal) if is_anthropic else refusal.status,
+        body=to_anthropic_body(refusal) if is_anthropic else to_openai_body(refusal),
+        headers={**(headers or {}), "content-type": _JSON},
+    )
+    if refusal.retry_after_s is not None:
+        made.headers[RETRY_AFTER] = str(refusal.retry_after_s)
+    return made
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
+    """Serve at the socket in ``folder``. ``end_s``: for requests that run at the end. Raises ListenFailed."""
+    connector = aiohttp.UnixConnector(str(folder / TRANSLATED_SOCKET), limit=0)
+    skipped = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+    async with aiohttp.ClientSession(
+        "http://engines", connector=connector, timeout=_WITHOUT_END, auto_decompress=False, skip_auto_headers=skipped
+    ) as http:
+        app = web.Application(client_max_size=_MOST_BODY_BYTES)
+        app.router.add_post("/{path:.*}", Translator(http).answer)
+        runner = PageServer(app, end_s=end_s, limits=_LIMITS, cancels=True)
+        await runner.setup()
+        try:
+            path = folder / TRANSLATOR_SOCKET
+            made = listen(f"unix:{path}")
+            path.chmod(0o600)
+            await runner.listen(made)
+            yield
+        finally:
+            await runner.cleanup()
+
+
+async def serve(folder: Path, *, end_s: float) -> None:
+    """Until SIGTERM or SIGINT; raises ListenFailed."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    within_s = watchdog_s(os.environ)
+    async with running(folder, end_s=end_s):
+        notify(READY if within_s is None else b"\n".join((ALIVE, READY)), os.environ)
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), None if within_s is None else within_s / 3)
+            if within_s is not None:
+                notify(ALIVE, os.environ)

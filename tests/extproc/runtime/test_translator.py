@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The translator by itself: what it does where Envoy, or what comes from there, is not as it should be."""
+
+from __future__ import annotations
+
+import json
+import stat
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from extproc.cli.translate import main
+from extproc.protocol import TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
+from extproc.runtime import translator
+from extproc.runtime.translator import running
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+MESSAGES = "/v1/messages"
+ORDER = json.dumps({"client": "messages", "engine": "chat", "headers": {"x-gateway-destination-endpoint": "a:1"}})
+BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+ANSWER = {
+    "id": "chatcmpl-1",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+}
+
+
+@asynccontextmanager
+async def client(folder: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.UnixConnector(str(folder / TRANSLATOR_SOCKET))
+    async with running(folder, end_s=1.0), aiohttp.ClientSession("http://here", connector=connector) as http:
+        yield http
+
+
+@asynccontextmanager
+async def envoy(folder: Path, answer: Any) -> AsyncIterator[list[dict[str, str]]]:  # noqa: ANN401 - a handler
+    got: list[dict[str, str]] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        got.append({name.lower(): value for name, value in request.headers.items()})
+        made: web.StreamResponse = await answer(request)
+        return made
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / TRANSLATED_SOCKET)).start()
+    yield got
+    await runner.cleanup()
+
+
+async def good(_: web.Request) -> web.StreamResponse:
+    return web.json_response(ANSWER, headers={"x-attache-engine-host": "a:1", "x-other": "1", "retry-after": "3"})
+
+
+async def post(http: aiohttp.ClientSession, path: str = MESSAGES, order: str = ORDER, **more: Any) -> Any:  # noqa: ANN401
+    async with http.post(path, json=BODY, headers={TRANSLATE: order, **more}) as answer:
+        return answer.status, answer.headers, json.loads(await answer.read())
+
+
+@pytest.mark.parametrize(
+    "order", ["", "{}", "nonsense", '{"client": "messages", "engine": "messages"}', '{"client": 1}']
+)
+async def test_without_an_order_nothing_is_sent(tmp_path: Path, order: str) -> None:
+    async with envoy(tmp_path, good) as got, client(tmp_path) as http:
+        status, _, body = await post(http, order=order)
+    assert (status, got) == (500, [])
+    assert "error" in body
+
+
+async def test_while_envoy_does_not_listen_clients_are_told_to_try_again(tmp_path: Path) -> None:
+    async with client(tmp_path) as http:
+        for one, is_anthropic in (("messages", True), ("responses", False)):
+            order = json.dumps({"client": one, "engine": "chat"})
+            status, _, body = await post(http, f"/v1/{one}", order)
+            assert status in {503, 400}
+            assert (body.get("type") == "error") is is_anthropic
+        status, _, body = await post(http)
+        assert (status, body["error"]["type"]) == (503, "overloaded_error")
+        # and it is found when it is there
+        async with envoy(tmp_path, good):
+            assert (await post(http))[0] == 200
+
+
+async def test_headers_that_pass(tmp_path: Path) -> None:
+    async with envoy(tmp_path, good) as got, client(tmp_path) as http:
+        more = {"x-attache-other": "1", "x-envoy-retry-on": "5xx", "x-own": "1", "te": "trailers", "x-request-id": "r"}
+        status, headers, _ = await post(http, **more, **{"anthropic-beta": "b"})
+    assert status == 200
+    (asked,) = got
+    assert (asked["x-own"], asked["x-request-id"], asked["x-gateway-destination-endpoint"]) == ("1", "r", "a:1")
+    assert not {*more, "anthropic-beta", TRANSLATE} - {"x-own", "x-request-id"} & asked.keys()
+    assert (headers["x-attache-engine-host"], headers["retry-after"]) == ("a:1", "3")
+    assert "x-other" not in headers
+
+
+async def test_an_answer_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translator, "_MOST_ANSWER_BYTES", 100_000)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"a" * 10_000)
+
+    async with envoy(tmp_path, endless), client(tmp_path) as http:
+        status, _, body = await post(http)
+    assert (status, body["error"]["details"]["error_code"]) == (502, "answer_untranslatable")
+
+
+async def test_an_answer_that_is_cut_is_a_502(tmp_path: Path) -> None:
+    async def cut(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-length": "1000"})
+        await answer.prepare(request)
+        await answer.write(b"{")
+        assert request.transport is not None
+        request.transport.close()
+        return answer
+
+    async with envoy(tmp_path, cut), client(tmp_path) as http:
+        assert (await post(http))[0] == 502
+
+
+async def test_its_socket_is_its_users_alone_and_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        async with envoy(tmp_path, good), client(tmp_path) as http:
+            assert (await post(http))[0] == 200
+            assert stat.S_IMODE((tmp_path / TRANSLATOR_SOCKET).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["file", "long"])
+def test_a_place_without_a_socket_is_said_at_the_start(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / ("a" * 120 if kind == "long" else "file")
+    if kind == "file":
+        folder.write_text("")
+    assert main(["--bundle", str(folder)]) == 2
+    assert folder.name in capsys.readouterr().err
