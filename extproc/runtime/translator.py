@@ -196,7 +196,13 @@ async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
     connector = aiohttp.UnixConnector(str(folder / TRANSLATED_SOCKET), limit=0)
     skipped = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
     async with aiohttp.ClientSession(
-        "http://engines", connector=connector, timeout=_WITHOUT_END, auto_decompress=False, skip_auto_headers=skipped
+        "http://engines",
+        connector=connector,
+        # one for all clients would send the cookies of one with the requests of others
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=_WITHOUT_END,
+        auto_decompress=False,
+        skip_auto_headers=skipped,
     ) as http:
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
         app.router.add_post("/{path:.*}", Translator(http).answer)

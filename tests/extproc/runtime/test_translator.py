@@ -101,6 +101,16 @@ async def test_headers_that_pass(tmp_path: Path) -> None:
     assert "x-other" not in headers
 
 
+async def test_a_cookie_of_an_engine_is_sent_with_no_other_request(tmp_path: Path) -> None:
+    async def sets_cookie(_: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER, headers={"set-cookie": "session=of-the-first; Path=/"})
+
+    async with envoy(tmp_path, sets_cookie) as got, client(tmp_path) as http:
+        for more in ({}, {}, {"cookie": "own=1"}):
+            await post(http, **more)
+    assert [asked.get("cookie") for asked in got] == [None, None, "own=1"]
+
+
 async def test_an_answer_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translator, "_MOST_ANSWER_BYTES", 100_000)
 
