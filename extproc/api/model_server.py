@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 ServingProtocol = Literal["OpenAI", "V1", "V2", "TensorFlow"]
+# What an address of an engine may serve: its port of gRPC is another one.
+EndpointProtocol = Literal[ServingProtocol, "V2-gRPC", "TensorFlow-gRPC"]
 # Fields that need to know the prompts of requests.
 _OF_PROMPTS: Final = {
     "pdGroup": "pd_group",
@@ -389,8 +391,9 @@ class ModelServerSpec(Spec, frozen=True):
     workload_port: WorkloadPort | None = None
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     # The API of the engines. OpenAI: of generative models, Anthropic's and other APIs of vLLM included. V1, V2 (Open
-    # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model.
-    protocol: ServingProtocol = "OpenAI"
+    # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model. V2-gRPC and
+    # TensorFlow-gRPC: the same over gRPC, at the engines' ports for that.
+    protocol: EndpointProtocol = "OpenAI"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # TLS and a key towards the engines; without it, plain HTTP.
     connection: EngineConnection = EngineConnection()

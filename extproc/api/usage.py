@@ -14,12 +14,14 @@ from typing import Final
 import msgspec
 
 from extproc.api.pricing import Price
+from extproc.protocol import http_status
 
 # Names in rows and sums that stand for many: no caller, model or route has such a name (see stored_name).
 OTHERS: Final = "(others)"
 # Requests that no route took: clients choose the names that they ask for, so those are not kept apart.
 UNROUTED: Final = "(unknown)"
 _RESERVED: Final = "("
+_OK: Final = 200
 # Of the file beside Envoy's to which extproc writes the lines of requests whose clients left before Envoy knew of them.
 LEFT_SUFFIX: Final = ".left"
 # Begins the name of an HTTPRoute, so that it is never taken for a ModelRoute of the same name.
@@ -132,6 +134,7 @@ class UsageLine(msgspec.Struct, frozen=True):
     itself. ``served``: the engine's address; ``cluster``: Envoy's name of its ModelServer, ``server/namespace/name``.
     Durations count from the request's first byte, in microseconds. ``duration_us``: until the answer's last byte was
     sent; null if it was not, as when the client left; ``duration_ms``: until the end of the request, in any case.
+    ``grpc_status``: of a call of gRPC.
     """
 
     id: str
@@ -155,3 +158,9 @@ class UsageLine(msgspec.Struct, frozen=True):
     attempts: int | None = None
     flags: str | None = None
     details: str | None = None
+    grpc_status: int | None = None
+
+    @property
+    def http_status(self) -> int:
+        """The status; of a call of gRPC, which fails with 200, what its own one means."""
+        return self.status if self.grpc_status is None or self.status != _OK else http_status(self.grpc_status)

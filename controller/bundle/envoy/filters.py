@@ -57,7 +57,6 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 )
 
 from controller.bundle.envoy.authentication import authentication_filters
-from controller.bundle.envoy.clusters import EXTPROC_CLUSTER
 from controller.bundle.envoy.cost_header import cost_header
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
 from controller.bundle.envoy.usage import responses_usage, stream_usage
@@ -69,6 +68,7 @@ from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CREATED_TOKENS,
+    EXTPROC_CLUSTER,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
@@ -148,13 +148,15 @@ _PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 class Needs(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
-    content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model.
+    content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model. ``calls``: some
+    are called by gRPC.
     """
 
     cors: bool = False
     prefixes: bool = False
     times: bool = False
     model_paths: bool = False
+    calls: bool = False
 
 
 NO_NEEDS: Final = Needs()

@@ -43,6 +43,7 @@ from controller.bundle.envoy.http_routes import (
 from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import (
+    call_routes,
     decided_routes,
     default_retries,
     nowhere,
@@ -77,7 +78,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from envoy_data_plane.google.protobuf import Any
 
@@ -112,7 +113,7 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     own = [*_health_routes(snapshot.gateway, memo), *_usage_routes(snapshot.gateway, memo)]
     configs = _unread(snapshot.gateway, None)
     by_path = path_routes(snapshot, snapshot.routes, configs, memo)
-    decided = [*own, *decided_routes(snapshot, memo), *by_path]
+    decided = [*own, *decided_routes(snapshot, memo), *by_path, *_call_routes(snapshot, memo)]
     if snapshot.gateway.failure_mode != "Open":
         # without a route for it, Envoy would let a request that asks for an upgrade wait for ever
         host["routes"] = [*decided, memo.get(_refusal, 404, _NO_MODEL, "model_not_found")]
@@ -191,6 +192,7 @@ class _Group:
                 snapshot, self._attached[host.listener.name], _unread(snapshot.gateway, name), self._memo
             )
             routes.extend({**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in by_path)
+            routes.extend(_call_routes(snapshot, self._memo))
             if name is not None:
                 config = self._memo.get(for_extproc, extproc_filters(snapshot.gateway), name)
                 found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **config}
@@ -236,6 +238,10 @@ def _unread(gateway: GatewayConfigSpec, listener: str | None) -> Configs:
         **without_bodies(gateway.failure_mode == "Open"),
         **for_extproc(extproc_filters(gateway), listener, mode=mode),
     }
+
+
+def _call_routes(snapshot: Snapshot, memo: Memo) -> Iterator[dict[str, object]]:
+    return call_routes(snapshot, without_bodies(snapshot.gateway.failure_mode == "Open"), memo)
 
 
 def _fallback_domain(listener: str) -> str:

@@ -58,12 +58,13 @@ _LINE: Final = {
 }
 
 
-def usage_log(path: str) -> AccessLog:
+def usage_log(path: str, *, calls: bool) -> AccessLog:
     """Lines of the requests that extproc has decided or refused, and of those that Envoy balanced or refused for want
-    of extproc.
+    of extproc. ``calls``: some are of gRPC.
     """
-    fields = {name: Value(string_value=text) for name, text in _LINE.items()}
-    line = SubstitutionFormatString(json_format=Struct(fields=fields))
+    line = {**_LINE, "grpc_status": "%GRPC_STATUS_NUMBER%"} if calls else _LINE
+    fields = {name: Value(string_value=text) for name, text in line.items()}
+    log_format = SubstitutionFormatString(json_format=Struct(fields=fields))
     return AccessLog(
         name="envoy.access_loggers.file",
         filter=AccessLogFilter(
@@ -75,7 +76,7 @@ def usage_log(path: str) -> AccessLog:
                 ]
             )
         ),
-        typed_config=PackedMessage(FileAccessLog(path=path, log_format=line)),
+        typed_config=PackedMessage(FileAccessLog(path=path, log_format=log_format)),
     )
 
 
