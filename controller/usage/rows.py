@@ -118,8 +118,9 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         raise BadLine("it has no id")
     if not (math.isfinite(line.at) and 0 < line.at < now_s + _FUTURE_S):
         raise BadLine("its time is not possible")
-    if not 0 <= line.http_status <= 999:
+    if not 0 <= line.status <= 999:
         raise BadLine("its status is not possible")
+    line = msgspec.structs.replace(line, status=line.http_status)
     known = _known_to_envoy(line) if context is None else context.as_served_by(_server_of(line))
     used = None if known.refused else used_tokens(expected_of(known), _answer(line, known))
     tokens, is_estimated = (TokenCounts(), False) if used is None else (used.counts, used.is_estimated)
@@ -143,7 +144,7 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         priority=max(-(2**31), min(2**31 - 1, known.priority)),
         band=_text(known.band, MOST_CODE),
         streamed=known.streamed,
-        status=line.http_status,
+        status=line.status,
         ended=ended,
         finish=_text(line.usage.finish if line.usage is not None else None, MOST_CODE),
         refused=_text(known.refused, MOST_CODE),
@@ -193,9 +194,9 @@ def _answer(line: UsageLine, context: UsageContext) -> Answer:
     flags = _flags(line)
     duration_us = _duration(line.duration_us) if line.duration_ms is None else _duration(line.duration_ms * 1_000)
     return Answer(
-        status=line.http_status,
-        has_engine=(bool(line.served) and _is_inference(line)) or (bool(context.ticket) and 200 <= line.http_status < 300),
-        is_cut=line.http_status == 0 or not flags.isdisjoint(CUTS),
+        status=line.status,
+        has_engine=(bool(line.served) and _is_inference(line)) or (bool(context.ticket) and 200 <= line.status < 300),
+        is_cut=line.status == 0 or not flags.isdisjoint(CUTS),
         has_timed_out=not flags.isdisjoint(TIME_LIMITS),
         counts=line.usage or UsageCounts(),
         duration_ms=(duration_us or 0) // 1_000,
@@ -217,15 +218,15 @@ def _flags(line: UsageLine) -> frozenset[str]:
 def _end_of(line: UsageLine, context: UsageContext) -> str:
     """How it ended: the first that fits."""
     flags = _flags(line)
-    if not flags and not context.refused and 200 <= line.http_status < 400:
+    if not flags and not context.refused and 200 <= line.status < 400:
         return WHOLE
     found = (
         (REFUSED, bool(context.refused)),
         ("timeout", not flags.isdisjoint(TIME_LIMITS)),
-        (LEFT, line.http_status == 0 or not _LEFT.isdisjoint(flags)),
-        ("engine", not (_LOST | _NO_ENGINE).isdisjoint(flags) or (line.http_status >= 500 and bool(line.served))),
-        ("gateway", line.http_status >= 500 or not flags.isdisjoint(CUTS)),
-        (REJECTED, line.http_status >= 400),
+        (LEFT, line.status == 0 or not _LEFT.isdisjoint(flags)),
+        ("engine", not (_LOST | _NO_ENGINE).isdisjoint(flags) or (line.status >= 500 and bool(line.served))),
+        ("gateway", line.status >= 500 or not flags.isdisjoint(CUTS)),
+        (REJECTED, line.status >= 400),
     )
     return next((name for name, fits in found if fits), WHOLE)
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
-import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 import httpx
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Status = grpc.StatusCode
+# Of clocks: later than any row.
+FUTURE_S: Final = 1e10
 
 
 def document(kind: str, name: str, **spec: object) -> dict[str, object]:
@@ -59,12 +60,10 @@ def server(name: str, protocol: str, model: str, *engines: str, **more: object) 
     return document("ModelServer", name, model=model, protocol=protocol, endpoints=listed, **more)
 
 
-def route(model: str, name: str = "", /, rate_limits: object = None, **weights: int) -> dict[str, object]:
+def route(model: str, rate_limits: object = None, **weights: int) -> dict[str, object]:
     targets = [{"modelServerName": one, "weight": weight} for one, weight in weights.items()]
     limits = {} if rate_limits is None else {"rateLimits": rate_limits}
-    return document(
-        "ModelRoute", name or "-".join(weights), modelName=model, rules=[{"targetModels": targets}], **limits
-    )
+    return document("ModelRoute", model, modelName=model, rules=[{"targetModels": targets}], **limits)
 
 
 class Served:
@@ -74,21 +73,32 @@ class Served:
         self.stack = stack
         self.log = log
         self.engines = engines
-        self._channel = channel
+        self.channel = channel
 
-    async def call(self, path: str, message: Message | bytes, answer: Any = None, **more: Any) -> Any:
+    async def call(
+        self,
+        path: str,
+        message: Message | bytes,
+        answer: Any = bytes,  # noqa: ANN401 - a class that was made
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Any:  # noqa: ANN401 - of that class
         """The answer; raises AioRpcError."""
         body = message if isinstance(message, bytes) else message.SerializeToString()
-        raw = await self._channel.unary_unary(path)(body, timeout=more.pop("timeout", 60), **more)
-        return raw if answer is None else answer.FromString(raw)
+        raw = await self.channel.unary_unary(path)(body, timeout=60, metadata=metadata)
+        return raw if answer is bytes else answer.FromString(raw)
 
-    async def infer(self, model: str, *values: float, **more: Any) -> Any:
-        return await self.call(INFER, infer(model, *values), V2["ModelInferResponse"], **more)
+    async def infer(self, model: str, *values: float) -> Any:  # noqa: ANN401 - likewise
+        return await self.call(INFER, infer(model, *values), V2["ModelInferResponse"])
 
-    async def refused(self, path: str, message: Message | bytes, **more: Any) -> grpc.aio.AioRpcError:
+    async def refused(self, path: str, message: Message | bytes) -> grpc.aio.AioRpcError:
         with pytest.raises(grpc.aio.AioRpcError) as found:
-            await self.call(path, message, **more)
+            await self.call(path, message)
         return found.value
+
+    def heal(self) -> None:
+        for one in self.engines:
+            one.fails.clear()
+            one.seen.clear()
 
 
 def models(first: str, second: str) -> list[dict[str, object]]:
@@ -100,14 +110,14 @@ def models(first: str, second: str) -> list[dict[str, object]]:
         server("half", "V2-gRPC", "iris-1", "127.0.0.1:1", second),
         server("rest", "V2", "iris-1", "127.0.0.1:1"),
         server("once", "V2-gRPC", "iris-1", first, second, trafficPolicy={"retry": {"attempts": 0}}),
-        route("iris", "iris", v2=3, other=1),
-        route("iris-1", "same", v2=1),
-        route("plus", "tf", tf=1),
-        route("away", "away", away=1),
-        route("half", "half", half=1),
-        route("rest", "rest", rest=1),
-        route("once", "once", once=1),
-        route("few", "few", [{"requests": 2, "unit": "day", "per": "Route"}], v2=1),
+        route("iris", v2=3, other=1),
+        route("same", v2=1),
+        route("plus", tf=1),
+        route("away", away=1),
+        route("half", half=1),
+        route("rest", rest=1),
+        route("once", once=1),
+        route("few", [{"requests": 2, "unit": "day", "per": "Route"}], v2=1),
     ]
 
 
@@ -120,24 +130,30 @@ async def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
         Engine() as first,
         Engine() as second,
         running_stack(directory, flags, watch=True, gateway=gateway) as stack,
-        grpc.aio.insecure_channel(
-            stack.url.removeprefix("http://"), options=[("grpc.max_receive_message_length", -1)]
-        ) as channel,
     ):
         file = stack.config / "attache.yaml"
         new = file.with_suffix(".new")
         new.write_text(f"{file.read_text()}\n---\n{yaml.safe_dump_all(models(first.address, second.address))}")
         new.replace(file)
-        found = Served(stack, (first, second), channel, log)
 
         async def is_served() -> bool:
-            try:
-                return bool(await found.infer("half", 1.0))
-            except grpc.aio.AioRpcError:
-                return False
+            # a connection of its own: the last one may be of the listener before
+            async with _channel(stack) as channel:
+                try:
+                    await channel.unary_unary(INFER)(infer("half", 1.0).SerializeToString(), timeout=10)
+                except grpc.aio.AioRpcError:
+                    return False
+                return True
 
-        await eventually(is_served, timeout_s=40)
-        yield found
+        await eventually(is_served)
+        async with _channel(stack) as channel:
+            yield Served(stack, (first, second), channel, log)
+
+
+def _channel(stack: Stack) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
+        stack.url.removeprefix("http://"), options=[("grpc.max_receive_message_length", -1)]
+    )
 
 
 async def test_calls_go_by_the_name_in_the_message_and_versions_share_by_weight(served: Served) -> None:
@@ -211,7 +227,7 @@ async def test_clients_cannot_load_or_unload_models(served: Served) -> None:
     for path in (
         f"{V2_SERVICE}ModelStreamInfer",
         f"{V2_SERVICE}Other",
-        "/tensorflow.serving.SessionService/SessionRun",
+        "/tensorflow.serving.Session/Run",
     ):
         refused = await served.refused(path, infer("iris"))
         assert refused.code() is Status.UNIMPLEMENTED, path
@@ -248,12 +264,15 @@ async def test_a_limit_is_resource_exhausted(served: Served) -> None:
 async def test_a_call_that_fails_without_a_message_is_tried_at_the_next_engine(
     served: Served, status: grpc.StatusCode
 ) -> None:
-    for one in served.engines:
-        one.fails.clear()
+    served.heal()
     served.engines[0].fails.append((status, "not now"))
-    answers = [await served.infer("same", float(number)) for number in range(6)]
-    assert [one.outputs[0].contents.fp64_contents[0] for one in answers] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert not served.engines[0].fails
+
+    async def is_met() -> bool:
+        """Nobody notices: it was avoided for a while for its failures before."""
+        assert (await served.infer("same", 7.0)).outputs[0].contents.fp64_contents == [7.0]
+        return not served.engines[0].fails
+
+    await eventually(is_met)
 
 
 async def test_what_the_request_may_be_the_reason_for_is_not_tried_again(served: Served) -> None:
@@ -262,8 +281,7 @@ async def test_what_the_request_may_be_the_reason_for_is_not_tried_again(served:
     refused = await served.refused(INFER, infer("same"))
     assert (refused.code(), refused.details()) == (Status.INVALID_ARGUMENT, "shape [1] is not [4], 50% off")
     assert sum(len(one.fails) for one in served.engines) == 1
-    for one in served.engines:
-        one.fails.clear()
+    served.heal()
 
 
 async def test_the_clients_time_limit_holds_at_the_gateway(served: Served) -> None:
@@ -271,10 +289,9 @@ async def test_the_clients_time_limit_holds_at_the_gateway(served: Served) -> No
         one.holds.clear()
     try:
         # a client that says how long it waits, and does not keep to it
-        began = time.monotonic()
         answer = await raw_call(served, INFER, framed(infer("same").SerializeToString()), {"grpc-timeout": "300m"})
         assert answer.headers["grpc-status"] == str(Status.DEADLINE_EXCEEDED.value[0])
-        assert 0.3 <= time.monotonic() - began < 30
+        assert answer.elapsed.total_seconds() >= 0.3
         await eventually(lambda: sum(one.cancelled for one in served.engines) > 0)
     finally:
         for one in served.engines:
@@ -303,10 +320,9 @@ def hostile() -> dict[str, tuple[bytes, int]]:
         "a length without an end": (framed(b"\x0a" + b"\xff" * 20), bad),
         "a key of 64 bits that ends as the name's": (framed(b"\x8a\x80\x80\x80\x80\x01\x04half" + fine), bad),
         "a group": (framed(b"\x0b\x0c" + fine), bad),
-        "a million fields": (framed(b"\x10\x01" * 1_000_000 + fine), bad),
+        "a hundred thousand fields": (framed(b"\x10\x01" * 100_000 + fine), bad),
         "another model's path": (framed(b"\x0a\x10../v2/repository"), Status.NOT_FOUND.value[0]),
         "a name with slashes": (framed(b"\x0a\x09iris/iris"), Status.NOT_FOUND.value[0]),
-        "nine megabytes": (framed(infer("iris", raw_input_contents=[bytes(9 * 2**20)]).SerializeToString()), 8),
     }
 
 
@@ -321,20 +337,21 @@ async def test_a_hostile_message_gets_a_clear_error_and_others_are_served(served
     assert (await served.infer("iris", 1.0)).outputs[0].contents.fp64_contents == [1.0]
 
 
-async def test_a_message_without_an_end_holds_up_nobody(served: Served) -> None:
+async def test_a_message_beyond_the_limit_holds_up_nobody(served: Served) -> None:
+    message = infer("iris", raw_input_contents=[bytes(9 * 2**20)])
+    assert (await served.refused(INFER, message)).code() is Status.RESOURCE_EXHAUSTED
+
     async def endless() -> AsyncIterator[bytes]:
-        yield framed(infer("iris").SerializeToString(), size=2**20)
         while True:
-            yield bytes(2**16)
+            yield infer("iris", raw_input_contents=[bytes(2**16)]).SerializeToString()
             await served.infer("iris", 1.0)
 
-    answer = await raw_call(served, INFER, endless())
-    assert answer.headers["grpc-status"] == str(Status.RESOURCE_EXHAUSTED.value[0])
+    with pytest.raises(grpc.aio.AioRpcError) as found:
+        await served.channel.stream_unary(INFER)(endless(), timeout=60)
+    assert found.value.code() is Status.RESOURCE_EXHAUSTED
 
 
-async def raw_call(
-    served: Served, path: str, content: bytes | AsyncIterator[bytes], headers: dict[str, str] | None = None
-) -> httpx.Response:
+async def raw_call(served: Served, path: str, content: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
     """A call whose body no library of gRPC would send."""
     sent = {"content-type": "application/grpc", "te": "trailers", **(headers or {})}
     async with httpx.AsyncClient(http1=False, http2=True, timeout=60) as http:
@@ -349,30 +366,11 @@ async def test_rows_have_the_status_of_the_call(served: Served) -> None:
     await served.infer("once", 1.0)
 
     def statuses() -> list[tuple[str, int]]:
-        rows = [row_of(line, time.time()) for line in served.log.read_bytes().splitlines()]
+        rows = [row_of(line, FUTURE_S) for line in served.log.read_bytes().splitlines()]
         return [(row.model, row.status) for row in rows if row.model in {"once", "none"}][-3:]
 
     await eventually(lambda: statuses() == [("once", 500), ("none", 404), ("once", 200)])
-    for one in served.engines:
-        one.fails.clear()
-
-
-async def test_an_engine_whose_calls_fail_is_avoided(served: Served) -> None:
-    """With one attempt each, so that every failure reaches the client."""
-    for one in served.engines:
-        one.fails.clear()
-        one.seen.clear()
-    served.engines[0].fails.extend([(Status.UNAVAILABLE, "gone")] * 1000)
-    codes = list[object]()
-    for _ in range(60):
-        try:
-            await served.infer("once", 1.0)
-            codes.append(Status.OK)
-        except grpc.aio.AioRpcError as error:
-            codes.append(error.code())
-    served.engines[0].fails.clear()
-    assert codes.count(Status.UNAVAILABLE) < 15
-    assert codes[-10:].count(Status.OK) >= 9
+    served.heal()
 
 
 async def test_work_is_shared_by_what_is_in_flight(served: Served) -> None:
@@ -387,6 +385,22 @@ async def test_work_is_shared_by_what_is_in_flight(served: Served) -> None:
         for one in served.engines:
             one.holds.set()
         await asyncio.gather(*calls)
+
+
+async def test_an_engine_whose_calls_fail_is_avoided(served: Served) -> None:
+    """With one attempt each, so that every failure reaches the client."""
+    served.heal()
+    served.engines[0].fails.extend([(Status.UNAVAILABLE, "gone")] * 1000)
+    codes = list[object]()
+    for _ in range(60):
+        try:
+            await served.infer("once", 1.0)
+            codes.append(Status.OK)
+        except grpc.aio.AioRpcError as error:
+            codes.append(error.code())
+    served.engines[0].fails.clear()
+    assert codes.count(Status.UNAVAILABLE) < 15
+    assert codes[-10:].count(Status.OK) >= 9
 
 
 async def test_openais_clients_are_served_as_before(served: Served) -> None:

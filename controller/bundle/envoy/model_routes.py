@@ -38,7 +38,6 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.fallback import across_clusters, attempts_of
-from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.fallback import REFUSALS, attempts_name, classes_of
 from extproc.api.model_server import TrafficPolicy
@@ -205,7 +204,8 @@ def _by_call(root: str) -> Plain:
         Route(
             name=f"by-call{root}",
             match=RouteMatch(prefix=root),
-            direct_response=error_answer(503, "", "service_unavailable_error", "no_picker"),
+            # answers 503; a route that answers by itself has no limit of the size of bodies
+            route=RouteAction(cluster=_NOWHERE),
         )
     )
 
