@@ -363,6 +363,7 @@ async def test_rows_have_the_status_of_the_call(served: Served) -> None:
     served.engines[1].fails.append((Status.INTERNAL, "broken"))
     await served.refused(INFER, infer("once"))
     await served.refused(INFER, infer("none"))
+    served.heal()
     await served.infer("once", 1.0)
 
     def statuses() -> list[tuple[str, int]]:
@@ -370,7 +371,6 @@ async def test_rows_have_the_status_of_the_call(served: Served) -> None:
         return [(row.model, row.status) for row in rows if row.model in {"once", "none"}][-3:]
 
     await eventually(lambda: statuses() == [("once", 500), ("none", 404), ("once", 200)])
-    served.heal()
 
 
 async def test_work_is_shared_by_what_is_in_flight(served: Served) -> None:
