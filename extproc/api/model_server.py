@@ -534,7 +534,7 @@ def _check_protocol(spec: ModelServerSpec) -> Iterator[Finding]:
     if spec.protocol == "OpenAI":
         return
     # a slash is sent percent-encoded
-    if spec.model in {".", ".."}:
+    if spec.model in {".", ".."} and not spec.protocol.endswith("-gRPC"):
         yield ("spec", "model"), f"'{spec.model}' is no segment of a path, in which protocol {spec.protocol} names it"
     for name, attribute in _OF_PROMPTS.items():
         if getattr(spec, attribute):
