@@ -89,6 +89,8 @@ if TYPE_CHECKING:
 MARK: Final = "<varies>"
 # Of the wire types, the lowest three bits of what stands before a field's value: a length and so many bytes.
 _LENGTH_DELIMITED: Final = 2
+# Of the value of an entry of a map.
+_ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 # Heads are kept for values up to this size.
 _KEPT_SIZES: Final = 1024
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
@@ -264,10 +266,9 @@ _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
 _FIELDS_TAG: Final = tag(Struct, "fields")
 _STRUCT_TAG: Final = tag(Value, "struct_value")
-# of an entry of a map: its key, 1, with this one, and the tag of its value, 2
+# of an entry of a map: its key, 1, with this one
 _OWN_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), NAMESPACE.encode())
 _ROUTE_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), ROUTE_NAMESPACE.encode())
-_ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 
 
 def decision_answer(decision: Decision, *, on_headers: bool = False, removes_forged: bool = False) -> bytes:
