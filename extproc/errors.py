@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from extproc.protocol import ANTHROPIC_TYPES, OVERLOADED
+from extproc.protocol import ANTHROPIC_TYPES, GRPC_STATUSES, OVERLOADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +35,8 @@ class Refusal(Exception):
     is_of_caller: bool = False
     headers: Mapping[str, str] = MappingProxyType({})
     model: str = ""
+    # of gRPC, where it does not follow from ``status``
+    grpc_status: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -50,6 +52,13 @@ class BadRequest(Refusal):
     error_type = "invalid_request_error"
     outcome = "bad_request"
     is_of_caller = True
+
+
+class CompressedMessage(BadRequest):
+    """The message of a gRPC call is compressed, so that its model cannot be read."""
+
+    grpc_status = 12
+    headers = MappingProxyType({"grpc-accept-encoding": "identity"})
 
 
 class SteeringRefused(BadRequest):
@@ -82,6 +91,7 @@ class UnknownPath(Refusal):
     error_type = "invalid_request_error"
     code = "unknown_url"
     outcome = "unknown_path"
+    grpc_status = 12
 
 
 class RepositoryRefused(Refusal):
@@ -343,6 +353,14 @@ class ErrorForm(enum.Enum):
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
     TEXT = "text"
+    GRPC = "grpc"
+
+
+def grpc_status(refusal: Refusal) -> int:
+    """The status of gRPC that a refusal has."""
+    if refusal.grpc_status is not None:
+        return refusal.grpc_status
+    return GRPC_STATUSES.get(refusal.status, 3 if refusal.status < 500 else 13)
 
 
 class _AnthropicDetails(msgspec.Struct, frozen=True):

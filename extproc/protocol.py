@@ -24,6 +24,26 @@ LIVE_PATH: Final = f"{SERVER_ROOT}/health/live"
 READY_PATH: Final = f"{SERVER_ROOT}/health/ready"
 REPOSITORY_PATH: Final = f"{SERVER_ROOT}/repository"
 READY_VERB: Final = "/ready"
+# Its service over gRPC, and the calls that the gateway answers by itself.
+V2_SERVICE: Final = "/inference.GRPCInferenceService/"
+LIVE_CALL: Final = f"{V2_SERVICE}ServerLive"
+READY_CALL: Final = f"{V2_SERVICE}ServerReady"
+METADATA_CALL: Final = f"{V2_SERVICE}ServerMetadata"
+MODEL_READY_CALL: Final = f"{V2_SERVICE}ModelReady"
+SERVER_CALLS: Final = (LIVE_CALL, READY_CALL, METADATA_CALL)
+# The services of TensorFlow Serving.
+_TENSORFLOW_SERVICES: Final = "/tensorflow.serving."
+# Calls under these are of model servers; so are their errors.
+CALL_ROOTS: Final = (V2_SERVICE, _TENSORFLOW_SERVICES)
+# Calls by which engines load and unload models, or list all that they have.
+REPOSITORY_CALLS: Final = (
+    *(f"{V2_SERVICE}{verb}" for verb in ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")),
+    f"{_TENSORFLOW_SERVICES}ModelService/HandleReloadConfigRequest",
+)
+# Envoy's cluster of extproc. Local replies of Envoy have no message of gRPC: calls that the gateway answers by itself
+# with one go on to extproc, under a path that names the answer.
+EXTPROC_CLUSTER: Final = "attache-extproc"
+ANSWERS_SERVICE: Final = "/attache.Answers/"
 # In a model's name in a path, beside letters, digits and ``_.-~``: the name is a single segment.
 PLAIN_IN_PATHS: Final = ":@!$&'()*+,;="
 _V1_ROOT: Final = f"{MODELS_PATH}/"
@@ -72,6 +92,8 @@ ENGINE_HEADERS: Final = (
 ACCEPT_ENCODING: Final = "accept-encoding"
 CONTENT_ENCODING: Final = "content-encoding"
 RETRY_AFTER: Final = "retry-after"
+# How a call of gRPC has ended.
+GRPC_STATUS: Final = "grpc-status"
 # Headers that engines do not get. Bodies are read here, whole and as they come: no engine is to decode one into
 # something else, or to be asked whether it expects one. In a compressed answer usage can be neither read nor hidden.
 NOT_FOR_ENGINES: Final = (ACCEPT_ENCODING, CONTENT_ENCODING, "expect", *ENGINE_HEADERS)
@@ -241,6 +263,13 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = MappingProxyType(
     }
 )
 
+# Statuses of gRPC: of the gateway's errors, by their HTTP status; and what an engine's mean as HTTP statuses, as in
+# google/rpc/code.proto.
+GRPC_STATUSES: Final[Mapping[int, int]] = MappingProxyType(
+    {400: 3, 401: 16, 403: 7, 404: 5, 405: 12, 413: 8, 429: 8, 500: 13, 502: 13, 503: 14, 504: 4}
+)
+_HTTP_STATUSES: Final = (200, 499, 500, 400, 504, 404, 409, 403, 429, 400, 409, 400, 501, 500, 503, 500, 401)
+
 
 class ModelPaths(msgspec.Struct, frozen=True):
     """Paths that name the model: ``ROOT NAME``, then maybe a version, then a verb.
@@ -254,6 +283,15 @@ class ModelPaths(msgspec.Struct, frozen=True):
     selectors: tuple[str, ...] = ("versions",)
 
 
+class ModelCalls(msgspec.Struct, frozen=True):
+    """Calls of gRPC, each with one message, which names the model. ``paths``: of the calls. ``name``: the numbers of
+    the fields in which the name stands, outermost first.
+    """
+
+    paths: tuple[str, ...]
+    name: tuple[int, ...]
+
+
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An inference API: what extproc, Envoy's filters, the engine simulator and the reference page are made from.
 
@@ -262,9 +300,9 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``name``: as ``apis`` of ModelServers has it; none where ``protocol`` names it. ``protocol``: that its engines
     speak, as ModelServers name it. ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``:
     ``module:function`` of ``extproc.request``, from a body, or its form, to an InferenceRequest. ``body``: a JSON
-    object, a form (``multipart/form-data``), or unread. ``example``: the fields of a valid request beside ``model``;
-    bytes are a file. ``model_paths``: in place of paths, parser and example, where the path names the model: the body
-    is then unread.
+    object, a form (``multipart/form-data``), a message of gRPC, or unread. ``example``: the fields of a valid request
+    beside ``model``; bytes are a file. ``model_paths``: in place of paths, parser and example, where the path names the
+    model: the body is then unread. ``calls``: in place of them, where it is served over gRPC.
     ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each text is a
     set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of the sets
     that fit, the largest decides, then the first. Empty: its bodies cannot be told from those of an API that costs
@@ -289,20 +327,21 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     paths: tuple[str, ...] = ()
     parser: str = ""
     example: Mapping[str, object] = MappingProxyType({})
-    protocol: Literal["OpenAI", "V1", "V2", "TensorFlow"] = "OpenAI"
+    protocol: Literal["OpenAI", "V1", "V2", "TensorFlow", "V2-gRPC", "TensorFlow-gRPC"] = "OpenAI"
     model_paths: ModelPaths | None = None
+    calls: ModelCalls | None = None
     owner: str
     engines: str
     input: str
     output: str
     fields_of: tuple[str, ...] = ()
-    body: Literal["json", "form", "unread"] = "json"
+    body: Literal["json", "form", "grpc", "unread"] = "json"
     needs_model: bool = True
     waits_in_queue: bool = True
     prompt: Literal["messages", "anthropic messages", "text", "tokens"] | None = None
     takes_salt: bool = False
     limits: tuple[str, ...] = ()
-    errors: Literal["openai", "anthropic", "text"] = "openai"
+    errors: Literal["openai", "anthropic", "text", "grpc"] = "openai"
     usage: Literal["prompt_tokens", "input_tokens"] = "prompt_tokens"
     reports_usage: bool = True
     usage_if_asked: bool = False
@@ -527,6 +566,38 @@ class Api(enum.Enum):
         input="nothing",
         output="nothing",
     )
+    V2_GRPC = ApiSpec(
+        protocol="V2-gRPC",
+        body="grpc",
+        calls=ModelCalls((f"{V2_SERVICE}ModelInfer", f"{V2_SERVICE}ModelMetadata", MODEL_READY_CALL), (1,)),
+        errors="grpc",
+        reports_usage=False,
+        owner="Open Inference Protocol",
+        engines="Triton, MLServer, KServe's model servers",
+        input="nothing",
+        output="nothing",
+    )
+    TENSORFLOW_GRPC = ApiSpec(
+        protocol="TensorFlow-gRPC",
+        body="grpc",
+        calls=ModelCalls(
+            (
+                *(
+                    f"{_TENSORFLOW_SERVICES}PredictionService/{method}"
+                    for method in ("Predict", "Classify", "Regress", "GetModelMetadata")
+                ),
+                f"{_TENSORFLOW_SERVICES}ModelService/GetModelStatus",
+            ),
+            # model_spec, and its name
+            (1, 1),
+        ),
+        errors="grpc",
+        reports_usage=False,
+        owner="TensorFlow",
+        engines="TensorFlow Serving",
+        input="nothing",
+        output="nothing",
+    )
 
     def __init__(self, spec: ApiSpec) -> None:
         # an attribute of its own: a member's value is found by Python code
@@ -542,9 +613,14 @@ ANTHROPIC_PATHS: Final = tuple(
     if api.spec.errors == "anthropic" and not any(other in path for other in APIS_BY_PATH if other != path)
 )
 CHAT_PATH: Final = Api.CHAT.spec.paths[0]
-# The APIs whose bodies name the model; those whose paths do, with these paths.
-BODY_APIS: Final = tuple(api for api in Api if api.spec.model_paths is None)
+# The APIs whose bodies name the model; those whose paths do, with these paths; those whose message of gRPC does.
+BODY_APIS: Final = tuple(api for api in Api if api.spec.body in {"json", "form"})
 PATH_APIS: Final = tuple((api, api.spec.model_paths) for api in Api if api.spec.model_paths is not None)
+APIS_BY_CALL: Final[Mapping[str, Api]] = MappingProxyType(
+    {path: api for api in Api if api.spec.calls is not None for path in api.spec.calls.paths}
+)
+GRPC_PROTOCOLS: Final = frozenset(api.spec.protocol for api in APIS_BY_CALL.values())
+UNREAD_PROTOCOLS: Final = frozenset(api.spec.protocol for api, _ in PATH_APIS)
 MODEL_ROOTS: Final = tuple(dict.fromkeys(paths.root for _, paths in PATH_APIS))
 # Errors under a path that contains one of these are ``{"error": "..."}``. The root of V1 is also that of OpenAI's list
 # of models.
@@ -567,6 +643,11 @@ def api_of_path(path: str) -> Api | None:
         ends = [one for one in APIS_BY_PATH if path.endswith(one)]
         found = APIS_BY_PATH[max(ends, key=len)] if ends else None
     return found
+
+
+def http_status(grpc_status: int) -> int:
+    """What a status of gRPC means as one of HTTP."""
+    return _HTTP_STATUSES[grpc_status] if 0 <= grpc_status < len(_HTTP_STATUSES) else 500
 
 
 def truncate_name(name: str) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage import UsageContext, UsageCounts, UsageLine, stored_name
 from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS, Answer, expected_of, used_tokens
-from extproc.protocol import ANONYMOUS, SERVER_CLUSTER, TRANSLATOR_CLUSTER, api_of_path, truncate_name
+from extproc.protocol import ANONYMOUS, SERVER_CLUSTER, TRANSLATOR_CLUSTER, api_of_path, http_status, truncate_name
 
 # A line has some 2 KB, and one with all of its texts at their longest 32: what is longer is no line of Envoy's.
 MOST_LINE_BYTES: Final = 256 * 1024
@@ -24,6 +24,7 @@ MOST_CODE: Final = 64
 # A database keeps no larger number, and no such cost is one of a request.
 _MOST_MICROS: Final = 2**53
 _MOST_ATTEMPTS: Final = 1_000_000
+_OK: Final = 200
 # Envoy's clock and ours may differ.
 _FUTURE_S: Final = 86_400.0
 _HUNDRED_YEARS_US: Final = 100 * 366 * 86_400 * 1_000_000
@@ -121,6 +122,9 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         raise BadLine("its time is not possible")
     if not 0 <= line.status <= 999:
         raise BadLine("its status is not possible")
+    if line.status == _OK and line.grpc_status is not None:
+        # a call of gRPC fails with 200
+        line = msgspec.structs.replace(line, status=http_status(line.grpc_status))
     known = _known_to_envoy(line) if context is None else context.as_served_by(_server_of(line))
     line = _as_at_engine(line)
     used = None if known.refused else used_tokens(expected_of(known), _answer(line, known))

@@ -56,6 +56,8 @@ TRANSLATABLE: Final[tuple[ServedApi, ...]] = ("ChatCompletions", "Responses", "M
 _SOME_TRANSLATABLE: Final = (
     f"{list(TRANSLATABLE)}.exists(one, one in self.apis) && !{list(TRANSLATABLE)}.all(one, one in self.apis)"
 )
+# What an address of an engine may serve: its port of gRPC is another one.
+EndpointProtocol = Literal[ServingProtocol, "V2-gRPC", "TensorFlow-gRPC"]
 # Fields that need to know the prompts of requests.
 _OF_PROMPTS: Final = {
     "pdGroup": "pd_group",
@@ -419,8 +421,9 @@ class ModelServerSpec(Spec, frozen=True):
     workload_port: WorkloadPort | None = None
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     # The API of the engines. OpenAI: of generative models, Anthropic's and other APIs of vLLM included. V1, V2 (Open
-    # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model.
-    protocol: ServingProtocol = "OpenAI"
+    # Inference Protocol) and TensorFlow: of classical model servers, whose paths name the model. V2-gRPC and
+    # TensorFlow-gRPC: the same over gRPC, at the engines' ports for that.
+    protocol: EndpointProtocol = "OpenAI"
     # Which APIs of protocol OpenAI are served here; required of a provider. Requests of others go to another
     # ModelServer of their rule, are translated, or get 404. Without it, engines get requests of all.
     apis: Annotated[tuple[ServedApi, ...], msgspec.Meta(min_length=1, max_length=13)] | None = None
@@ -596,7 +599,7 @@ def _check_protocol(spec: ModelServerSpec) -> Iterator[Finding]:
     if spec.protocol == "OpenAI":
         return
     # a slash is sent percent-encoded
-    if spec.model in {".", ".."}:
+    if spec.model in {".", ".."} and not spec.protocol.endswith("-gRPC"):
         yield ("spec", "model"), f"'{spec.model}' is no segment of a path, in which protocol {spec.protocol} names it"
     for name, attribute in _OF_PROMPTS.items():
         if getattr(spec, attribute):

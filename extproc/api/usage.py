@@ -143,7 +143,7 @@ class UsageLine(msgspec.Struct, frozen=True):
     Durations count from the request's first byte, in microseconds. ``duration_us``: until the answer's last byte was
     sent; null if it was not, as when the client left; ``duration_ms``: until the end of the request, in any case.
     Of a request that was translated ``served`` and ``cluster`` are the translator's, and ``translated`` is null if
-    nothing came back from there.
+    nothing came back from there. ``grpc_status``: of a call of gRPC.
     """
 
     id: str
@@ -168,3 +168,4 @@ class UsageLine(msgspec.Struct, frozen=True):
     flags: str | None = None
     details: str | None = None
     translated: TranslatedAnswer | None = None
+    grpc_status: int | None = None

@@ -36,7 +36,7 @@ from extproc.api.spec import is_attached
 from extproc.cli.system import hard_limit, pluralize, print_mistakes
 from extproc.prefix import kv_events
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
-from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
+from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S, UNREAD_PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -405,9 +405,10 @@ def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
         if not by_path:
             continue
         who, spec = f"ModelRoute {route.metadata.key}", route.spec
-        for name in (spec.model_name, *spec.lora_adapters):
+        in_paths = sorted(found & UNREAD_PROTOCOLS)
+        for name in (spec.model_name, *spec.lora_adapters) if in_paths else ():
             if name is not None and ("/" in name or name in {".", ".."}):
-                yield f"{who}: '{name}' is no segment of a path, in which protocol {by_path[0]} names it; rename it"
+                yield f"{who}: '{name}' is no segment of a path, in which protocol {in_paths[0]} names it; rename it"
         if "OpenAI" in found:
             continue
         for limit in spec.rate_limits:

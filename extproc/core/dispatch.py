@@ -31,6 +31,7 @@ from extproc.prefix.index import tail_of
 from extproc.protocol import DEGRADED, SERVED_BY, Api
 from extproc.request.form import read_form, with_fields
 from extproc.request.model import is_given
+from extproc.request.model_call import with_name
 from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
@@ -441,7 +442,7 @@ def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
     row = pool.table.row_of(run.assignment.endpoint.address)
     return Expected(
         # a body that is not read has none, as far as we know
-        input_tokens=round(reserved.input_tokens) if request.path is None else 0,
+        input_tokens=round(reserved.input_tokens) if not request.is_unread else 0,
         output_tokens=round(reserved.output_tokens),
         answers=run.sent.answers,
         most_output=None if math.isinf(run.most_output) else int(run.most_output),
@@ -551,6 +552,9 @@ def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
     An engine must read what was read here: names that are repeated or escaped come out once and plain.
     """
     request, fields, dropped = arrival.request, changes.fields, changes.without
+    if request.call is not None:
+        model = arrival.destination.model
+        return None if model == request.model else with_name(arrival.body, request.call, model)
     if request.api is None or request.path is not None:
         return None
     if request.api.spec.body == "form":

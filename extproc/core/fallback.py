@@ -274,6 +274,8 @@ class _EditedBody:
         """Whether what must differ there has a place in the body."""
         if there.model == self._own.destination.model and not there.limits:
             return True
+        if self._own.request.is_unread:
+            return False
         api = self._own.request.api
         limits = () if api is None else api.spec.limits
         self._spans = self._spans or spans_of_fields(self._body, ("model", *limits))
@@ -306,7 +308,7 @@ def _takes_long(fallback: Destination) -> bool:
 def _is_too_long(arrival: Arrival) -> bool:
     """Whether no engine of its ModelServer takes the prompt, by what they list. An estimate must be far beyond that."""
     most, request = arrival.pool.context_tokens(), arrival.request
-    if not most or request.prompts.count != 1 or request.path is not None:
+    if not most or request.prompts.count != 1 or request.is_unread:
         return False
     tokens = float(request.prompts.token_ids)
     if not tokens:

@@ -252,7 +252,7 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     the body is not read.
     """
     request, pool = arrival.request, arrival.pool
-    if request.path is not None:
+    if request.is_unread:
         return NO_USAGE
     prompts, most = request.prompts, request.max_output_tokens
     estimate = pool.input_estimates.of(arrival.caller.tenant)

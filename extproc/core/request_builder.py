@@ -26,9 +26,21 @@ from extproc.errors import (
     UnknownModel,
     UnknownPath,
 )
-from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, REPOSITORY_PATH, Api, api_of_path, paths_of
+from extproc.protocol import (
+    APIS_BY_CALL,
+    APIS_BY_PATH,
+    MODEL_REWRITES,
+    MODELS_PATH,
+    REPOSITORY_PATH,
+    SERVER_CALLS,
+    UNREAD_PROTOCOLS,
+    Api,
+    api_of_path,
+    paths_of,
+)
 from extproc.request.body_parser import api_by_body, no_body, parse_body, steering_of_unread
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
+from extproc.request.model_call import api_of_call, read_call, refuse_repository_call
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
 from extproc.routing.resolve import Destination, RoutingTable
 from extproc.translate.order import engine_api
@@ -45,7 +57,6 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 100
 _VERSION: Final = "/v1"
-_IN_BODIES: Final = ("OpenAI",)
 _REPOSITORY: Final = re.compile(f"{REPOSITORY_PATH.replace('/', '/+')}(/|$)")
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
@@ -174,6 +185,9 @@ class RequestBuilder:
         """Refuse what can be refused before the body is here. Where the path names the model, the body is not read."""
         api = APIS_BY_PATH.get(head.path)
         if api is None:
+            call = api_of_call(head.path, head.method, has_body=head.has_body)
+            if call is not None:
+                return call
             named = read_model_path(head.path)
             if named is not None:
                 check_method(named, head.method, head.path, has_body=head.has_body)
@@ -199,7 +213,7 @@ class RequestBuilder:
         """
         pool = self.pools.get(server)
         if pool is not None:
-            return pool.spec.protocol == "OpenAI"
+            return pool.spec.protocol not in UNREAD_PROTOCOLS
         return not server and isinstance(self.admit(head), Api)
 
     def by_model(self, head: Head, body: bytes) -> Arrival:
@@ -207,6 +221,10 @@ class RequestBuilder:
         admitted = self.admit(head)
         if isinstance(admitted, ModelPath):
             return self._by_path(admitted, head)
+        if admitted.spec.calls is not None:
+            if head.path in SERVER_CALLS:
+                raise UnknownPath(f"{head.path} is answered behind the gateway's own configuration of Envoy alone.")
+            return self._routed(read_call(admitted, body), head, body)
         return self._routed(parse_body(admitted, body, head.headers), head, body)
 
     def _by_path(self, path: ModelPath, head: Head) -> Arrival:
@@ -230,7 +248,7 @@ class RequestBuilder:
         """
         pool = self.pools.get(server)
         if pool is not None and pool.spec.protocol != "OpenAI":
-            return self._to_other_protocol(server, pool.spec.protocol, head)
+            return self._to_other_protocol(server, pool.spec.protocol, head, body)
         # some gateways do not send the path
         api = api_of_path(head.path) if head.path else api_by_body(body, head.headers)
         if api is None or not head.has_body:
@@ -246,9 +264,13 @@ class RequestBuilder:
             return self._routed(request, head, body)
         return self._direct(request, server, head, body)
 
-    def _to_other_protocol(self, server: str, protocol: str, head: Head) -> Arrival:
-        """To engines whose API may be read from the path, and never from the body; raises a Refusal."""
+    def _to_other_protocol(self, server: str, protocol: str, head: Head, body: bytes) -> Arrival:
+        """To engines whose model is named by the path, or by a message of gRPC; raises a Refusal."""
         refuse_repository(head.path)
+        refuse_repository_call(head.path)
+        api = APIS_BY_CALL.get(head.path)
+        if api is not None and api.spec.protocol == protocol:
+            return self._direct(read_call(api, body), server, head, body)
         path = read_model_path(head.path)
         if path is None or protocol not in [api.spec.protocol for api in path.apis]:
             # engines know more paths than we do
@@ -319,7 +341,7 @@ class RequestBuilder:
     def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
         """The same request with the body that a guard has made of it; raises a Refusal."""
         before, spec = arrival.request, arrival.pool.spec
-        if before.api is None or before.path is not None:
+        if before.api is None or before.is_unread:
             raise BadRequest("This request has no body that can be changed.")
         request = parse_body(before.api, body, arrival.head.headers)
         for name, is_same in (
@@ -349,7 +371,8 @@ class RequestBuilder:
         if not request.model:
             raise no_model()
         try:
-            candidates = self._candidates(request.model, _IN_BODIES, head, self._access_of(head))
+            protocols = (_protocol_of(request),)
+            candidates = self._candidates(request.model, protocols, head, self._access_of(head))
             return self._arrival(request, self._draw(candidates.targets, request.api), head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
@@ -428,7 +451,7 @@ class RequestBuilder:
         if not route and pool is not None:
             base_model = pool.spec.model
         asked = _model_asked_of_engine(request, head)
-        if pool is not None and pool.spec.model_rewrites and request.api is not None and request.path is None:
+        if pool is not None and pool.spec.model_rewrites and request.api is not None and not request.is_unread:
             asked = rewritten_model(pool.spec.model_rewrites, request.model, self._rng) or asked
         destination = Destination(server, asked, route, base_model=base_model)
         model = None if request.api is None else request.model

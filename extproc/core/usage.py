@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.api.usage import HTTP_ROUTE, UsageContext, UsageElsewhere, UsageLine
 from extproc.api.used_tokens import CLIENT_LEFT, Expected
-from extproc.protocol import REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
+from extproc.protocol import APIS_BY_CALL, REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
 from extproc.request.model_path import api_of_model_path
 
 if TYPE_CHECKING:
@@ -138,7 +138,9 @@ def milliseconds(seconds: float) -> float:
 
 def usage_of_unread(head: Head, subject: Subject, refusal: Refusal) -> UsageContext | None:
     """Of a request that was refused before it was routed; None if it asked for no inference."""
-    api = (api_of_path(head.path) or api_of_model_path(head.path)) if head.method == "POST" else None
+    api = None
+    if head.method == "POST":
+        api = APIS_BY_CALL.get(head.path) or api_of_path(head.path) or api_of_model_path(head.path)
     if api is None:
         return None
     return UsageContext(

@@ -244,6 +244,15 @@ class ModelPath(msgspec.Struct, frozen=True):
         return f"{self.root}{quote(model, safe=PLAIN_IN_PATHS)}{self.version}{self.verb}"
 
 
+class ModelCall(msgspec.Struct, frozen=True):
+    """Where a message of gRPC names the model: of each field around the name, the outermost first, where its length
+    stands, and where its value begins and ends. ``has_version``: the message names a version of the model.
+    """
+
+    levels: tuple[tuple[int, int, int], ...]
+    has_version: bool
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A parsed request body, or a request whose path names the model.
 
@@ -255,7 +264,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     answer. ``answers``: how many are written, over all prompts; 0 for embeddings. ``internal_fields``: the
     INTERNAL_FIELDS that the body has. ``has_stored_prompt``: its prompt begins with one that the engine has stored, of
     unknown length. ``runs_in_background``: the engine goes on with it whether or not its client stays. ``path``: that
-    names the model; the body is then not read.
+    names the model; the body is then not read. ``call``: the name's place in a message of gRPC, whose tensors are not
+    read.
     """
 
     api: Api | None
@@ -273,6 +283,12 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     has_stored_prompt: bool = False
     runs_in_background: bool = False
     path: ModelPath | None = None
+    call: ModelCall | None = None
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether all that is read of it is the model's name."""
+        return self.path is not None or self.call is not None
 
     @property
     def is_text(self) -> bool:

@@ -8,15 +8,12 @@ with the engine's name of the model.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import unquote_to_bytes
 
 from extproc.errors import BadRequest, MethodNotAllowed, UnknownPath
-from extproc.protocol import MODEL_ROOTS, PATH_APIS
+from extproc.protocol import MODEL_ROOTS, PATH_APIS, Api
 from extproc.request.model import InferenceRequest, ModelPath
-
-if TYPE_CHECKING:
-    from extproc.protocol import Api
 
 _SHOWN_CHARACTERS: Final = 100
 _VERBS: Final = sorted({verb for _, paths in PATH_APIS for verb in paths.verbs if verb}, key=len, reverse=True)
@@ -111,4 +108,5 @@ def _examples(model: str, protocol: str) -> list[str]:
         for verb, method in paths.verbs.items()
         if api.spec.protocol == protocol and method == "POST"
     ]
-    return found[:1]
+    calls = [api.spec.calls.paths[0] for api in Api if api.spec.protocol == protocol and api.spec.calls is not None]
+    return [*found[:1], *(f"call {path}, whose message names it" for path in calls)]

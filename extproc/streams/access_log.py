@@ -21,6 +21,7 @@ from extproc.protocol import (
     ERRORS,
     EVENTS,
     FIRST_CONTENT_US,
+    GRPC_STATUS,
     LB_NAMESPACE,
     NAMESPACE,
     PAUSES_NAMESPACE,
@@ -40,6 +41,7 @@ from extproc.protocol import (
     TTFT_TAG,
     USAGE_CONTEXT,
     USAGE_NAMESPACE,
+    http_status,
 )
 from extproc.streams.headers import is_encoded, read_retry_after
 from extproc.streams.usage import MOST_REPORTED
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 
 # Of the time until the first byte, in microseconds.
 _MOST_DIGITS: Final = 15
+_OK: Final = 200
+_MOST_STATUS_DIGITS: Final = 3
 _TIME_LIMITS: Final = frozenset(TIME_LIMITS.values())
 _CUTS: Final = frozenset(CUTS.values())
 _ENGINE_CUTS: Final = frozenset({"upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error"})
@@ -117,7 +121,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
     )
     found = Outcome(
         ticket=_text(ours, TICKET),
-        status=response.response_code.value,
+        status=_status(response),
         served=_text(served, SERVED_HOST),
         duration_s=_seconds(common.duration),
         ttfb_s=_ttfb_s(common),
@@ -168,6 +172,15 @@ def _of_translated(seen: Outcome, entry: HttpAccessLogEntry) -> Outcome:
         has_timed_out=seen.has_timed_out or details in TIMEOUT_DETAILS,
         retry_after_s=seen.retry_after_s if details == _BY_ENGINE else None,
     )
+
+
+def _status(response: HttpResponseProperties) -> int:
+    """Of HTTP. Calls of gRPC fail with 200: what failed stands in their trailers, or in headers without a body."""
+    status = response.response_code.value
+    text = response.response_trailers.get(GRPC_STATUS) or response.response_headers.get(GRPC_STATUS) or ""
+    if status == _OK and len(text) <= _MOST_STATUS_DIGITS and text.isascii() and text.isdigit():
+        return http_status(int(text))
+    return status
 
 
 def _retry_after_s(response: HttpResponseProperties) -> float | None:

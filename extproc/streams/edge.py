@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that the gateway answers by itself: lists of models, and health in the protocols V1 and V2.
+"""Requests that the gateway answers by itself: lists of models, and health in the protocols V1 and V2, also over gRPC.
 
 Health comes from what is known of endpoints, so that probes reach no engine. A model is ready if one of its engines is.
 The gateway is ready, in V2's sense, if a model is: one that fails must not take the others out of a load balancer.
@@ -7,16 +7,32 @@ The gateway is ready, in V2's sense, if a model is: one that fails must not take
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.request_builder import refuse_repository
 from extproc.errors import MethodNotAllowed, ModelNotReady, UnknownModel
-from extproc.protocol import LIVE_PATH, MODELS_PATH, READY_PATH, READY_VERB, SERVER_ROOT
+from extproc.protocol import (
+    ANSWERS_SERVICE,
+    LIVE_PATH,
+    METADATA_CALL,
+    MODEL_READY_CALL,
+    MODELS_PATH,
+    READY_CALL,
+    READY_PATH,
+    READY_VERB,
+    SERVER_CALLS,
+    SERVER_ROOT,
+    Api,
+)
+from extproc.request.model_call import read_call
 from extproc.request.model_path import read_model_path
 from extproc.streams.headers import error_form
-from extproc.streams.responses import json_answer, model_answer, models_answer
+from extproc.streams.responses import field, json_answer, model_answer, models_answer, own_call_answer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.core.record import Head
     from extproc.request.model import ModelPath
     from extproc.streams.context import StreamContext
@@ -28,6 +44,13 @@ _SERVER_ANSWERS: Final = {
     LIVE_PATH: {"live": True},
     READY_PATH: {"ready": True},
 }
+_CALLS: Final = Api.V2_GRPC.spec.protocol
+_OWN_CALLS: Final = frozenset({*SERVER_CALLS, MODEL_READY_CALL})
+_YES, _NO, _OF_SERVER = (f"{ANSWERS_SERVICE}{name}" for name in ("Yes", "No", "Server"))
+# Serialized messages: the first field is true, or it is not there; or it is the name.
+OWN_MESSAGES: Final[Mapping[str, bytes]] = MappingProxyType(
+    {_YES: b"\x08\x01", _NO: b"", _OF_SERVER: field(b"\x0a", b"attache")}
+)
 
 
 def own_answer(context: StreamContext, head: Head) -> bytes | None:
@@ -44,6 +67,25 @@ def own_answer(context: StreamContext, head: Head) -> bytes | None:
     if not path.startswith(SERVER_ROOT):
         return _of_models(context, head, named)
     return _readiness(context, head, named, "V2") if named is not None and named.verb == READY_VERB else None
+
+
+def own_call(context: StreamContext, head: Head, body: bytes) -> bytes | None:
+    """Likewise of calls of gRPC, whose answers are messages: extproc sends the call on to itself."""
+    if head.path not in _OWN_CALLS:
+        return None
+    builder, now = context.core.builder, context.clock()
+    if head.path == MODEL_READY_CALL:
+        request = read_call(Api.V2_GRPC, body)
+        if request.call is not None and request.call.has_version:
+            # engines know their versions
+            return None
+        if _CALLS not in builder.protocols_of(request.model, head):
+            raise _unknown(request.model)
+        is_ready = builder.is_ready(request.model, _CALLS, head, now)
+    else:
+        is_ready = head.path != READY_CALL or builder.has_ready(_CALLS, now)
+    context.metrics.answered_here("health")
+    return own_call_answer(_OF_SERVER if head.path == METADATA_CALL else _YES if is_ready else _NO)
 
 
 def _of_server(context: StreamContext, head: Head) -> bytes:

@@ -18,7 +18,7 @@ from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import BUNDLE, Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
 from extproc.protocol import CONTENT_ENCODING
-from extproc.streams.edge import own_answer
+from extproc.streams.edge import own_answer, own_call
 from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
@@ -435,6 +435,9 @@ class BufferedExchange:
 
     def _begin(self, head: Head, body: bytes) -> list[bytes]:
         began_s = self._context.clock()
+        answer = own_call(self._context, head, body) if self._attachment.is_bundle and not self._server else None
+        if answer is not None:
+            return [answer]
         build = self._context.core.builder.strategy(server=self._server, pool=self._context.options.pool)
         arrival = build(head, body)
         self.request = StreamRequest(self._context)

@@ -15,6 +15,7 @@ from extproc.protocol import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     BUNDLE_MARK,
+    CALL_ROOTS,
     DESTINATION,
     HTTP_ROUTE_KEY,
     LB_NAMESPACE,
@@ -92,9 +93,14 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin 
 
 
 def error_form(head: Head | None) -> ErrorForm:
-    """By the path, or by the header that Anthropic's clients send wherever they ask for something else."""
+    """By the path, by the type that gRPC's clients send, or by the header that Anthropic's clients send wherever they
+    ask for something else.
+    """
     if head is None:
         return ErrorForm.OPENAI
+    is_call = any(root in head.path for root in CALL_ROOTS)
+    if is_call or head.headers.get("content-type", "").startswith("application/grpc"):
+        return ErrorForm.GRPC
     is_anthropic = any(path in head.path for path in ANTHROPIC_PATHS) or ANTHROPIC_VERSION in head.headers
     if is_anthropic:
         return ErrorForm.ANTHROPIC

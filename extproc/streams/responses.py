@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.refusals import granted_headers
-from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body, to_text_body
+from extproc.errors import (
+    ErrorForm,
+    anthropic_status,
+    grpc_status,
+    to_anthropic_body,
+    to_openai_body,
+    to_text_body,
+)
 from extproc.protocol import (
     ACCEPT_ENCODING,
     CLAMPS,
@@ -26,6 +33,7 @@ from extproc.protocol import (
     DETAILS_PREFIX,
     DROPPED_REASON,
     ENGINE_HEADERS,
+    EXTPROC_CLUSTER,
     GROUPS,
     HIDES_USAGE,
     LB_NAMESPACE,
@@ -48,6 +56,7 @@ from extproc.protocol import (
     TRANSLATE,
     USAGE_CONTEXT,
 )
+from extproc.request.model_call import varint
 from extproc.streams.messages import (
     BodyMutation,
     BodyResponse,
@@ -84,6 +93,8 @@ if TYPE_CHECKING:
 MARK: Final = "<varies>"
 # Of the wire types, the lowest three bits of what stands before a field's value: a length and so many bytes.
 _LENGTH_DELIMITED: Final = 2
+# Of the value of an entry of a map.
+_ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 # Heads are kept for values up to this size.
 _KEPT_SIZES: Final = 1024
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
@@ -133,17 +144,6 @@ CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
         )
     )
 ).SerializeToString()
-
-
-@lru_cache(maxsize=4096)
-def varint(number: int) -> bytes:
-    """A number in base 128, lowest digits first; the top bit of a byte means that more follow."""
-    digits = bytearray()
-    while number >= 0x80:
-        digits.append(number & 0x7F | 0x80)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)
 
 
 def tag(message: type[Message], name: str) -> bytes:
@@ -237,6 +237,7 @@ def _streamed(*, is_end: bool) -> BodyResponse:
 
 
 _PATH: Final = _header(":path")
+_TO_EXTPROC: Final = b"".join(_header(SERVER_HEADER).fill(EXTPROC_CLUSTER.encode()))
 _SERVER: Final = _header(SERVER_HEADER)
 _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
@@ -270,10 +271,9 @@ _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
 _FIELDS_TAG: Final = tag(Struct, "fields")
 _STRUCT_TAG: Final = tag(Value, "struct_value")
-# of an entry of a map: its key, 1, with this one, and the tag of its value, 2
+# of an entry of a map: its key, 1, with this one
 _OWN_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), NAMESPACE.encode())
 _ROUTE_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), ROUTE_NAMESPACE.encode())
-_ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 
 
 def decision_answer(decision: Decision, *, on_headers: bool = False, removes_forged: bool = False) -> bytes:
@@ -529,28 +529,47 @@ def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI, usage: 
         headers["retry-after"] = str(refusal.retry_after_s)
     if refusal.dropped_reason is not None:
         headers[DROPPED_REASON] = refusal.dropped_reason
-    if form is ErrorForm.ANTHROPIC:
+    status_of_call = None
+    if form is ErrorForm.GRPC:
+        # Envoy answers calls with trailers alone, and writes the body as grpc-message
+        status, body, status_of_call = refusal.status, refusal.message.encode(), grpc_status(refusal)
+    elif form is ErrorForm.ANTHROPIC:
         status, body = anthropic_status(refusal), to_anthropic_body(refusal)
     else:
         to_body = to_text_body if form is ErrorForm.TEXT else to_openai_body
         status, body = refusal.status, to_body(refusal)
-    answer = immediate_answer(status, body, headers, details=DETAILS_PREFIX + refusal.outcome)
+    answer = immediate_answer(
+        status, body, headers, details=DETAILS_PREFIX + refusal.outcome, status_of_call=status_of_call
+    )
     if usage is None:
         return answer
     return answer + field(_METADATA_TAG, _own_metadata(_member(USAGE_CONTEXT).fill(_encode_usage(usage))))
 
 
-def immediate_answer(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:
-    """Answer the client with ``body``; ``details``: its response code details in Envoy's log."""
+def immediate_answer(
+    status: int, body: bytes, headers: dict[str, str], *, details: str, status_of_call: int | None = None
+) -> bytes:
+    """Answer the client with ``body``; ``details``: its response code details in Envoy's log. ``status_of_call``: of
+    gRPC, in whose form the answer is.
+    """
     answer = ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status
     immediate.body = body
     immediate.details = details
-    for name, value in {"content-type": "application/json", **headers}.items():
+    if status_of_call is not None:
+        immediate.grpc_status.status = status_of_call
+    kind = "application/json" if status_of_call is None else "text/plain"
+    for name, value in {"content-type": kind, **headers}.items():
         header = immediate.headers.set_headers.add().header
         header.key, header.raw_value = name, value.encode()
     return answer.SerializeToString()
+
+
+def own_call_answer(path: str) -> bytes:
+    """Answer a whole body: extproc itself is to answer the call, which is for ``path`` then."""
+    headers = field(_HEADER_MUTATION_TAG, _TO_EXTPROC + b"".join(_PATH.fill(path.encode())))
+    return field(_REQUEST_BODY_TAG, field(_RESPONSE_TAG, _CLEAR_ROUTE_CACHE + headers))
 
 
 class _Model(msgspec.Struct):

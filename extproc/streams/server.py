@@ -16,6 +16,7 @@ from extproc.failures import FailureLog
 from extproc.protocol import BUNDLE_MARK
 from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcFailed, RpcServer, Status
 from extproc.streams.access_log import receive_entries
+from extproc.streams.edge import OWN_MESSAGES
 from extproc.streams.headers import read_origin
 from extproc.streams.health import EXTERNAL_PROCESSOR, Health
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
@@ -110,7 +111,8 @@ class GrpcServer:
             f"/{EXTERNAL_PROCESSOR}/Process": self._process,
             f"/{ACCESS_LOG}/StreamAccessLogs": self._stream_access_logs,
         }
-        self._server = RpcServer({**handlers, **self.health.handlers}, self._most_message_bytes)
+        answers = {path: partial(_answer, message) for path, message in OWN_MESSAGES.items()}
+        self._server = RpcServer({**handlers, **answers, **self.health.handlers}, self._most_message_bytes)
 
     def _most_message_bytes(self) -> int:
         """Our bundle sends a body in one message, with its attributes."""
@@ -220,6 +222,13 @@ class GrpcServer:
             # one odd entry must not cut off the log stream and with it all learning
             receive_entries(entries, self._streams, self._streams.clock(), self._failures)
         await call.write(b"")
+
+
+async def _answer(message: bytes, call: Call) -> None:
+    """A call that was decided before: Envoy sends it here for its answer."""
+    while await call.read() is not None:
+        pass
+    await call.write(message)
 
 
 async def _ask_to_wait(exchange: Exchange, call: Call) -> None:

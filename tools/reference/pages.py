@@ -26,8 +26,9 @@ _APIS_HEAD: Final = f"""\
 # Inference APIs
 
 The calls that the gateway passes to engines, each under its path and its aliases; nothing else of the engines can be
-reached through it. Clients send them with POST; `{MODELS_PATH}` is answered by the gateway itself. The last three are
-of [classical model servers](../protocols.md): the path names the model, and what may stand behind it follows.
+reached through it. Clients send them with POST; `{MODELS_PATH}` is answered by the gateway itself. The last five are
+of [classical model servers](../protocols.md): the path names the model, and what may stand behind it follows; or they
+are calls of gRPC, whose message names it.
 [Operations](../operations.md#what-clients-see) says what clients see.
 
 | API of | paths | engines | queue | usage |
@@ -40,8 +41,8 @@ they keep what they reserved.
 
 ## What counts
 
-Limits reserve the input and the output of a request before an engine gets it. Where the path names the model, a request
-has neither.
+Limits reserve the input and the output of a request before an engine gets it. Requests of classical model servers have
+neither.
 
 | path | input | output |
 |---|---|---|
@@ -110,6 +111,8 @@ def _paths(spec: ApiSpec) -> Iterator[str]:
         versions = " or ".join(f"/{selector}/{selector[0].upper()}" for selector in spec.model_paths.selectors)
         yield f"{spec.model_paths.root}NAME[{versions}]"
         yield from filter(None, spec.model_paths.verbs)
+    if spec.calls is not None:
+        yield from spec.calls.paths
 
 
 def _usage(spec: ApiSpec) -> str:

@@ -28,7 +28,7 @@ from controller.bundle.envoy.fallback import Chained, chained_servers
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.listeners import listener_groups, listener_resources
-from controller.bundle.envoy.model_routes import routes_by_policy
+from controller.bundle.envoy.model_routes import has_calls, routes_by_policy
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
 from controller.bundle.envoy.translation import (
@@ -162,6 +162,7 @@ class BundleWriter:
                 _times_streams(snapshot),
                 any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
                 translates,
+                has_calls(snapshot),
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }

@@ -62,6 +62,8 @@ from extproc.api.connection import EngineConnection
 from extproc.protocol import (
     BACKEND_CLUSTER,
     DESTINATION,
+    EXTPROC_CLUSTER,
+    GRPC_PROTOCOLS,
     LB_NAMESPACE,
     MOST_STREAMS,
     SERVED_HOST,
@@ -80,7 +82,6 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServer
     from extproc.api.model_server import OutlierDetection as OutlierPolicy
 
-EXTPROC_CLUSTER: Final = "attache-extproc"
 USAGE_CLUSTER: Final = "attache-usage"
 UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 # Streams live as long as answers do: Envoy's defaults of 1,024 would cut requests off long before engines are full.
@@ -153,13 +154,20 @@ def server_cluster(server: ModelServer, directory: str, chained: Chained | None 
                 UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
                         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(idle_s)),
-                        explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+                        explicit_http_config=_http_of(server),
                         http_filters=_upstream_filters(server, directory, chained),
                     )
                 )
             },
         )
     )
+
+
+def _http_of(server: ModelServer) -> ExplicitHttp:
+    """What its engines understand: those of gRPC HTTP/2 alone, with or without TLS."""
+    if server.spec.protocol in GRPC_PROTOCOLS:
+        return ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())
+    return ExplicitHttp(http_protocol_options=Http1ProtocolOptions())
 
 
 def server_endpoints(server: ModelServer) -> dict[str, object]:

@@ -46,7 +46,6 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 )
 
 from controller.bundle.envoy.authentication import authentication_filters
-from controller.bundle.envoy.clusters import EXTPROC_CLUSTER
 from controller.bundle.envoy.cost_header import cost_header
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
 from controller.bundle.envoy.usage import responses_usage, stream_usage
@@ -55,6 +54,7 @@ from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body
 from extproc.protocol import (
     APIS_BY_PATH,
     BUNDLE_MARK,
+    EXTPROC_CLUSTER,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
@@ -109,7 +109,7 @@ class Needs(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
     content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model. ``translates``:
-    requests for some are translated.
+    requests for some are translated. ``calls``: some are called by gRPC.
     """
 
     cors: bool = False
@@ -117,6 +117,7 @@ class Needs(msgspec.Struct, frozen=True):
     times: bool = False
     model_paths: bool = False
     translates: bool = False
+    calls: bool = False
 
 
 NO_NEEDS: Final = Needs()

@@ -56,7 +56,15 @@ from extproc.api.http_route import Backend
 from extproc.api.matches import ANY_HOST
 from extproc.api.model_server import ModelServer
 from extproc.api.references import backend_key
-from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, NOT_FOR_ENGINES, PATH_KEY, PATH_PREFIX_KEY, SERVER_KEY
+from extproc.protocol import (
+    GRPC_PROTOCOLS,
+    HTTP_ROUTE_KEY,
+    LISTENER_KEY,
+    NOT_FOR_ENGINES,
+    PATH_KEY,
+    PATH_PREFIX_KEY,
+    SERVER_KEY,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -255,7 +263,8 @@ def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, 
         return None
     of_server = place.extproc_filters, place.listener, route, named.metadata.key, *path
     if named.spec.protocol != "OpenAI":
-        mode = processing_mode(reads_body=False, logs_payloads=place.logs_payloads)
+        reads = named.spec.protocol in GRPC_PROTOCOLS
+        mode = processing_mode(reads_body=reads, logs_payloads=place.logs_payloads)
         return {**without_bodies(place.is_open), **for_extproc(*of_server, mode=mode)}
     changes = {CHANGES_FILTER: to_resource(change_for(named.spec.allowed_fields))} if place.is_open else {}
     return {**for_extproc(*of_server), **changes}

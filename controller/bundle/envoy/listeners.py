@@ -57,6 +57,7 @@ from extproc.protocol import (
     CLIENT,
     CONTENT_ENCODING,
     DESTINATION,
+    GRPC_STATUS,
     OBJECTIVE_PREFIXES,
     POLICY_HEADER,
     REPORTS,
@@ -248,8 +249,8 @@ def _connection_manager(
         stat_prefix=_STATISTICS,
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
         http_filters=http_filters(gateway, directory, needs),
-        local_reply_config=local_replies(gateway, model_paths=needs.model_paths),
-        access_log=_access_logs(gateway, translates=needs.translates),
+        local_reply_config=local_replies(gateway, model_paths=needs.model_paths, calls=needs.calls),
+        access_log=_access_logs(gateway, needs),
         use_remote_address=True,
         normalize_path=True,
         merge_slashes=True,
@@ -305,13 +306,17 @@ def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
     )
 
 
-def _access_logs(gateway: GatewayConfigSpec, *, translates: bool) -> list[AccessLog]:
+def _access_logs(gateway: GatewayConfigSpec, needs: Needs) -> list[AccessLog]:
     log = gateway.usage_log
-    return [_access_log(gateway), *([] if log is None else [usage_log(log.path, translates=translates)])]
+    of_usage = [] if log is None else [usage_log(log.path, translates=needs.translates, calls=needs.calls)]
+    return [_access_log(gateway, calls=needs.calls), *of_usage]
 
 
-def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
-    """The outcome of each request, sent to extproc in batches with dynamic metadata (ticket, usage, host)."""
+def _access_log(gateway: GatewayConfigSpec, *, calls: bool) -> AccessLog:
+    """The outcome of each request, sent to extproc in batches with dynamic metadata (ticket, usage, host). ``calls``:
+    some are of gRPC.
+    """
+    statuses = [GRPC_STATUS] if calls else []
     return AccessLog(
         name="envoy.access_loggers.http_grpc",
         # nobody decided those
@@ -326,7 +331,8 @@ def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
                     # Streaming engines send headers before they compute, so the first byte of the body is timed.
                     custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
                 ),
-                additional_response_headers_to_log=[CONTENT_ENCODING, RETRY_AFTER],
+                additional_response_headers_to_log=[CONTENT_ENCODING, RETRY_AFTER, *statuses],
+                additional_response_trailers_to_log=statuses,
             )
         ),
     )

@@ -24,7 +24,15 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage
-from extproc.protocol import ANTHROPIC_PATHS, ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX, TEXT_ERROR_PATHS
+from extproc.protocol import (
+    ANTHROPIC_PATHS,
+    ANTHROPIC_TYPES,
+    ANTHROPIC_VERSION,
+    DETAILS_PREFIX,
+    GRPC_STATUS,
+    GRPC_STATUSES,
+    TEXT_ERROR_PATHS,
+)
 
 if TYPE_CHECKING:
     from extproc.api.authentication import Authentication
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 _HAS_ANTHROPIC_PATH: Final = " || ".join(f"request.path.contains('{path}')" for path in ANTHROPIC_PATHS)
 _ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || {_HAS_ANTHROPIC_PATH})"
 _HAS_TEXT_PATH: Final = " || ".join(f"request.path.contains('{path}')" for path in TEXT_ERROR_PATHS)
+_IS_CALL: Final = "'content-type' in request.headers && request.headers['content-type'].startsWith('application/grpc')"
 _IS_DIRECT: Final = "response.code_details == 'direct_response'"
 _NO_ENGINE: Final = "No engine could take the request; try again soon."
 _OTHER: Final = "The gateway refuses the request. %LOCAL_REPLY_BODY%"
@@ -76,9 +85,9 @@ def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
     return _NO_JWT if authentication.jwt else _NO_KEY, _NO_NAME
 
 
-def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False) -> LocalReplyConfig:
+def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False, calls: bool = False) -> LocalReplyConfig:
     """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged.
-    ``model_paths``: some paths name the model; errors under them are texts.
+    ``model_paths``: some paths name the model; errors under them are texts. ``calls``: some requests are calls of gRPC.
     """
     errors = _errors(gateway)
     return LocalReplyConfig(
@@ -94,6 +103,7 @@ def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False) -> L
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
                 ),
             ),
+            *map(_of_call, errors if calls else ()),
             *map(_text, errors if model_paths else ()),
             # a route's own answer has a whole error object as its body
             _anthropic(_Error(f"{_IS_DIRECT} && response.code >= 500", _NO_ENGINE, "", "", 500)),
@@ -207,6 +217,19 @@ def _text(error: _Error) -> ResponseMapper:
         ),
         status_code=error.status if error.changes_status else None,
         headers_to_add=_headers(error),
+    )
+
+
+def _of_call(error: _Error) -> ResponseMapper:
+    """The same for gRPC's clients: Envoy writes the text as grpc-message, and no body."""
+    status = HeaderValue(key=GRPC_STATUS, value=str(GRPC_STATUSES[error.status]))
+    return ResponseMapper(
+        filter=when(f"({error.condition}) && {_IS_CALL}"),
+        body_format_override=SubstitutionFormatString(
+            text_format_source=DataSource(inline_string=error.message), content_type="text/plain"
+        ),
+        status_code=error.status if error.changes_status else None,
+        headers_to_add=[*_headers(error), _only(status)],
     )
 
 

@@ -19,6 +19,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
     Route,
     RouteAction,
     RouteActionClusterNotFoundResponseCode,
+    RouteActionMaxStreamDuration,
     RouteMatch,
     WeightedCluster,
     WeightedClusterClusterWeight,
@@ -44,6 +45,8 @@ from extproc.api.fallback import REFUSALS, attempts_name, classes_of
 from extproc.api.model_server import TrafficPolicy
 from extproc.protocol import (
     APIS_BY_PATH,
+    CALL_ROOTS,
+    GRPC_PROTOCOLS,
     MODELS_PATH,
     PATH_APIS,
     PLAIN_IN_PATHS,
@@ -72,6 +75,8 @@ _NOWHERE: Final = "attache-nowhere"
 _DEFAULT_POLICY: Final = TrafficPolicy()
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+# Of gRPC: not what the request may be the reason for.
+_RETRY_CALLS_ON: Final = "cancelled,resource-exhausted,unavailable"
 _IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
 
 
@@ -87,9 +92,15 @@ def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
 
 def routes_by_policy(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
     """Those of requests that go to one ModelServer alone."""
+    calls = has_calls(snapshot)
     policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
-    named = [memo.get(_decided, name, policies[name]) for name in sorted(policies) if name]
-    return [*named, memo.get(_decided, "", _DEFAULT_POLICY)]
+    named = [memo.get(_decided, name, policies[name], calls) for name in sorted(policies) if name]
+    return [*named, memo.get(_decided, "", _DEFAULT_POLICY, calls)]
+
+
+def has_calls(snapshot: Snapshot) -> bool:
+    """Whether some ModelServer is called by gRPC."""
+    return any(one.spec.protocol in GRPC_PROTOCOLS for one in snapshot.servers)
 
 
 def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
@@ -102,15 +113,18 @@ def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
                 server = servers[route.server_key(one)]
                 name = attempts_name(server.spec.traffic_policy, rule.fallback, rule.fallback_retry)
                 found.setdefault(name, (server, rule))
-    return [memo.get(_decided_with_fallbacks, name, *found[name]) for name in sorted(found)]
+    calls = has_calls(snapshot)
+    return [memo.get(_decided_with_fallbacks, name, *found[name], calls) for name in sorted(found)]
 
 
-def _decided_with_fallbacks(name: str, server: ModelServer, rule: RouteRule) -> dict[str, object]:
+def _decided_with_fallbacks(name: str, server: ModelServer, rule: RouteRule, calls: bool) -> dict[str, object]:
     """``server``, ``rule``: any of those with this name."""
     match = RouteMatch(prefix="/", headers=[_is_decided(), _has_policy(name)])
     action = _with_policy(RouteAction(), server.spec.traffic_policy)
     # extproc writes how many attempts there are
     action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=1)
+    if calls:
+        _takes_calls(action, server.spec.traffic_policy)
     route = Route(name=f"fallback/{name}", match=match, route=action)
     return across_clusters(route, [[(server.metadata.key, 1)]], is_decided=True)
 
@@ -127,9 +141,20 @@ def _any_retries() -> RetryPolicy:
     return retries(1) or RetryPolicy()
 
 
-def _decided(name: str, policy: TrafficPolicy) -> dict[str, object]:
+def _takes_calls(action: RouteAction, policy: TrafficPolicy) -> None:
+    """Calls of gRPC fail with status 200; those that fail without a message can be tried again. Their clients say how
+    long they wait.
+    """
+    action.max_stream_duration = RouteActionMaxStreamDuration(grpc_timeout_header_max=seconds(policy.timeout))
+    if action.retry_policy is not None:
+        action.retry_policy.retry_on += f",{_RETRY_CALLS_ON}"
+
+
+def _decided(name: str, policy: TrafficPolicy, calls: bool) -> dict[str, object]:
     headers = [_is_decided(), *([_has_policy(name)] if name else [])]
     action = _with_policy(RouteAction(cluster_header=SERVER_HEADER), policy)
+    if calls:
+        _takes_calls(action, policy)
     match = RouteMatch(prefix="/", headers=headers)
     return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
 
@@ -198,6 +223,25 @@ def path_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], configs: Confi
                 yield {**one, "typed_per_filter_config": configs}
     for root in roots:
         yield {**memo.get(_by_path, root), "typed_per_filter_config": configs}
+
+
+def call_routes(snapshot: Snapshot, configs: Configs, memo: Memo) -> Iterator[Plain]:
+    """Routes of calls of gRPC. ``configs``: of filters, by which extproc alone reads the messages. Without its decision
+    nobody knows their model.
+    """
+    for root in CALL_ROOTS if has_calls(snapshot) else ():
+        yield {**memo.get(_by_call, root), "typed_per_filter_config": configs}
+
+
+def _by_call(root: str) -> Plain:
+    return to_plain(
+        Route(
+            name=f"by-call{root}",
+            match=RouteMatch(prefix=root),
+            # answers 503; a route that answers by itself has no limit of the size of bodies
+            route=RouteAction(cluster=_NOWHERE),
+        )
+    )
 
 
 def _by_path(root: str) -> Plain:

@@ -43,6 +43,7 @@ from controller.bundle.envoy.http_routes import (
 from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import (
+    call_routes,
     decided_routes,
     default_retries,
     nowhere,
@@ -77,7 +78,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from envoy_data_plane.google.protobuf import Any
 
@@ -93,7 +94,6 @@ _OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT
 # Some 100 bytes a name.
 _LARGEST_LIST: Final = 64 * 1024 * 1024
 _INVALID: Final = "invalid_request_error"
-_NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
 _NO_ROUTE: Final = "Nothing is served under this host and path."
 _OTHER_LISTENER: Final = "Another listener serves this host; connect to it under its own name."
 # Reports read many rows; they end by themselves before this.
@@ -112,10 +112,10 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     own = [*_health_routes(snapshot.gateway, memo), *_usage_routes(snapshot.gateway, memo)]
     configs = _unread(snapshot.gateway, None)
     by_path = path_routes(snapshot, snapshot.routes, configs, memo)
-    decided = [*own, *decided_routes(snapshot, memo), *by_path]
+    decided = [*own, *decided_routes(snapshot, memo), *by_path, *_call_routes(snapshot, memo)]
     if snapshot.gateway.failure_mode != "Open":
         # without a route for it, Envoy would let a request that asks for an upgrade wait for ever
-        host["routes"] = [*decided, memo.get(_refusal, 404, _NO_MODEL, "model_not_found")]
+        host["routes"] = [*decided, memo.get(_no_model, "")]
         return _configuration(group.route_config_name, [host])
     fallback = _fallback_host(snapshot, DEFAULT_LISTENER, snapshot.routes, memo)
     host["routes"] = [*decided, memo.get(_no_model, _fallback_domain(DEFAULT_LISTENER))]
@@ -191,6 +191,7 @@ class _Group:
                 snapshot, self._attached[host.listener.name], _unread(snapshot.gateway, name), self._memo
             )
             routes.extend({**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in by_path)
+            routes.extend(_call_routes(snapshot, self._memo))
             if name is not None:
                 config = self._memo.get(for_extproc, extproc_filters(snapshot.gateway), name)
                 found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **config}
@@ -205,9 +206,7 @@ class _Group:
         gateway = self._snapshot.gateway
         if gateway.failure_mode == "Open":
             return self._memo.get(_no_model, _fallback_domain(listener.name))
-        if gateway.cors is not None:
-            return self._memo.get(_no_model, "")
-        return self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
+        return self._memo.get(_no_model, "")
 
     def _other_domains(self) -> list[str]:
         """Domains of other HTTPS listeners of the address, each with connections of its own."""
@@ -236,6 +235,10 @@ def _unread(gateway: GatewayConfigSpec, listener: str | None) -> Configs:
         **without_bodies(gateway.failure_mode == "Open"),
         **for_extproc(extproc_filters(gateway), listener, mode=mode),
     }
+
+
+def _call_routes(snapshot: Snapshot, memo: Memo) -> Iterator[dict[str, object]]:
+    return call_routes(snapshot, without_bodies(snapshot.gateway.failure_mode == "Open"), memo)
 
 
 def _fallback_domain(listener: str) -> str:
@@ -299,8 +302,9 @@ def _usage_route(path: str, api: str) -> dict[str, object]:
 
 
 def _no_model(fallback: str) -> dict[str, object]:
-    """The same refusal by a route that leads nowhere. ``fallback``: the host under which requests without extproc are
-    matched again, if there is one.
+    """The last route of models, which leads nowhere: 404. ``fallback``: the host under which requests without extproc
+    are matched again, if there is one. Of a route that answers by itself, Envoy has no policy of other origins, and no
+    limit of the size of bodies: over HTTP/2 that was the window of a stream.
     """
     configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, PackedMessage(rerouted_as(fallback))) if fallback else {}
     route = Route(

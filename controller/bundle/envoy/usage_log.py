@@ -67,13 +67,17 @@ _LINE: Final = {
 }
 
 
-def usage_log(path: str, *, translates: bool = False) -> AccessLog:
+def usage_log(path: str, *, translates: bool = False, calls: bool = False) -> AccessLog:
     """Lines of the requests that extproc has decided or refused, and of those that Envoy balanced or refused for want
-    of extproc. ``translates``: some of them are translated.
+    of extproc. ``translates``: some of them are translated. ``calls``: some are of gRPC.
     """
-    texts = {**_LINE, "translated": f"%DYNAMIC_METADATA({TRANSLATED_NAMESPACE})%"} if translates else _LINE
+    texts = dict(_LINE)
+    if translates:
+        texts["translated"] = f"%DYNAMIC_METADATA({TRANSLATED_NAMESPACE})%"
+    if calls:
+        texts["grpc_status"] = "%GRPC_STATUS_NUMBER%"
     fields = {name: Value(string_value=text) for name, text in texts.items()}
-    line = SubstitutionFormatString(json_format=Struct(fields=fields))
+    log_format = SubstitutionFormatString(json_format=Struct(fields=fields))
     return AccessLog(
         name="envoy.access_loggers.file",
         filter=AccessLogFilter(
@@ -85,7 +89,7 @@ def usage_log(path: str, *, translates: bool = False) -> AccessLog:
                 ]
             )
         ),
-        typed_config=PackedMessage(FileAccessLog(path=path, log_format=line)),
+        typed_config=PackedMessage(FileAccessLog(path=path, log_format=log_format)),
     )
 
 
