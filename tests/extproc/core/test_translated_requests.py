@@ -153,10 +153,10 @@ def test_what_never_came_back_says_nothing_of_the_engine() -> None:
         core.on_stream_closed(decision.ticket, float(at))
         outcome = Outcome(decision.ticket, 503, "", 0.1, None, None, None, None, is_of_gateway=True)
         core.on_outcome(outcome, float(at))
-    assert not pool.table.failures.any()
+    assert not pool.table.trips.any()
     assert not pool.breaker.trips
     # the same of an engine is a failure
     decision = sent(core, "/v1/chat/completions")
     core.on_stream_closed(decision.ticket, 30.0)
     core.on_outcome(Outcome(decision.ticket, 503, A, 0.1, None, None, None, None, attempts=1), 30.0)
-    assert pool.table.failures.any()
+    assert pool.table.trips.any()
