@@ -184,8 +184,8 @@ def _as_at_engine(line: UsageLine) -> UsageLine:
         return msgspec.structs.replace(line, served=None)
     usage = line.usage
     if usage is not None and not usage.prompt_tokens:
-        # a stream of messages begins with some number, also where its engine reports it at the end
-        usage = msgspec.structs.replace(usage, prompt_tokens=None)
+        # messages and responses have numbers also where their engine has reported none, or does so at the end
+        usage = msgspec.structs.replace(usage, prompt_tokens=None, completion_tokens=usage.completion_tokens or None)
     flags = {*_flags(line), *(("UT",) if found.details in TIMEOUT_DETAILS else ())}
     attempts = int(found.attempts) if found.attempts is not None and 0 <= found.attempts <= _MOST_ATTEMPTS else 0
     return msgspec.structs.replace(

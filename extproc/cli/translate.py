@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def main(words: list[str], prog: str = "attache translate") -> int:
     start_logging(options)
     name_process("translate")
     raise_limit()
+    # a long body is many objects without cycles: the collector would look through all of them again and again
+    gc.freeze()
+    gc.set_threshold(50_000, 4, 100)
     try:
         # the bundle's writer may begin later
         options.bundle.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import os
 import signal
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -45,18 +47,22 @@ from extproc.translate.order import TranslationOrder, decode_order
 from extproc.translate.translation import translation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from concurrent.futures import Executor
     from pathlib import Path
 
     from multidict import CIMultiDictProxy
 
     from extproc.translate.translation import StreamTranslator, Translated, Translation
 
+_T = TypeVar("_T")
 # Envoy bounds bodies and headers before they come here.
 _MOST_BODY_BYTES: Final = 2**31
 _LIMITS: Final = PageLimits(connections=100_000, header_bytes=256 * 1024)
 # A whole answer; of streams, ``extproc.translate`` bounds what is kept.
 _MOST_ANSWER_BYTES: Final = 64 * 1024 * 1024
+# As JSON they may take seconds, and memory of many times their size.
+_LONG_BYTES: Final = 256 * 1024
 _WITHOUT_END: Final = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
 # Of a connection, or written anew.
 _OWN_HEADERS: Final = frozenset(
@@ -76,10 +82,11 @@ _CUT: Final = "The engine's answer ended before it was whole."
 
 
 class Translator:
-    """``http``: connects to Envoy's second listener."""
+    """``http``: connects to Envoy's second listener. ``long``: a thread for long bodies."""
 
-    def __init__(self, http: aiohttp.ClientSession) -> None:
+    def __init__(self, http: aiohttp.ClientSession, long: Executor) -> None:
         self._http = http
+        self._long = long
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The client's answer to one request."""
@@ -92,14 +99,45 @@ class Translator:
             return _refused(InternalError(), order.client)
         try:
             path = between.path(request.path_qs)
-            asked = between.request(await request.read(), strict=order.is_strict)
+            asked = await self._in_turn(partial(between.request, strict=order.is_strict), await request.read())
             headers = _request_headers(request.headers, order, between)
             async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
-                return await _translated(request, found, order, between, asked)
+                return await self._translated(request, found, order, between, asked)
         except Refusal as refusal:
             return _refused(refusal, order.client)
         except aiohttp.ClientConnectionError:
             return _refused(NoEndpoint("The gateway is not ready for this request; try again soon."), order.client)
+        except aiohttp.ClientResponseError:
+            return _refused(UntranslatableAnswer("The engine's answer is not HTTP."), order.client)
+
+    async def _translated(
+        self,
+        request: web.Request,
+        found: aiohttp.ClientResponse,
+        order: TranslationOrder,
+        between: Translation,
+        asked: Translated,
+    ) -> web.StreamResponse:
+        headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
+        headers.update(order.answer_headers)
+        if asked.dropped:
+            headers[DROPPED_FIELDS] = ", ".join(asked.dropped)
+        if found.status == 200 and asked.stream and found.content_type == _EVENTS:
+            answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
+            await answer.prepare(request)
+            await _relay(request, found, answer, between.stream(include_usage=asked.include_usage))
+            return answer
+        try:
+            body = await self._in_turn(partial(between.answer, found.status), await _whole(found))
+        except Refusal as refusal:
+            return _refused(refusal, order.client, headers)
+        return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON})
+
+    async def _in_turn(self, work: Callable[[bytes], _T], body: bytes) -> _T:
+        """``work`` of ``body``; long ones one at a time, beside the streams of others."""
+        if len(body) < _LONG_BYTES:
+            return work(body)
+        return await asyncio.get_running_loop().run_in_executor(self._long, work, body)
 
 
 def _request_headers(
@@ -122,29 +160,6 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= one <= "\udfff" for one in value) if not value.isascii() else True
 
 
-async def _translated(
-    request: web.Request,
-    found: aiohttp.ClientResponse,
-    order: TranslationOrder,
-    between: Translation,
-    asked: Translated,
-) -> web.StreamResponse:
-    headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
-    headers.update(order.answer_headers)
-    if asked.dropped:
-        headers[DROPPED_FIELDS] = ", ".join(asked.dropped)
-    if found.status == 200 and asked.stream and found.content_type == _EVENTS:
-        answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
-        await answer.prepare(request)
-        await _relay(request, found, answer, between.stream(include_usage=asked.include_usage))
-        return answer
-    try:
-        body = between.answer(found.status, await _whole(found))
-    except Refusal as refusal:
-        return _refused(refusal, order.client, headers)
-    return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON})
-
-
 async def _relay(
     request: web.Request, found: aiohttp.ClientResponse, answer: web.StreamResponse, stream: StreamTranslator
 ) -> None:
@@ -155,6 +170,9 @@ async def _relay(
             out = stream.feed(piece)
             if out:
                 await answer.write(out)
+            if stream.error is not None:
+                # an engine that goes on would keep both busy for nothing
+                break
     except aiohttp.ClientPayloadError:
         is_cut = True
     out = stream.end()
@@ -195,6 +213,7 @@ async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
     """Serve at the socket in ``folder``. ``end_s``: for requests that run at the end. Raises ListenFailed."""
     connector = aiohttp.UnixConnector(str(folder / TRANSLATED_SOCKET), limit=0)
     skipped = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+    long = ThreadPoolExecutor(1, "long-bodies")
     async with aiohttp.ClientSession(
         "http://engines",
         connector=connector,
@@ -203,19 +222,26 @@ async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
         timeout=_WITHOUT_END,
         auto_decompress=False,
         skip_auto_headers=skipped,
+        max_line_size=_LIMITS.header_bytes,
+        max_field_size=_LIMITS.header_bytes,
     ) as http:
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
-        app.router.add_post("/{path:.*}", Translator(http).answer)
+        app.router.add_post("/{path:.*}", Translator(http, long).answer)
         runner = PageServer(app, end_s=end_s, limits=_LIMITS, cancels=True)
         await runner.setup()
         try:
             path = folder / TRANSLATOR_SOCKET
-            made = listen(f"unix:{path}")
-            path.chmod(0o600)
+            # at no moment anybody else can connect
+            before = os.umask(0o177)
+            try:
+                made = listen(f"unix:{path}")
+            finally:
+                os.umask(before)
             await runner.listen(made)
             yield
         finally:
             await runner.cleanup()
+            long.shutdown(wait=False, cancel_futures=True)
 
 
 async def serve(folder: Path, *, end_s: float) -> None:

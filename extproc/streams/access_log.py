@@ -157,8 +157,8 @@ def _of_translated(seen: Outcome, entry: HttpAccessLogEntry) -> Outcome:
     metadata = entry.common_properties.metadata.filter_metadata
     found = metadata.get(TRANSLATED_NAMESPACE)
     if seen.prompt_tokens == 0:
-        # a stream of messages begins with some number, also where its engine reports it at the end
-        seen = msgspec.structs.replace(seen, prompt_tokens=None)
+        # messages and responses have numbers also where their engine has reported none, or does so at the end
+        seen = msgspec.structs.replace(seen, prompt_tokens=None, completion_tokens=seen.completion_tokens or None)
     if found is None:
         if not (seen.has_left or seen.has_timed_out):
             return msgspec.structs.replace(seen, served="", retry_after_s=None, is_of_gateway=True)

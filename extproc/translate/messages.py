@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from extproc.translate import chat, forms
-from extproc.translate.events import named
+from extproc.translate.events import MOST_EVENT_BYTES, named
 from extproc.translate.forms import Dropped, Field, Fields, Malformed, Object, count, index, obj, objects, part, text
 
 if TYPE_CHECKING:
@@ -555,6 +555,7 @@ class ToChunks:
         self._first: Object = {}
         self._usage: Object = {}
         self._blocks = self._calls = self._details = 0
+        self._kept = 0  # characters of arguments that came with the beginnings of their calls
         self._open: dict[int, Object] = {}
 
     def chunks(self, event: Object) -> list[Object]:
@@ -603,6 +604,9 @@ class ToChunks:
             state["call"], self._calls = self._calls, self._calls + 1
             # engines that send the arguments here send no deltas
             state["input"] = call["function"]["arguments"]
+            self._kept += len(state["input"])
+            if self._kept > MOST_EVENT_BYTES:
+                raise Malformed("the answer has more than 16 MiB of arguments")
             function = {"name": call["function"]["name"], "arguments": ""}
             return self._chunk({"tool_calls": [{**call, "index": state["call"], "function": function}]})
         if kind in ("thinking", "redacted_thinking"):

@@ -601,7 +601,9 @@ class FromChunks:
             else:
                 item = self._item("reasoning", index(detail.get("index"), "reasoning_details.index"))
                 self._write(item, text(detail.get("text"), "reasoning_details.text"))
-                item.signature = text(detail.get("signature"), "reasoning_details.signature") or item.signature
+                signature = text(detail.get("signature"), "reasoning_details.signature")
+                self._keep(len(signature))
+                item.signature = signature or item.signature
         if piece.reasoning:
             self._write(self._item("reasoning", 0), piece.reasoning)
         if piece.text:
@@ -640,6 +642,7 @@ class FromChunks:
         at = len(self._items)
         if at >= chat.MOST_BLOCKS:
             raise Malformed(f"an answer has more than {chat.MOST_BLOCKS} items")
+        self._keep(sum(len(one) for one in item.values() if isinstance(one, str)))
         identifier = f"{prefix}_{self._answer['id'].removeprefix('resp_')}_{at}"
         found = _Item(kind, at, {"id": identifier, **item, "status": "in_progress"})
         self._items.append(found)
@@ -679,9 +682,7 @@ class FromChunks:
     def _write(self, item: _Item, written: str) -> None:
         if not written:
             return
-        self._kept += len(written)
-        if self._kept > MOST_EVENT_BYTES:
-            raise Malformed("the answer has more than 16 MiB of text")
+        self._keep(len(written))
         item.texts.append(written)
         place = {"item_id": item.item["id"], "output_index": item.at}
         if item.kind == "call":
@@ -689,6 +690,11 @@ class FromChunks:
         else:
             more: Object = {"logprobs": []} if item.kind == "text" else {}
             self._emit(f"response.{_PARTS[item.kind]}.delta", **place, content_index=0, delta=written, **more)
+
+    def _keep(self, size: int) -> None:
+        self._kept += size
+        if self._kept > MOST_EVENT_BYTES:
+            raise Malformed("the answer has more than 16 MiB of text")
 
     def _close(self) -> None:
         if self._open is not None:

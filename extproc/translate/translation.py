@@ -27,6 +27,8 @@ _PATHS: Final = {
     name: api.spec.paths[0]
     for name, api in (("chat", Api.CHAT), ("messages", Api.MESSAGES), ("responses", Api.RESPONSES))
 }
+# What every answer has.
+_CONTENT: Final = {"chat": "choices", "messages": "content", "responses": "output"}
 _ANTHROPIC_BETA: Final = "anthropic-beta"
 _UNFINISHED: Final = "The engine's stream ended before its answer did."
 
@@ -132,6 +134,8 @@ class Translation(msgspec.Struct, frozen=True):
             found = forms.decode(body)
             if isinstance(found.get("error"), dict):
                 raise Malformed(forms.error_object(500, found)["message"])
+            if status >= 300 or not isinstance(found.get(_CONTENT[self.engine]), list):
+                raise Malformed(f"it has status {status}, or no {_CONTENT[self.engine]}")
             return forms.encode(client.answer_from_chat(engine.answer_to_chat(found)))
         except (Malformed, BadRequest) as error:
             raise forms.bad_answer(error) from None

@@ -274,6 +274,14 @@ def test_a_row_of_a_translated_request_names_its_engine() -> None:
     assert late.input > 0
 
 
+def test_a_translated_answer_whose_engine_reports_no_usage_costs_as_one_without_usage() -> None:
+    """The answer has zeros in that case."""
+    zeros = UsageCounts(prompt_tokens=0.0, completion_tokens=0.0)
+    found, plain = row(translated(usage=zeros)), row(line(usage=UsageCounts()))
+    assert found.output > 0
+    assert (found.input, found.output, found.is_estimated) == (plain.input, plain.output, plain.is_estimated)
+
+
 def test_a_translated_request_of_which_nothing_came_back_is_a_failure_of_the_gateway() -> None:
     lost = line(cluster="attache-translator", served="/x/translator.sock", status=503, flags="UC", usage=None)
     found = row(lost)

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import stat
+import threading
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,13 +17,16 @@ import pytest
 from aiohttp import web
 
 from extproc.cli.translate import main
+from extproc.ports import listen
 from extproc.protocol import TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 from extproc.runtime import translator
 from extproc.runtime.translator import running
+from extproc.translate import forms
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 MESSAGES = "/v1/messages"
 ORDER = json.dumps({"client": "messages", "engine": "chat", "headers": {"x-gateway-destination-endpoint": "a:1"}})
@@ -60,8 +67,14 @@ async def good(_: web.Request) -> web.StreamResponse:
     return web.json_response(ANSWER, headers={"x-attache-engine-host": "a:1", "x-other": "1", "retry-after": "3"})
 
 
-async def post(http: aiohttp.ClientSession, path: str = MESSAGES, order: str = ORDER, **more: Any) -> Any:  # noqa: ANN401
-    async with http.post(path, json=BODY, headers={TRANSLATE: order, **more}) as answer:
+async def post(
+    http: aiohttp.ClientSession,
+    path: str = MESSAGES,
+    order: str = ORDER,
+    body: object = BODY,
+    **more: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    async with http.post(path, json=body, headers={TRANSLATE: order, **more}) as answer:
         return answer.status, answer.headers, json.loads(await answer.read())
 
 
@@ -111,6 +124,79 @@ async def test_a_cookie_of_an_engine_is_sent_with_no_other_request(tmp_path: Pat
     assert [asked.get("cookie") for asked in got] == [None, None, "own=1"]
 
 
+@pytest.mark.parametrize("size", [20_000, 60_000])
+async def test_a_long_header_of_an_engine_is_no_failure(tmp_path: Path, size: int) -> None:
+    async def long(_: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER, headers={"x-policy": "a" * size})
+
+    async with envoy(tmp_path, long), client(tmp_path) as http:
+        assert (await post(http))[0] == 200
+
+
+async def test_an_answer_that_is_not_http_is_a_502_in_the_clients_form(tmp_path: Path) -> None:
+    async def broken(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(b"nonsense\r\n\r\n")
+        request.transport.close()
+        return web.Response()
+
+    async with envoy(tmp_path, broken), client(tmp_path) as http:
+        status, _, body = await post(http)
+    assert (status, body["error"]["details"]["error_code"]) == (502, "answer_untranslatable")
+
+
+async def test_an_engine_that_goes_on_after_an_error_is_ended(tmp_path: Path) -> None:
+    left = asyncio.Event()
+
+    async def goes_on(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b'data: {"error": {"message": "no"}}\n\n')
+        try:
+            while True:
+                await answer.write(b"data: {}\n\n")
+                await asyncio.sleep(0.01)
+        except (OSError, asyncio.CancelledError):
+            left.set()
+            raise
+
+    async with envoy(tmp_path, goes_on), client(tmp_path) as http, asyncio.timeout(10):
+        body = {**BODY, "stream": True}
+        async with http.post(MESSAGES, json=body, headers={TRANSLATE: ORDER}) as answer:
+            assert (await answer.read()).startswith(b"event: error\n")
+        await left.wait()
+
+
+@pytest.mark.parametrize("is_answer", [False, True])
+async def test_a_long_body_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_answer: bool
+) -> None:
+    """``is_answer``: the engine's is long, not the client's."""
+    others = threading.Event()
+    text = "a" * 1_000_000
+    encode, decode = forms.encode, forms.decode
+
+    def slow(body: bytes) -> Any:  # noqa: ANN401 - JSON
+        if len(body) >= len(text):
+            assert others.wait(10)
+        return decode(body)
+
+    async def long(_: web.Request) -> web.StreamResponse:
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return web.Response(body=encode({"id": "1", "choices": [choice]}))
+
+    monkeypatch.setattr(forms, "decode", slow)
+    given = {**BODY, "messages": [{"role": "user", "content": "hi" if is_answer else text}]}
+    async with envoy(tmp_path, long if is_answer else good) as got, client(tmp_path) as http:
+        task = asyncio.create_task(post(http, body=given))
+        if is_answer:
+            await eventually(lambda: bool(got))
+        await asyncio.sleep(0.2)
+        assert (await post(http, order=""))[0] == 500
+        others.set()
+        assert (await task)[0] == 200
+
+
 async def test_an_answer_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translator, "_MOST_ANSWER_BYTES", 100_000)
 
@@ -136,6 +222,24 @@ async def test_an_answer_that_is_cut_is_a_502(tmp_path: Path) -> None:
 
     async with envoy(tmp_path, cut), client(tmp_path) as http:
         assert (await post(http))[0] == 502
+
+
+async def test_at_no_moment_others_reach_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = list[int]()
+
+    def seen(address: str) -> socket.socket:
+        made = listen(address)
+        modes.append(stat.S_IMODE(Path(address.removeprefix("unix:")).stat().st_mode))
+        return made
+
+    monkeypatch.setattr("extproc.runtime.translator.listen", seen)
+    before = os.umask(0)
+    try:
+        async with running(tmp_path, end_s=1.0):
+            assert modes == [0o600]
+            assert os.umask(0) == 0
+    finally:
+        os.umask(before)
 
 
 async def test_its_socket_is_its_users_alone_and_takes_the_place_of_an_old_one(tmp_path: Path) -> None:

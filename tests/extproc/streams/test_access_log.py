@@ -189,7 +189,9 @@ def translated(*flags: str, status: int = 200, **seen: str | float) -> Outcome:
     made.response.response_code_details = "via_upstream"
     made.response.response_headers["retry-after"] = "7"
     for name, value in seen.items():
-        if isinstance(value, str):
+        if isinstance(value, float) and name == "completion_tokens":
+            metadata["attache.usage"].fields[name].number_value = value
+        elif isinstance(value, str):
             metadata["attache.translated"].fields[name].string_value = value
         else:
             metadata["attache.translated"].fields[name].number_value = value
@@ -205,6 +207,12 @@ def test_of_a_translated_request_the_second_listener_has_seen_the_engine() -> No
     assert (own.served, own.attempts, own.retry_after_s, own.is_of_gateway) == ("", 1, None, False)
     late = translated(status=504, attempts=1.0, host="10.0.0.1:8000", details="response_timeout")
     assert late.has_timed_out
+
+
+@pytest.mark.parametrize(("reported", "known"), [(0.0, None), (4.0, 4)])
+def test_an_engine_that_reports_no_usage_has_not_written_nothing(reported: float, known: int | None) -> None:
+    """The translated answer has zeros in that case."""
+    assert translated(details="via_upstream", completion_tokens=reported).completion_tokens == known
 
 
 @pytest.mark.parametrize("attempts", [math.nan, -1.0, 1e300])

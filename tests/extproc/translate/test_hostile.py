@@ -195,6 +195,51 @@ def test_an_answer_of_endless_tool_calls_is_an_error(client: str) -> None:
     assert "more than 1024" in (stream.error or "")
 
 
+LONG: Final = "x" * (1024 * 1024)
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"tool_calls": [{"index": 0, "id": LONG, "function": {"name": "f"}}]},
+        {"tool_calls": [{"index": 0, "id": "1", "function": {"name": LONG}}]},
+        {"reasoning_details": [{"type": "reasoning.encrypted", "data": LONG}]},
+        {"reasoning_details": [{"type": "reasoning.text", "index": 0, "signature": LONG}]},
+    ],
+    ids=["id", "name", "data", "signature"],
+)
+def test_whatever_is_long_in_an_answer_is_kept_up_to_a_bound(delta: Json) -> None:
+    stream = between("responses", "chat").stream()
+    for at in range(17):
+        for name in ("tool_calls", "reasoning_details"):
+            for one in delta.get(name, ()):
+                one["index"] = at
+        stream.feed(corpora.sse([{"id": "1", "choices": [{"index": 0, "delta": delta}]}], done=False))
+    assert "more than 16 MiB" in (stream.error or "")
+
+
+@pytest.mark.parametrize("client", ["chat", "responses"])
+def test_arguments_of_calls_that_do_not_end_are_kept_up_to_a_bound(client: str) -> None:
+    stream = between(client, "messages").stream()
+    stream.feed(corpora.sse([{"type": "message_start", "message": {"id": "1"}}], done=False))
+    for at in range(17):
+        block = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": LONG}}
+        event = {"type": "content_block_start", "index": at, "content_block": block}
+        stream.feed(corpora.sse([event], done=False))
+    assert "more than 16 MiB" in (stream.error or "")
+
+
+@pytest.mark.parametrize(("client", "engine"), PAIRS)
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, {}), (200, {"a": 1}), (200, {"choices": None, "content": None, "output": None}), (302, "good"), (204, {})],
+)
+def test_what_is_no_answer_becomes_none(client: str, engine: str, status: int, body: object) -> None:
+    good = {"choices": [], "content": [], "output": []}
+    with pytest.raises(UntranslatableAnswer):
+        between(client, engine).answer(status, json.dumps(good if body == "good" else body).encode())
+
+
 ENDLESS: dict[str, Callable[[int], list[Json]]] = {
     "chat": lambda _: [
         {"id": "1", "choices": [{"index": 0, "delta": {"content": "a"}}]},
