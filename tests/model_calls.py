@@ -41,7 +41,7 @@ _V2: Final = {
     "ModelReadyResponse": "1 bool ready",
     "ModelMetadataRequest": "1 string name, 2 string version",
     "ModelMetadataResponse": "1 string name, 2 string* versions, 3 string platform",
-    "InferTensorContents": "2 int64* int64_contents, 6 float* fp32_contents, 7 double* fp64_contents",
+    "InferTensorContents": "3 int64* int64_contents, 6 float* fp32_contents, 7 double* fp64_contents",
     "InferInputTensor": "1 string name, 2 string datatype, 3 int64* shape, 5 InferTensorContents contents",
     "InferOutputTensor": "1 string name, 2 string datatype, 3 int64* shape, 5 InferTensorContents contents",
     "ModelInferRequest": "1 string model_name, 2 string model_version, 3 string id, 5 InferInputTensor* inputs,"

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
-_MAYBE_THE_REQUEST: Final = frozenset({429, 500})
+_INTERNAL: Final = 500
+_MAYBE_THE_REQUEST: Final = frozenset({429, _INTERNAL})
 # Of an endpoint that says that it has too much to do, and not for how long, or for less. Who answers at once has no
 # load, and would look like the best choice.
 _LOAD_PAUSE_S: Final = 1.0
@@ -143,14 +144,16 @@ def release_untried(run: Run) -> None:
 
 def _count_at_server(run: Run, outcome: Outcome, failure: EngineFailure | None, now: float, out: list[Effect]) -> None:
     """The ModelServer fails where clients get 5xx or nothing: how answers ended and what they lacked says less. If
-    another one answers, it may have been busy; but a probe has failed.
+    another one answers, it may have been busy; but a probe has failed. Servers of classical models answer 500, or
+    INTERNAL, to tensors that the model rejects: that is no failure, or a client could shut the others out.
     """
     pool, passed = run.pool, run.assignment.passed
     breaker, health = pool.breaker, pool.health
     if not breaker.is_current(passed, run.sent_at_s):
         return
     is_passed_over = failure is EngineFailure.PASSED_OVER
-    has_failed = not _is_load(outcome) and failure in {EngineFailure.ERROR, EngineFailure.SILENT}
+    rejects = outcome.status == _INTERNAL and pool.spec.protocol != "OpenAI"
+    has_failed = not (_is_load(outcome) or rejects) and failure in {EngineFailure.ERROR, EngineFailure.SILENT}
     has_failed = has_failed or (is_passed_over and bool(passed.ticket))
     after = breaker.released(passed.ticket)
     if has_failed and health.believes(run.sent.tenant):

@@ -40,7 +40,7 @@ from extproc.protocol import (
 )
 from extproc.request.body_parser import api_by_body, no_body, parse_body, steering_of_unread
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
-from extproc.request.model_call import api_of_call, read_call, refuse_repository_call
+from extproc.request.model_call import api_of_call, check_headers, read_call, refuse_repository_call
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
 from extproc.routing.resolve import Destination, RoutingTable
 from extproc.translate.order import engine_api
@@ -185,7 +185,7 @@ class RequestBuilder:
         """Refuse what can be refused before the body is here. Where the path names the model, the body is not read."""
         api = APIS_BY_PATH.get(head.path)
         if api is None:
-            call = api_of_call(head.path, head.method, has_body=head.has_body)
+            call = api_of_call(head.path, head.method, headers=head.headers, has_body=head.has_body)
             if call is not None:
                 return call
             named = read_model_path(head.path)
@@ -270,6 +270,7 @@ class RequestBuilder:
         refuse_repository_call(head.path)
         api = APIS_BY_CALL.get(head.path)
         if api is not None and api.spec.protocol == protocol:
+            check_headers(head.headers)
             return self._direct(read_call(api, body), server, head, body)
         path = read_model_path(head.path)
         if path is None or protocol not in [api.spec.protocol for api in path.apis]:

@@ -8,6 +8,7 @@ two names is refused: an engine must serve the model whose limits and policies w
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Final
@@ -17,6 +18,8 @@ from extproc.protocol import APIS_BY_CALL, CALL_ROOTS, REPOSITORY_CALLS, SERVER_
 from extproc.request.model import InferenceRequest, ModelCall
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.protocol import ModelCalls
 
 # Of a message, and of its part that names the model: requests have some hundreds of tensors.
@@ -30,6 +33,8 @@ _LENGTH_DELIMITED: Final = 2
 _FIXED_BYTES: Final = {1: 8, 5: 4}
 _VERSION_FIELD: Final = 2
 _MOST_KEY: Final = 2**32 - 1
+_CALL_TYPE: Final = re.compile(r"application/grpc(\+proto)?(;.*)?")
+_TIMEOUT: Final = re.compile(r"[0-9]{1,8}[HMSmun]")
 _NAMES: Final = {(1,): "model_name", (1, 1): "model_spec.name"}
 
 
@@ -44,7 +49,7 @@ def varint(number: int) -> bytes:
     return bytes(digits)
 
 
-def api_of_call(path: str, method: str, *, has_body: bool) -> Api | None:
+def api_of_call(path: str, method: str, *, headers: Mapping[str, str], has_body: bool) -> Api | None:
     """The API of a call; None if the path is of no service of model servers. Raises a Refusal.
 
     Calls about the gateway itself are V2's, too.
@@ -60,7 +65,20 @@ def api_of_call(path: str, method: str, *, has_body: bool) -> Api | None:
         raise UnknownPath(f"There is no call {path[:_SHOWN_CHARACTERS]} here; there are {known}.")
     if not has_body:
         raise BadRequest("The call has no message; send one that names the model.")
+    check_headers(headers)
     return api
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Raise BadRequest for headers that make engines cut the stream or answer INTERNAL: that would count as their
+    failure.
+    """
+    if not _CALL_TYPE.fullmatch(headers.get("content-type", "")):
+        raise BadRequest("The call has another content-type than gRPC's; send application/grpc.")
+    if headers.get("te") != "trailers":
+        raise BadRequest("The call does not take trailers, in which its status comes; send the header te: trailers.")
+    if not _TIMEOUT.fullmatch(headers.get("grpc-timeout", "0n")):
+        raise BadRequest("The call's grpc-timeout is no number of at most 8 digits and a unit; send one such as 500m.")
 
 
 def refuse_repository_call(path: str) -> None:

@@ -33,10 +33,13 @@ _TRAIN: Final = Path(__file__).parent / "train.py"
 
 
 class ModelServers(msgspec.Struct, frozen=True):
-    """Starts real servers. ``models``: the directory of the trained models, by name."""
+    """Starts real servers. ``models``: the directory of the trained models, by name. ``by_grpc``: the addresses for
+    gRPC by the name of the server.
+    """
 
     processes: Processes
     models: Path
+    by_grpc: dict[str, str]
 
     async def start_mlserver(self, name: str, model: str, environment: Mapping[str, str] | None = None) -> str:
         """The address of an MLServer with one model, once that answers. ``environment``: over what is set here."""
@@ -58,13 +61,15 @@ class ModelServers(msgspec.Struct, frozen=True):
         program = Path(required("MLSERVER")).with_name("mlserver")
         words = ["env", *(f"{key}={value}" for key, value in variables.items()), str(program), "start", directory]
         await self.processes.start(name, words)
+        self.by_grpc[name] = f"127.0.0.1:{grpc}"
         return await self._once_ready(name, http, variables["MLSERVER_MODEL_NAME"])
 
     async def start_kserve(self, name: str, model: str) -> str:
         """Likewise, a server of KServe's SDK."""
-        (http,) = free_ports(1)
+        http, grpc = free_ports(2)
         words = [required("KSERVE"), str(_SERVER), "--model_name", model, "--model_dir", str(self.models / model)]
-        await self.processes.start(name, [*words, "--http_port", str(http), "--enable_grpc", "false"])
+        await self.processes.start(name, [*words, "--http_port", str(http), "--grpc_port", str(grpc)])
+        self.by_grpc[name] = f"127.0.0.1:{grpc}"
         return await self._once_ready(name, http, model)
 
     async def _once_ready(self, name: str, port: int, model: str) -> str:
@@ -97,7 +102,7 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mod
     training = await asyncio.create_subprocess_exec(python, str(_TRAIN), str(directory))
     assert await training.wait() == 0
     async with Processes(directory) as processes:
-        yield ModelServers(processes, directory)
+        yield ModelServers(processes, directory, {})
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from extproc.protocol import REPOSITORY_CALLS, SERVER_CALLS, V2_SERVICE, Api
 from extproc.request.model_call import MOST_FIELDS, MOST_NAME_BYTES, api_of_call, read_call, with_name
 from tests.model_calls import INFER, TENSORFLOW, V2, framed, infer
 
+HEADERS = {"content-type": "application/grpc", "te": "trailers"}
 NAMES = st.text(min_size=1, max_size=200)
 
 
@@ -103,8 +104,10 @@ def test_a_compressed_message_is_refused_with_what_is_taken() -> None:
 
 
 def test_calls_are_known_by_their_paths() -> None:
-    assert api_of_call("/v1/chat/completions", "POST", has_body=True) is None
-    assert {api_of_call(path, "POST", has_body=True) for path in (INFER, *SERVER_CALLS)} == {Api.V2_GRPC}
+    assert api_of_call("/v1/chat/completions", "POST", headers={}, has_body=True) is None
+    assert {api_of_call(path, "POST", headers=HEADERS, has_body=True) for path in (INFER, *SERVER_CALLS)} == {
+        Api.V2_GRPC
+    }
     refused: list[tuple[str, str, bool, type[Exception]]] = [
         (INFER, "GET", True, MethodNotAllowed),
         (INFER, "POST", False, BadRequest),
@@ -113,4 +116,35 @@ def test_calls_are_known_by_their_paths() -> None:
     ]
     for path, method, has_body, error in refused:
         with pytest.raises(error):
-            api_of_call(path, method, has_body=has_body)
+            api_of_call(path, method, headers=HEADERS, has_body=has_body)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        (
+            "content-type",
+            ["application/grpc", "application/grpc+proto", "application/grpc;v=1"],
+            [
+                "",
+                "application/grpc-web",
+                "application/grpc+json",
+                "application/grpcx",
+                "application/json",
+                "text/plain",
+            ],
+        ),
+        ("te", ["trailers"], ["", "gzip", "trailers,gzip"]),
+        (
+            "grpc-timeout",
+            ["0n", "300m", "99999999H"],
+            ["", "1", "garbage", "-1S", "999999999H", "1X", "5S,garbage", "1S ", "\u0661S"],
+        ),
+    ],
+)
+def test_headers_that_engines_fail_at_are_refused(name: str, taken: list[str], refused: list[str]) -> None:
+    for value in taken:
+        assert api_of_call(INFER, "POST", headers={**HEADERS, name: value}, has_body=True) is Api.V2_GRPC, value
+    for value in refused:
+        with pytest.raises(BadRequest, match=name):
+            api_of_call(INFER, "POST", headers={**HEADERS, name: value}, has_body=True)
