@@ -295,7 +295,7 @@ def status_of(
 
 
 def _taken(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} belong to others; delete them, or name the Model otherwise"
+    return f"not of this Model, but there already: {', '.join(names)}; delete them, or name the Model otherwise"
 
 
 def _names(model: ResolvedModel) -> list[str]:
