@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.errors import BadRequest, UnknownPath
-from extproc.protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION, Api
+from extproc.protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION
 from extproc.translate import chat, forms, messages, responses
 from extproc.translate.events import DONE, EventReader
 from extproc.translate.forms import Dropped, Malformed, Object
+from extproc.translate.order import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
 _DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
     {"chat": chat, "messages": messages, "responses": responses}
 )
-_PATHS: Final = {
-    name: api.spec.paths[0]
-    for name, api in (("chat", Api.CHAT), ("messages", Api.MESSAGES), ("responses", Api.RESPONSES))
-}
+_PATHS: Final = {name: api.spec.paths[0] for api, name in NAMES.items()}
 # What every answer has.
 _CONTENT: Final = {"chat": "choices", "messages": "content", "responses": "output"}
 _ANTHROPIC_BETA: Final = "anthropic-beta"

@@ -9,7 +9,7 @@ from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 def lua(script: str, marks: Mapping[str, str]) -> Lua:
@@ -27,6 +27,11 @@ def filled(script: str, marks: Mapping[str, str]) -> str:
 def lua_text(value: bytes) -> str:
     """Within quotation marks, whatever it has in it."""
     return "".join(f"\\{byte:03d}" for byte in value)
+
+
+def lua_set(names: Iterable[str]) -> str:
+    """The inside of a table in which each of these names is true."""
+    return ", ".join(f'["{name}"] = true' for name in names)
 
 
 def lua_bool(*, value: bool) -> str:

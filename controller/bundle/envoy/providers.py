@@ -15,7 +15,7 @@ import msgspec
 
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH
-from controller.bundle.envoy.lua import lua, lua_bool, lua_text
+from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
 from extproc.protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
@@ -149,8 +149,8 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     apis = server.spec.apis or ()
     marks = {
         "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis)),
-        "@ASKED@": _lua_set(_REQUEST_HEADERS),
-        "@ANSWERED@": _lua_set(_ANSWER_HEADERS),
+        "@ASKED@": lua_set(_REQUEST_HEADERS),
+        "@ANSWERED@": lua_set(_ANSWER_HEADERS),
         "@ERRORS@": _errors(apis),
         "@ATTEMPT@": ATTEMPT_NAMESPACE,
         "@PATH@": PATH,
@@ -179,10 +179,6 @@ def _key_headers(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
     """By path, the header that has the key: Anthropic's API has one of its own."""
     for spec in (APIS_BY_NAME[name].spec for name in apis):
         yield spec.paths[0], _API_KEY if spec.errors == "anthropic" else _AUTHORIZATION
-
-
-def _lua_set(names: Iterable[str]) -> str:
-    return ", ".join(f'["{name}"] = true' for name in names)
 
 
 def _errors(apis: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from controller.bundle.envoy.lua import filled
+from controller.bundle.envoy.lua import filled, lua_set
 from controller.bundle.envoy.without_extproc import FALLBACK_NAMESPACE
 from extproc.protocol import NAMESPACE, RESPONSE_LENGTH, RESPONSE_MODEL, TICKET
 
@@ -217,7 +217,7 @@ def response_model_script(*, holders: tuple[str, ...] = ()) -> str:
     piece. ``holders``: the fields of a stream's events of which one has the object with the model.
     """
     marks = {
-        "@HOLDERS@": ", ".join(f"{name} = true" for name in holders),
+        "@HOLDERS@": lua_set(holders),
         "@NAMESPACE@": NAMESPACE,
         "@TICKET@": TICKET,
         "@FALLBACK_NAMESPACE@": FALLBACK_NAMESPACE,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from controller.bundle.envoy.lua import filled, lua, lua_bool
+from controller.bundle.envoy.lua import filled, lua, lua_bool, lua_set
 from controller.bundle.envoy.response_model import response_model_script
 from controller.bundle.envoy.without_extproc import FALLBACK_NAMESPACE
 from extproc.protocol import (
@@ -206,7 +206,7 @@ local COUNTS = {
 -- The prompt is their sum: of the Messages API, input_tokens are those that were not cached.
 local INPUT = {"input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"}
 -- Where events of streams have usage, if not in the outermost object.
-local WITHIN = {message = true, response = true}
+local WITHIN = {@HOLDERS@}
 local FINISH = {stop_reason = true, status = true}
 
 local function count_of(usage, names)
@@ -637,6 +637,7 @@ def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
     model's name is changed where the request asks for that (``response_model``).
     """
     marks = {
+        "@HOLDERS@": lua_set(_HOLDERS),
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
         "@COMPLETION_TOKENS@": COMPLETION_TOKENS,
         "@CACHED_TOKENS@": CACHED_TOKENS,
