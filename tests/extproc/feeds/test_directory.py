@@ -173,6 +173,7 @@ async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
     assert watched.names() == ["chat", "sql"]
     assert watched.feed.report.files == in_use
     assert "all.yaml" in watched.feed.report.refused
+    assert not any("\n" in one.getMessage() for one in caplog.records)
 
     watched.file.write_bytes(CONFIG)
     await watched.until(lambda: watched.sample("attache_config_valid") == 1)
