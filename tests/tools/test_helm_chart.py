@@ -162,6 +162,7 @@ def changes(before: object, after: object, path: str = "") -> Iterator[tuple[str
         ({"gateway.highAvailability": True}, ("manager", "gateway-ha")),
         ({"gateway.gatewayAPI": True}, ("manager", "gateway-api")),
         ({"gateway.translation": True}, ("manager", "gateway-with-translation")),
+        ({"gateway.console": True}, ("manager", "gateway-with-console")),
         ({"gateway.usage": True}, ("manager", "gateway-with-usage")),
         ({"manager.enabled": False}, ("gateway",)),
         (
