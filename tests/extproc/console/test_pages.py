@@ -250,7 +250,7 @@ async def test_of_the_replicas_of_a_name_the_one_that_leads_is_shown(
     addresses = ["127.0.0.1", "127.0.0.2"]
     resolve = asyncio.get_running_loop().getaddrinfo
 
-    async def resolved(host: str, number: int, **kind: Any) -> list[Any]:
+    async def resolved(host: str, number: int, **kind: int) -> list[Any]:
         found = [await resolve(one, number, **kind) for one in (addresses if host == "manager.test" else [host])]
         return [one for each in found for one in each]
 
