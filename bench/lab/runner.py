@@ -36,7 +36,7 @@ from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import TrialReport, run
 from bench.workload.traces import TraceInvalid
 from extproc.api.errors import ConfigInvalid
-from extproc.llmd.registry import ENTRY_POINTS
+from extproc.scheduling.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -26,8 +26,8 @@ from bench.lab.policies.routers import (
 )
 from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PolicySetup, PrefixMemoryPolicy
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import installed_plugins
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import installed_plugins
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.pickers import (
     PairParameters,

@@ -10,7 +10,7 @@ import pytest
 
 from controller.kube.resources import key_of
 from controller.webhooks.admission.checks import Verdict, admission_response, counted_as, read_review, review_object
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from tests.kube_objects import Object, picker_config, resource, route, server
 
 if TYPE_CHECKING:
