@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from extproc.api.quantities import decode_quantity
-from extproc.scheduling.external_plugins import Guard, guard_plugin
+from extproc.scheduling.external_plugins import GuardedPlugin, guard_plugin
 from extproc.scheduling.framework import (
     ConfiguredPicker,
     NamedFilter,
@@ -64,7 +64,8 @@ def picker_of(spec: PickerSpec) -> ConfiguredPicker:
     parameters = {one.name: _parameters(one) for one in spec.plugins}
     # plugins of ours may run filters of others
     others = {
-        name: Guard(name, one) if name in external and hasattr(one, "keep") else one for name, one in parameters.items()
+        name: GuardedPlugin(name, one) if name in external and hasattr(one, "keep") else one
+        for name, one in parameters.items()
     }
     plugins: dict[str, tuple[Kind, Any]] = {}
     for one in spec.plugins:
@@ -79,7 +80,9 @@ def picker_of(spec: PickerSpec) -> ConfiguredPicker:
     for _, screener in screeners:
         handler = screener.paired(handler)
     usual = next((plugin for kind, plugin in plugins.values() if kind == "picker"), MaxScore())
-    keepers = [plugin.session_plugin() if isinstance(plugin, Guard) else plugin for _, plugin in plugins.values()]
+    keepers = [
+        plugin.session_plugin() if isinstance(plugin, GuardedPlugin) else plugin for _, plugin in plugins.values()
+    ]
     default = PrefixAware(PrefixAwareParameters()) if external else None
     return ConfiguredPicker(
         handler=handler,
