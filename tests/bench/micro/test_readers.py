@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from bench.micro.instant_engine import _Connection
+from bench.micro.instant_engine import _EngineConnection
 from bench.micro.profile import read_libraries, read_stacks
 from bench.stack.processes import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
@@ -44,7 +44,7 @@ class Wire(asyncio.Transport):
 
 
 def test_an_instant_engine_answers_when_a_body_is_whole_however_it_comes() -> None:
-    wire, connection = Wire(), _Connection()
+    wire, connection = Wire(), _EngineConnection()
     connection.connection_made(wire)
     head = b"POST /v1/chat/completions HTTP/1.1\r\n"
     connection.data_received(head + b"content-length: 4\r\n\r\nab")
