@@ -63,7 +63,8 @@ class Dialect(msgspec.Struct, frozen=True):
     ========================  =======================================================================================
     field                     meaning
     ========================  =======================================================================================
-    ``health``                path of the cheap probe
+    ``health``                path of the cheap probe, ``{name}`` in it is the model's name
+    ``ready``                 path that answers 200 once the model ``{name}`` is loaded; empty: it is asked for a token
     ``sources``               its metrics by family, tried in order
     ``prefixes``              all names of its metrics begin with one of these
     ``adapters``              how adapters are loaded, at ``load_path`` and ``unload_path``; a repository's: a V2 server
@@ -80,6 +81,7 @@ class Dialect(msgspec.Struct, frozen=True):
     name: str
     health: str
     sources: Sources
+    ready: str = ""
     prefixes: tuple[str, ...] = ()
     adapters: AdapterApi = ""
     load_path: str = ""
@@ -196,9 +198,11 @@ _TRTLLM: Final = Dialect(
         }
     ),
 )
+_V2_READY: Final = "/v2/models/{name}/ready"
 _TRITON: Final = Dialect(
     name="Triton",
     health="/v2/health/live",
+    ready=_V2_READY,
     adapters="repository",
     metrics_port=8002,
     model_label="model",
@@ -220,6 +224,7 @@ _TRITON: Final = Dialect(
 _MLSERVER: Final = Dialect(
     name="MLServer",
     health="/v2/health/live",
+    ready=_V2_READY,
     adapters="repository",
     metrics_port=8082,
     model_label="model",
@@ -232,10 +237,24 @@ _MLSERVER: Final = Dialect(
         }
     ),
 )
+_KSERVE: Final = Dialect(
+    name="KServe",
+    health="/v2/health/live",
+    ready=_V2_READY,
+    sources=_sources({"request_duration_seconds": "request_predict_seconds"}),
+)
+_TENSORFLOW: Final = Dialect(
+    name="TensorFlow",
+    health="/v1/models/{name}",
+    # the model's state is 200 while it loads, its signatures are 404 until it is loaded
+    ready="/v1/models/{name}/metadata",
+    metrics_path="/monitoring/prometheus/metrics",
+    sources=_sources({"finished_requests_total": MetricName(":tensorflow:serving:request_count", ("status", "OK"))}),
+)
 _OTHER: Final = Dialect(name="OpenAI", health="/v1/models", sources=_sources({}))
 
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
-    {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _OTHER)}
+    {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _KSERVE, _TENSORFLOW, _OTHER)}
 )
 
 

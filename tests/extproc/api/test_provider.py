@@ -68,7 +68,11 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
         ("host: a.b, scheme: ftp", "apis: [Messages]", "spec.provider.scheme"),
         ("host: a.b, pathPrefix: v1", "apis: [Messages]", "spec.provider.pathPrefix"),
         ("host: a.b, pathPrefix: '/v1?a=b'", "apis: [Messages]", "spec.provider.pathPrefix"),
-        ("host: a.b, pathPrefix: /api/", "apis: [Messages]", "spec.provider.pathPrefix: '/api/' ends in a slash"),
+        (
+            "host: a.b, pathPrefix: /api/",
+            "apis: [Messages]",
+            "spec.provider.pathPrefix: '/api/' is no beginning of paths",
+        ),
         (
             "host: 192.0.2.1",
             "apis: [Messages]",
