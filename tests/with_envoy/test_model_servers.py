@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Final = "/v1/chat/completions"
+# Models of the Hugging Face server by OpenAI's API.
+GENERATING: Final = ("writer", "again", "falls", "catches")
 USAGE: Final = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 INSTANCES: Final = {"instances": [[1.0, 2.0], [3.0, 4.0]]}
 TENSOR: Final = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1.5, 2.0]}
@@ -172,18 +174,22 @@ def models(doubles: Mapping[str, Double]) -> list[dict[str, Any]]:
     runtime: dict[str, Any] = {"backends": [{"name": "default", "runtime": "huggingfaceserver"}]}
     tensorflow: dict[str, Any] = {"format": {"name": "tensorflow"}}
     pytorch: dict[str, Any] = {"format": {"name": "pytorch"}}
-    root = {"model": "plain", "endpoints": [{"address": plain.address}], "scrapeInterval": "0s"}
+    # one for each test in which it fails: breakers remember
+    at_the_root = [
+        document("ModelServer", name, model="plain", endpoints=[{"address": plain.address}], scrapeInterval="0s")
+        for name in ("caught", "fallen")
+    ]
     team = {"urlRewrite": {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}, "type": "URLRewrite"}
-    chains = {"down": ("writer-default", "plain"), "up": ("plain", "writer-default")}
+    chains = {"down": ("falls-default", "caught"), "up": ("fallen", "catches-default")}
     return [
-        *of_model("writer", hf, second, protocol="OpenAI", **runtime),
+        *(one for name in GENERATING for one in of_model(name, hf, second, protocol="OpenAI", **runtime)),
         *of_model("sentiment", hf, protocol="V2"),
         *of_model("topic", hf, protocol="V1"),
         *of_model("half-plus-two", tf, **tensorflow),
         *of_model("plus", tf, protocol="V1", **tensorflow),
         *of_model("mnist", torch, **pytorch),
         *of_model("digits", torch, protocol="V2", **pytorch),
-        document("ModelServer", "plain", **root),
+        *at_the_root,
         *(
             document(
                 "ModelRoute",
@@ -204,8 +210,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     """A directory with what the manager makes of Models."""
     absent, malformed = {"detail": "Not Found"}, {"error": "Malformed request"}
     doubles = {
-        "hf": Double(*OPENAI, *V1, *V2, models=("writer", "sentiment", "topic"), error=absent),
-        "hf-two": Double(*OPENAI, *V1, *V2, models=("writer",), error=absent),
+        "hf": Double(*OPENAI, *V1, *V2, models=(*GENERATING, "sentiment", "topic"), error=absent),
+        "hf-two": Double(*OPENAI, *V1, *V2, models=GENERATING, error=absent),
         "vllm": Double(*AT_THE_ROOT, models=("plain",), error=absent),
         "tf": Double(*TENSORFLOW, models=("half-plus-two", "plus"), error=malformed),
         "torch": Double(*V1, *V2, models=("mnist", "digits"), error=absent),
@@ -269,7 +275,7 @@ async def test_a_model_of_another_protocol_is_not_asked_by_openais(gateway: Serv
 async def test_the_next_endpoint_gets_the_prefix_once(gateway: Served) -> None:
     for one in ("hf", "hf-two"):
         gateway.doubles[one].fails = 1
-    answer = await gateway.chat("writer")
+    answer = await gateway.chat("again")
     assert answer.status_code == 200, answer.text
     assert gateway.seen == [f"POST /openai{CHAT}"] * 3
 
