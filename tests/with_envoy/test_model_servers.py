@@ -20,8 +20,8 @@ import yaml
 from aiohttp import web
 
 from bench.stack.stack import EngineFlags, running_stack
-from controller.commands.render import render_models
 from extproc.api.spec import API_VERSION
+from tests.rendered_models import rendered_model
 from tests.waiting import eventually
 from tests.with_envoy import http_stand
 
@@ -125,23 +125,9 @@ async def _stream(http: web.Request, model: str) -> web.StreamResponse:
 
 def of_model(name: str, *engines: Double, **spec: object) -> list[dict[str, Any]]:
     """The ModelServer and the ModelRoute of a Model, with engines of this machine."""
-    thing = {
-        "apiVersion": API_VERSION,
-        "kind": "Model",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"uri": f"s3://models/{name}", **spec},
-    }
-    (made,) = render_models([thing])
-    assert not made.problem
-    found = [dict(one) for one in made.children if one["kind"] in {"ModelServer", "ModelRoute"}]
-    for one in found:
-        one["metadata"] = {"name": one["metadata"]["name"]}
-        if one["kind"] == "ModelServer":
-            spec = {key: value for key, value in one["spec"].items() if not key.startswith("workload")}
-            # what is ejected is for other tests
-            spec["trafficPolicy"] = {"outlierDetection": {"consecutiveFailures": 1000}}
-            one["spec"] = {**spec, "endpoints": [{"address": each.address} for each in engines]}
-    return found
+    # what is ejected is for other tests
+    policy = {"outlierDetection": {"consecutiveFailures": 1000}}
+    return rendered_model(name, **spec).documents(*(one.address for one in engines), trafficPolicy=policy)
 
 
 def document(kind: str, name: str, **spec: object) -> dict[str, object]:
