@@ -131,9 +131,9 @@ class ServingRuntimeSpec(Spec, frozen=True):
     family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``: the
     protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1 and V2
     for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others. ``openai_path_prefix``: what
-    stands before the paths of protocol OpenAI there. ``multi_model``: one engine can list, load and unload several models
-    while it runs, by the verbs of V2's repository. ``port``: the port that it listens on. ``config``: defaults of
-    Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
+    stands before the paths of protocol OpenAI there. ``multi_model``: one engine can list, load and unload several
+    models while it runs, by the verbs of V2's repository. ``port``: the port that it listens on. ``config``: defaults
+    of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
     ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
     can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that pods request by degree of
     parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the

@@ -16,6 +16,8 @@ Kind = Literal["gauge", "ratio", "counter", "histogram"]
 AdapterApi = Literal["lora", "repository", ""]
 # Of Triton's backend of TensorRT-LLM.
 TRITON_BACKEND: Final = "nv_trt_llm_"
+# Of V2 servers, 200 once the model is loaded.
+_V2_READY: Final = "/v2/models/{name}/ready"
 # Labels of pods that name their engine's type: llm-d's, and its name before llm-d 0.8.
 ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 
@@ -198,7 +200,6 @@ _TRTLLM: Final = Dialect(
         }
     ),
 )
-_V2_READY: Final = "/v2/models/{name}/ready"
 _TRITON: Final = Dialect(
     name="Triton",
     health="/v2/health/live",
