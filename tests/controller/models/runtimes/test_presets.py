@@ -86,6 +86,15 @@ def test_a_model_server_gets_its_name_its_weights_and_its_ports(name: str) -> No
         assert asked.get("path", LIVE_PATH) == LIVE_PATH
 
 
+@pytest.mark.parametrize("name", [*PORTS, "torchserve"])
+def test_a_model_server_has_no_rights_as_in_kserve(name: str) -> None:
+    given = built_in()[name].spec.pod["containers"][0]["securityContext"]
+    assert given["capabilities"] == {"drop": ["ALL"]}
+    assert (given["runAsNonRoot"], given["allowPrivilegeEscalation"]) == (True, False)
+    # a kubelet starts no image as another user that names its user by a word, or none
+    assert given.get("runAsUser") == (1000 if name in {"tensorflow-serving", "torchserve"} else None)
+
+
 def test_boosted_trees_have_one_thread_as_in_kserve() -> None:
     assert [name for name in built_in() if "--nthread=1" in args(name)] == ["lgbserver", "xgbserver"]
 
