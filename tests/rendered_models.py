@@ -12,11 +12,10 @@ from extproc.api.spec import API_VERSION
 
 
 class RenderedModel(msgspec.Struct, frozen=True):
-    """``engine``: the container. ``server``: the spec of the ModelServer, without endpoints. ``route``: the
-    ModelRoute.
-    """
+    """``engine`` and ``sidecar``: the containers. ``server`` and ``route``: the ModelServer and the ModelRoute."""
 
     engine: dict[str, Any]
+    sidecar: dict[str, Any]
     server: dict[str, Any]
     route: dict[str, Any]
 
@@ -42,8 +41,11 @@ def rendered_model(name: str, **spec: object) -> RenderedModel:
         for kind in ("ModelInfer", "ModelServer", "ModelRoute")
     )
     pod = infer["spec"]["template"]["roles"][0]["entryTemplate"]["spec"]
-    (engine,) = (one for one in pod["containers"] if one["name"] == "engine")
-    return RenderedModel(engine, server, route)
+    engine, sidecar = (
+        next(one for one in (*pod["containers"], *pod["initContainers"]) if one["name"] == name)
+        for name in ("engine", "agent")
+    )
+    return RenderedModel(engine, sidecar, server, route)
 
 
 def _named(thing: dict[str, Any]) -> dict[str, Any]:

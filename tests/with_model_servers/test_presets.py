@@ -5,11 +5,14 @@ ModelServer of a Model.
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import pytest
 
+from bench.stack.processes import free_ports
 from controller.agents.runtime.metrics import read_page
 from extproc.engines.dialects import DIALECTS
 from tests.rendered_models import rendered_model
@@ -76,3 +79,41 @@ async def test_one_server_is_asked_by_v1_and_by_v2_as_its_model_says(
             assert [round(one) for one in found] == CLASSES
             other = f"/v2/models/{name}/infer" if protocol == "V1" else f"/v1/models/{name}:predict"
             assert (await http.post(other, json={})).status_code == 404
+
+
+async def test_the_sidecar_of_a_preset_reports_the_server_ready_and_reads_its_metrics(servers: ModelServers) -> None:
+    name = "beside"
+    model = asked(name, "sklearn", "V1")
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+
+    def words(engine: str) -> list[str]:
+        here = {"--listen": address, "--engine": f"http://{engine}"}
+        return [f"{flag}={here.get(flag, value)}" if value else flag for flag, _, value in given]
+
+    given = [one.partition("=") for one in model.sidecar["args"]]
+    engine = await servers.start_as_given(name, MODELS["sklearn"], model.engine["args"])
+    await servers.processes.start("agent", [sys.executable, "-m", "attache", *words(engine)])
+    async with httpx.AsyncClient(timeout=60) as http:
+
+        async def answers(path: str) -> bool:
+            try:
+                return (await http.get(f"http://{address}{path}")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await eventually(partial(answers, model.sidecar["readinessProbe"]["httpGet"]["path"]))
+        await http.post(f"http://{engine}/v1/models/{name}:predict", json={"instances": FLOWERS})
+        metric = f'attache_engine_request_duration_seconds_count{{model_name="{name}"}} 1'
+
+        async def has_counted() -> bool:
+            return metric in (await http.get(f"http://{address}/metrics")).text
+
+        await eventually(has_counted)
+        # the kubelet would restart it; until it answers again it gets no requests
+        await servers.processes.end(name)
+
+        async def is_away() -> bool:
+            return not await answers("/ready")
+
+        await eventually(is_away)
