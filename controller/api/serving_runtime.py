@@ -131,13 +131,13 @@ class ServingRuntimeSpec(Spec, frozen=True):
     family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``: the
     protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1 and V2
     for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others. ``openai_path_prefix``: what
-    stands before the paths of protocol OpenAI there. ``multi_model``: one engine can list, load and unload several
-    models while it runs, by the verbs of V2's repository. ``port``: the port that it listens on. ``config``: defaults
-    of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
+    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``config``: defaults of
+    Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
     ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
-    can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that pods request by degree of
-    parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the
-    engine's container is called ``engine``. ``spot_pod``: merged into it for spot backends.
+    can span pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
+    repository calls. ``accelerator``: the resource that pods request by degree of parallelism, such as
+    ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's container is
+    called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
 
     engine: Engine
@@ -146,13 +146,13 @@ class ServingRuntimeSpec(Spec, frozen=True):
     metrics: Literal["vLLM", "SGLang", "TensorRT-LLM"] | None = None
     protocol_versions: Annotated[tuple[EndpointProtocol, ...], msgspec.Meta(max_length=6)] = ()
     openai_path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.PATH_PREFIX, max_length=1024)] = ""
-    multi_model: bool = False
     port: Port = 8000
     config: EngineConfig = EngineConfig()
     arguments: Annotated[tuple[Arguments, ...], msgspec.Meta(max_length=128)] = ()
     connectors: Annotated[tuple[Connector, ...], msgspec.Meta(max_length=8)] = ()
     multi_node: bool = False
     adapters: bool = False
+    multi_model: bool = False
     accelerator: NonEmpty | None = None
     agent: RuntimeAgent = RuntimeAgent()
     metadata: ObjectMetadata = ObjectMetadata()

@@ -62,7 +62,7 @@ _RUNTIMES_FOOT: Final = """\
 
 **formats**: a name, its versions, and the priority; without a priority, only for Models that name the runtime or its
 engine. **protocols**: the first is the default. Models are served over REST. **image**: none where the Model names it.
-Of runtimes in bold, one engine can list, load and unload several models (`multiModel`).
+Engines of runtimes in bold list, load and unload models by V2's repository calls (`multiModel`).
 """
 _COMMANDS_HEAD: Final = """\
 # Commands
