@@ -100,7 +100,7 @@ coverage-report: $(VENV)/ready
 test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/nixl ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
 
-test-model-servers: preflight-test-model-servers $(VENV)/ready $(ENVOY) $(MLSERVER)/ready $(KSERVE)/ready ## tests with MLServer and KServe's SDK server and scikit-learn models (installs 0.9 GB)
+test-model-servers: preflight-test-model-servers $(VENV)/ready $(ENVOY) $(MLSERVER)/ready $(KSERVE)/ready ## tests with MLServer and KServe's SDK server: scikit-learn, XGBoost, LightGBM (installs 1 GB)
 	ATTACHE_MLSERVER=$(CURDIR)/$(MLSERVER)/bin/python ATTACHE_KSERVE=$(CURDIR)/$(KSERVE)/bin/python \
 	  $(RUN) $(RECORDED) tests/with_model_servers $(ARGS)
 
@@ -221,7 +221,7 @@ $(VLLM)/nixl: $(VLLM)/ready
 # One environment each: MLServer takes FastAPI below 0.116, and KServe's newest needs no such old one. Models are pickled in
 # the first and read in both. From uvloop 0.22 on MLServer 1.7.1 finds no event loop in its workers, and loads no model.
 $(MLSERVER)/ready: SERVER_PACKAGES := mlserver==1.7.1 mlserver-sklearn==1.7.1 uvloop==0.21.0 scikit-learn==1.9.1
-$(KSERVE)/ready: SERVER_PACKAGES := kserve==0.21.0 scikit-learn==1.9.1
+$(KSERVE)/ready: SERVER_PACKAGES := kserve==0.21.0 scikit-learn==1.9.1 xgboost-cpu==2.1.4 lightgbm==4.6.0
 $(MLSERVER)/ready $(KSERVE)/ready:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=26'

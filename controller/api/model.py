@@ -11,7 +11,7 @@ from controller.api.common import Layered, Positive, Replicas, ShortName
 from controller.api.model_infer import RolloutStrategy
 from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
-from extproc.api.model_server import NO_ENCODE_STAGE
+from extproc.api.model_server import NO_ENCODE_STAGE, ServingProtocol
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
 
@@ -200,6 +200,9 @@ class ModelFields(Layered, frozen=True):
     aliases: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=64)] = ()
     # Format of the weights; by default inferred from the URI's suffix (.gguf, .onnx), otherwise huggingface.
     format: ModelFormat | None = None
+    # The API by which clients ask it; without it, the first of the runtime's protocolVersions. A runtime that does not
+    # serve it is not chosen.
+    protocol: ServingProtocol | None = None
     # How it is run.
     backends: Annotated[
         tuple[Backend, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))

@@ -3,18 +3,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
 from controller.api.common import EnvVar, Layered, ObjectMetadata
 from controller.api.statuses import Status
-from extproc.api.model_server import ServingProtocol
+from extproc.api import spec as patterns
+from extproc.api.model_server import EndpointProtocol
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
 
-Engine = Literal["vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI", "Custom"]
-_SPEAK_V2: Final = frozenset({"MLServer", "Triton"})
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Engine = Literal[
+    "vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "KServe", "TensorFlow", "TorchServe", "OpenAI", "Custom"
+]
+# Of a runtime that names none; other engines have OpenAI's API.
+_PROTOCOLS: Final[Mapping[Engine, tuple[EndpointProtocol, ...]]] = MappingProxyType(
+    {
+        "Triton": ("V2",),
+        "MLServer": ("V2",),
+        "KServe": ("V1", "V2"),
+        "TensorFlow": ("TensorFlow", "V1"),
+        "TorchServe": ("V1", "V2"),
+    }
+)
 Connector = Literal["NIXL", "LMCache", "Mooncake"]
 _Degree = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Words = Annotated[tuple[str, ...], msgspec.Meta(max_length=200)]
@@ -71,9 +87,9 @@ class EngineConfig(Layered, frozen=True):
 
 
 class SupportedFormat(Spec, frozen=True):
-    """A format of weights that the engine reads. ``name``: of the format. ``version``: the only one, if it matters.
-    ``auto_select``: Models of this format get this runtime without naming it or its engine. ``priority``: among
-    runtimes of the same format, the highest is chosen.
+    """A format of weights that the engine reads. ``name``: of the format. ``version``: the only one that a Model with a
+    version may have; without it, any. ``auto_select``: Models of this format get this runtime without naming it or its
+    engine. ``priority``: among runtimes of the same format, the highest is chosen.
     """
 
     name: NonEmpty
@@ -102,7 +118,9 @@ class RuntimeAgent(Spec, frozen=True):
     """
 
     enabled: bool = True
-    dialect: Literal["vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI"] = "OpenAI"
+    dialect: Literal["vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "KServe", "TensorFlow", "OpenAI"] = (
+        "OpenAI"
+    )
     args: Annotated[tuple[str, ...], msgspec.Meta(max_length=32)] = ()
 
 
@@ -110,26 +128,31 @@ class ServingRuntimeSpec(Spec, frozen=True):
     """How a kind of engine is started.
 
     ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model uses it. ``metrics``: the engine
-    family that defines its metric names; without it, engines' metrics are not read. ``protocol``: of the ModelServers;
-    without it, V2 for Triton and MLServer, and OpenAI for others. ``port``: the port that it listens on. ``config``:
-    defaults of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
+    family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``: the
+    protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1 and V2
+    for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others. ``openai_path_prefix``: what
+    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``config``: defaults of
+    Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
     ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
-    can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that pods request by degree of
-    parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the
-    engine's container is called ``engine``. ``spot_pod``: merged into it for spot backends.
+    can span pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
+    repository calls. ``accelerator``: the resource that pods request by degree of parallelism, such as
+    ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's container is
+    called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
 
     engine: Engine
     supports: Annotated[tuple[SupportedFormat, ...], msgspec.Meta(max_length=64)] = ()
     disabled: bool = False
     metrics: Literal["vLLM", "SGLang", "TensorRT-LLM"] | None = None
-    protocol: ServingProtocol | None = None
+    protocol_versions: Annotated[tuple[EndpointProtocol, ...], msgspec.Meta(max_length=6)] = ()
+    openai_path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.PATH_PREFIX, max_length=1024)] = ""
     port: Port = 8000
     config: EngineConfig = EngineConfig()
     arguments: Annotated[tuple[Arguments, ...], msgspec.Meta(max_length=128)] = ()
     connectors: Annotated[tuple[Connector, ...], msgspec.Meta(max_length=8)] = ()
     multi_node: bool = False
     adapters: bool = False
+    multi_model: bool = False
     accelerator: NonEmpty | None = None
     agent: RuntimeAgent = RuntimeAgent()
     metadata: ObjectMetadata = ObjectMetadata()
@@ -137,9 +160,9 @@ class ServingRuntimeSpec(Spec, frozen=True):
     spot_pod: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
-    def api_protocol(self) -> ServingProtocol:
-        """``protocol`` or its default."""
-        return self.protocol or ("V2" if self.engine in _SPEAK_V2 else "OpenAI")
+    def protocols(self) -> tuple[EndpointProtocol, ...]:
+        """``protocolVersions`` or their default."""
+        return self.protocol_versions or _PROTOCOLS.get(self.engine, ("OpenAI",))
 
 
 class ServingRuntimeStatus(Status, frozen=True):

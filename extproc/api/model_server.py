@@ -369,6 +369,14 @@ class ModelServerSpec(Spec, frozen=True):
             " || has(self.connection.apiKeyRef))",
             "http would show the key to everybody on the way; write scheme: https, or leave the key out",
         ),
+        Rule(
+            "!has(self.provider) || !has(self.pathPrefix)",
+            "pathPrefix is that of engines; write provider.pathPrefix",
+        ),
+        Rule(
+            "!has(self.pathPrefix) || !has(self.pdGroup) || self.pdGroup.leg != 'Gateway'",
+            "the gateway asks prefill engines without pathPrefix; write leg: Sidecar, or leave pathPrefix out",
+        ),
         Rule("!has(self.provider) || has(self.apis)", "a provider needs apis: the gateway's key reaches no others"),
         Rule(
             "!has(self.apis) || !has(self.protocol) || self.protocol == 'OpenAI'",
@@ -432,6 +440,8 @@ class ModelServerSpec(Spec, frozen=True):
     # left out, and named in the header x-attache-dropped. Strict: a request with such a field gets 400.
     translation: Literal["Never", "Lenient", "Strict"] = "Never"
     traffic_policy: TrafficPolicy = TrafficPolicy()
+    # What stands before the path of each request to the engines, such as /openai: Envoy writes it.
+    path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.PATH_PREFIX, max_length=1024)] = ""
     # TLS and a key towards the engines; without it, plain HTTP.
     connection: EngineConnection = EngineConnection()
     # Streamed answers carry token usage only if the request sets stream_options.include_usage. Always: set it where the
@@ -588,6 +598,8 @@ def _check_provider(spec: ModelServerSpec, provider: Provider) -> Iterator[Findi
     for name, attribute in _OF_ENGINES.items():
         if getattr(spec, attribute):
             yield ("spec", name), "is about engines, which a provider does not show; remove it"
+    if spec.path_prefix:
+        yield ("spec", "pathPrefix"), "is that of engines; write provider.pathPrefix"
     if spec.protocol != "OpenAI":
         yield ("spec", "protocol"), "providers take the APIs of apis; leave it out"
     if provider.scheme == "http" and connection.tls is not None:
@@ -613,6 +625,11 @@ def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Findi
     path: Path = ("spec", "pdGroup")
     yield from check_duration(group.prefill_timeout, (*path, "prefillTimeout"), longest_s=LONGEST_MESSAGE_S)
     yield from check_duration(group.lease, (*path, "lease"))
+    if group.has_own_leg and spec.path_prefix:
+        yield (
+            ("spec", "pathPrefix"),
+            "is not written where extproc asks prefill engines; leave it, or leg: Gateway, out",
+        )
     if group.has_own_leg and group.connector is None:
         yield (*path, "connector"), "leg: Gateway needs it; write the engines' kv_connector, or leave leg out"
     if group.has_own_leg and group.connector in SIDECAR_CONNECTORS:

@@ -31,7 +31,7 @@ class Provider(Spec, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 443
     # http: for servers of this machine, and those that need no key.
     scheme: Literal["https", "http"] = "https"
-    path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.OWN_PATH, max_length=1024)] = ""
+    path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.PATH_PREFIX, max_length=1024)] = ""
 
     @property
     def address(self) -> str:
@@ -64,8 +64,6 @@ def check_provider(provider: Provider, path: Path, *, has_key: bool, tls: Engine
     except ValueError:
         if not is_hostname(provider.host) or provider.host.rpartition(".")[2].isdigit():
             yield (*path, "host"), f"'{provider.host}' {patterns.ADVICE[patterns.HOST]}"
-    if provider.path_prefix.endswith("/"):
-        yield (*path, "pathPrefix"), f"'{provider.path_prefix}' ends in a slash, and paths begin with one; leave it out"
     if provider.scheme == "http" and has_key and not provider.is_loopback:
         yield (
             (*path, "scheme"),

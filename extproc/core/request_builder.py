@@ -248,7 +248,7 @@ class RequestBuilder:
         """
         pool = self.pools.get(server)
         if pool is not None and pool.spec.protocol != "OpenAI":
-            return self._to_other_protocol(server, pool.spec.protocol, head, body)
+            return self._to_other_protocol(server, pool.spec, head, body)
         # some gateways do not send the path
         api = api_of_path(head.path) if head.path else api_by_body(body, head.headers)
         if api is None or not head.has_body:
@@ -264,9 +264,10 @@ class RequestBuilder:
             return self._routed(request, head, body)
         return self._direct(request, server, head, body)
 
-    def _to_other_protocol(self, server: str, protocol: str, head: Head, body: bytes) -> Arrival:
+    def _to_other_protocol(self, server: str, spec: ModelServerSpec, head: Head, body: bytes) -> Arrival:
         """To engines whose model is named by the path, or by a message of gRPC; raises a Refusal."""
-        refuse_repository(head.path)
+        protocol = spec.protocol
+        refuse_repository(spec.path_prefix + head.path)
         refuse_repository_call(head.path)
         api = APIS_BY_CALL.get(head.path)
         if api is not None and api.spec.protocol == protocol:

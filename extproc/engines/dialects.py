@@ -16,6 +16,8 @@ Kind = Literal["gauge", "ratio", "counter", "histogram"]
 AdapterApi = Literal["lora", "repository", ""]
 # Of Triton's backend of TensorRT-LLM.
 TRITON_BACKEND: Final = "nv_trt_llm_"
+# Of V2 servers, 200 once the model is loaded.
+_V2_READY: Final = "/v2/models/{name}/ready"
 # Labels of pods that name their engine's type: llm-d's, and its name before llm-d 0.8.
 ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 
@@ -63,7 +65,8 @@ class Dialect(msgspec.Struct, frozen=True):
     ========================  =======================================================================================
     field                     meaning
     ========================  =======================================================================================
-    ``health``                path of the cheap probe
+    ``health``                path of the cheap probe, ``{name}`` in it is the model's name
+    ``ready``                 path that answers 200 once the model ``{name}`` is loaded; empty: it is asked for a token
     ``sources``               its metrics by family, tried in order
     ``prefixes``              all names of its metrics begin with one of these
     ``adapters``              how adapters are loaded, at ``load_path`` and ``unload_path``; a repository's: a V2 server
@@ -80,6 +83,7 @@ class Dialect(msgspec.Struct, frozen=True):
     name: str
     health: str
     sources: Sources
+    ready: str = ""
     prefixes: tuple[str, ...] = ()
     adapters: AdapterApi = ""
     load_path: str = ""
@@ -199,6 +203,7 @@ _TRTLLM: Final = Dialect(
 _TRITON: Final = Dialect(
     name="Triton",
     health="/v2/health/live",
+    ready=_V2_READY,
     adapters="repository",
     metrics_port=8002,
     model_label="model",
@@ -220,6 +225,7 @@ _TRITON: Final = Dialect(
 _MLSERVER: Final = Dialect(
     name="MLServer",
     health="/v2/health/live",
+    ready=_V2_READY,
     adapters="repository",
     metrics_port=8082,
     model_label="model",
@@ -232,10 +238,24 @@ _MLSERVER: Final = Dialect(
         }
     ),
 )
+_KSERVE: Final = Dialect(
+    name="KServe",
+    health="/v2/health/live",
+    ready=_V2_READY,
+    sources=_sources({"request_duration_seconds": "request_predict_seconds"}),
+)
+_TENSORFLOW: Final = Dialect(
+    name="TensorFlow",
+    health="/v1/models/{name}",
+    # the model's state is 200 while it loads, its signatures are 404 until it is loaded
+    ready="/v1/models/{name}/metadata",
+    metrics_path="/monitoring/prometheus/metrics",
+    sources=_sources({"finished_requests_total": MetricName(":tensorflow:serving:request_count", ("status", "OK"))}),
+)
 _OTHER: Final = Dialect(name="OpenAI", health="/v1/models", sources=_sources({}))
 
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
-    {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _OTHER)}
+    {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _KSERVE, _TENSORFLOW, _OTHER)}
 )
 
 

@@ -18,11 +18,12 @@ import yaml
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import EngineFlags, EnvoyMissing, envoy_binary, running_stack
+from controller.models.runtimes.settings import MODEL_PATH
 from extproc.api.spec import API_VERSION
 from tests.programs import not_tested
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     import pytest
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _SERVER: Final = Path(__file__).parent / "kserve_server.py"
 _TRAIN: Final = Path(__file__).parent / "train.py"
+_TRAIN_TREES: Final = Path(__file__).parent / "train_trees.py"
 
 
 class ModelServers(msgspec.Struct, frozen=True):
@@ -67,10 +69,21 @@ class ModelServers(msgspec.Struct, frozen=True):
     async def start_kserve(self, name: str, model: str) -> str:
         """Likewise, a server of KServe's SDK."""
         http, grpc = free_ports(2)
-        words = [required("KSERVE"), str(_SERVER), "--model_name", model, "--model_dir", str(self.models / model)]
-        await self.processes.start(name, [*words, "--http_port", str(http), "--grpc_port", str(grpc)])
+        words = ["--model_name", model, "--model_dir", str(self.models / model)]
+        words += ["--http_port", str(http), "--grpc_port", str(grpc)]
+        await self.processes.start(name, [required("KSERVE"), str(_SERVER), *words])
         self.by_grpc[name] = f"127.0.0.1:{grpc}"
         return await self._once_ready(name, http, model)
+
+    async def start_as_given(self, name: str, model: str, words: Sequence[str]) -> str:
+        """Likewise, with the arguments of a container. The weights are those of ``model``, the ports free ones."""
+        http, grpc = free_ports(2)
+        ports = {"--http_port": http, "--grpc_port": grpc}
+        here = [one.replace(MODEL_PATH, str(self.models / model)) for one in words]
+        here = [f"{flag}={ports[flag]}" if (flag := one.partition("=")[0]) in ports else one for one in here]
+        assert here != [*words]
+        await self.processes.start(name, [required("KSERVE"), str(_SERVER), *here])
+        return await self._once_ready(name, http, name)
 
     async def _once_ready(self, name: str, port: int, model: str) -> str:
         async with httpx.AsyncClient(timeout=60) as http:
@@ -99,8 +112,9 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mod
     """Servers can be started; those of a module end with it."""
     python = required("MLSERVER")
     directory = tmp_path_factory.mktemp("servers")
-    training = await asyncio.create_subprocess_exec(python, str(_TRAIN), str(directory))
-    assert await training.wait() == 0
+    for words in ((python, str(_TRAIN)), (required("KSERVE"), str(_TRAIN_TREES))):
+        training = await asyncio.create_subprocess_exec(*words, str(directory))
+        assert await training.wait() == 0
     async with Processes(directory) as processes:
         yield ModelServers(processes, directory, {})
 

@@ -7,7 +7,7 @@ import json
 import random
 import struct
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import httpx
 import msgspec
@@ -15,8 +15,7 @@ import pytest
 import pytest_asyncio
 
 from bench.engine.tensors import JSON_LENGTH
-from controller.commands.render import render_models
-from extproc.api.spec import API_VERSION
+from tests.rendered_models import rendered_model
 from tests.waiting import eventually
 from tests.with_model_servers.conftest import gateway_to, route, server
 
@@ -224,16 +223,7 @@ async def test_two_versions_share_by_weight(served: Served) -> None:
 
 
 async def test_mlserver_serves_with_the_environment_that_a_model_gives_it(servers: ModelServers) -> None:
-    model = {
-        "apiVersion": API_VERSION,
-        "kind": "Model",
-        "metadata": {"name": "iris", "namespace": "default"},
-        "spec": {"uri": "s3://models/iris", "format": {"name": "sklearn"}},
-    }
-    (made,) = render_models([model])
-    (infer_object,) = [one for one in made.children if one["kind"] == "ModelInfer"]
-    pod: dict[str, Any] = infer_object["spec"]["template"]["roles"][0]["entryTemplate"]["spec"]
-    (engine,) = pod["containers"]
+    engine = rendered_model("iris", format={"name": "sklearn"}).engine
     given = {one["name"]: one["value"] for one in engine["env"]}
     assert engine["args"] == []
     # the weights are elsewhere here; the ports are free ones of this machine

@@ -11,6 +11,7 @@ from msgspec import inspect
 from attache.commands import GROUPS
 from controller.api.crds import field_docs
 from controller.api.crds.field_docs import wrap_paragraphs
+from controller.models.runtimes.presets import built_in
 from extproc.llmd.notes import without_effect
 from extproc.llmd.types import ACCEPTED, BUILT_IN, NOT_BUILT
 from extproc.protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attache.commands import Command
+    from controller.api.serving_runtime import ServingRuntimeSpec
 
 _APIS_HEAD: Final = f"""\
 # Inference APIs
@@ -46,6 +48,21 @@ neither.
 
 | path | input | output |
 |---|---|---|
+"""
+_RUNTIMES_HEAD: Final = """\
+# Built-in runtimes
+
+What a Model gets that names no runtime of its own: by its format and, if it names one, its protocol.
+[Runtimes](../models.md#runtimes) says how one is chosen, and what weights of each look like.
+
+| runtime | engine | formats | protocols | port | image |
+|---|---|---|---|---|---|
+"""
+_RUNTIMES_FOOT: Final = """\
+
+**formats**: a name, its versions, and the priority; without a priority, only for Models that name the runtime or its
+engine. **protocols**: the first is the default. Models are served over REST. **image**: none where the Model names it.
+Engines of runtimes in bold list, load and unload models by V2's repository calls (`multiModel`).
 """
 _COMMANDS_HEAD: Final = """\
 # Commands
@@ -119,6 +136,31 @@ def _usage(spec: ApiSpec) -> str:
     if not spec.reports_usage:
         return "none"
     return "in plain answers; in streams, as the gateway asks for it" if spec.usage_if_asked else "in every answer"
+
+
+def runtimes_page() -> str:
+    """The Markdown page."""
+    rows = [_runtime_row(name, one.spec) for name, one in sorted(built_in().items())]
+    return f"{MARK}\n\n{_RUNTIMES_HEAD}" + "\n".join(rows) + "\n" + _RUNTIMES_FOOT
+
+
+def _runtime_row(name: str, spec: ServingRuntimeSpec) -> str:
+    shown = f"**`{name}`**" if spec.multi_model else f"`{name}`"
+    under = f" under `{spec.openai_path_prefix}`" if spec.openai_path_prefix else ""
+    protocols = ", ".join(one + under * (one == "OpenAI") for one in spec.protocols)
+    image = f"`{spec.config.image}`" if spec.config.image else ""
+    return f"| {shown} | {spec.engine} | {'; '.join(_formats(spec))} | {protocols} | {spec.port} | {image} |"
+
+
+def _formats(spec: ServingRuntimeSpec) -> Iterator[str]:
+    """By name and priority, in their order."""
+    versions: dict[tuple[str, int | None], list[str]] = {}
+    for one in spec.supports:
+        key = one.name, one.priority if one.auto_select else None
+        versions.setdefault(key, []).extend([one.version] if one.version else [])
+    for (name, priority), known in versions.items():
+        text = f"`{name}`" + (f" {', '.join(known)}" if known else "")
+        yield text if priority is None else f"{text}: {priority}"
 
 
 def commands_page() -> str:
@@ -222,6 +264,7 @@ def pages() -> Mapping[str, str]:
         "apis.md": apis_page(),
         "plugins.md": plugins_page(),
         "commands.md": commands_page(),
+        "runtimes.md": runtimes_page(),
         "llm-d-flags.md": llm_d.flags_page(),
         "translation.md": translation.page(),
     }

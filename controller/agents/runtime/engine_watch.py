@@ -32,6 +32,7 @@ from controller.agents.runtime.health import (
 from controller.agents.runtime.metrics import read_page
 from extproc.engines.answers import base_model
 from extproc.engines.pages import PageRefused
+from extproc.protocol import READY_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,9 +140,8 @@ class EngineWatch:
             if self.health.phase == "starting":
                 await self._ask_model()
             else:
-                answer = await self._client.get(
-                    self._settings.dialect.health, timeout_s=self._settings.health.dead_after_s
-                )
+                path = _of_model(self._settings.dialect.health, self._settings.model)
+                answer = await self._client.get(path, timeout_s=self._settings.health.dead_after_s)
                 answer.expect_success("the health check")
         except EngineGone:
             self.health = on_connection_refused(self.health)
@@ -161,8 +161,8 @@ class EngineWatch:
         if self._settings.probe is not None:
             await self._must_answer(self._settings.probe)
             return
-        if self._settings.dialect.adapters == "repository":
-            await self._ask_repository()
+        if self._settings.dialect.ready:
+            await self._ask_server()
             return
         timeout_s = self._settings.answer_timeout_s
         if not self._settings.model:
@@ -184,10 +184,10 @@ class EngineWatch:
                 why = str(error)
         raise EngineFailed(why)
 
-    async def _ask_repository(self) -> None:
-        timeout_s = self._settings.answer_timeout_s
-        path = f"/v2/models/{quote(self._model, safe='')}/ready" if self._model else "/v2/health/ready"
-        (await self._client.get(path, timeout_s=timeout_s)).expect_success(path)
+    async def _ask_server(self) -> None:
+        """Ask whether the model is loaded, as its inputs are not known; raises EngineFailed."""
+        path = _of_model(self._settings.dialect.ready, self._model) if self._model else READY_PATH
+        (await self._client.get(path, timeout_s=self._settings.answer_timeout_s)).expect_success(path)
 
     async def _must_answer(self, request: ModelRequest) -> bool:
         """True; raises EngineFailed."""
@@ -248,6 +248,10 @@ class EngineWatch:
             )
             for prompt in warm_up_prompts(warm_up.rounds, warm_up.lengths, warm_up.prompts)
         ]
+
+
+def _of_model(path: str, model: str) -> str:
+    return path.replace("{name}", quote(model, safe=""))
 
 
 class _OtherApi(EngineFailed):

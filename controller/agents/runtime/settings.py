@@ -85,6 +85,8 @@ def settings_of(options: argparse.Namespace) -> AgentSettings:
             probe = msgspec.json.decode(options.probe_request.read_bytes(), type=ModelRequest)
         except msgspec.DecodeError as error:
             raise ValueError(f"{options.probe_request}: {error}") from error
+    if "{name}" in DIALECTS[options.dialect].health and not options.model:
+        raise ValueError(f"--dialect {options.dialect} needs --model: the paths of its probes name it")
     cache = options.weights_cache
     return AgentSettings(
         engine=_engine(options.engine),

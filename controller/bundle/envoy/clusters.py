@@ -55,6 +55,7 @@ from controller.bundle.envoy.envoy_json import (
     typed_extension,
 )
 from controller.bundle.envoy.fallback import Chained, cluster_metadata, high_priority, names_model
+from controller.bundle.envoy.path_prefix import puts_prefix
 from controller.bundle.envoy.providers import adapts_to_provider
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
@@ -336,7 +337,8 @@ def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, objec
 
 def _upstream_filters(server: ModelServer, directory: str, chained: Chained | None) -> list[HttpFilter]:
     """The ModelServer's model, if a request may come from another one. The engines' key takes the place of what the
-    client sent. A provider gets its own requests. Without all of them, nothing is changed and no filter needed.
+    client sent. A provider gets its own requests, engines with a prefix their own paths. Without all of them, nothing
+    is changed and no filter needed.
     """
     connection = server.spec.connection
     found: list[HttpFilter] = []
@@ -350,6 +352,8 @@ def _upstream_filters(server: ModelServer, directory: str, chained: Chained | No
         found.append(http_filter("envoy.filters.http.credential_injector", injector))
     if server.spec.provider is not None:
         found.append(adapts_to_provider(server, server.spec.provider))
+    elif server.spec.path_prefix:
+        found.append(puts_prefix(server.spec.path_prefix))
     return [*found, http_filter("envoy.filters.http.upstream_codec", UpstreamCodec())] if found else []
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.bundle.envoy.envoy_json import http_filter
-from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH
+from controller.bundle.envoy.fallback import KEYED
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
+from controller.bundle.envoy.path_prefix import PREFIX_SCRIPT, prefix_marks
 from extproc.protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
@@ -59,7 +60,9 @@ _MESSAGES: Final = {
     _REDIRECTED: "The provider of this model is elsewhere; tell whoever runs the gateway.",
     _SWITCHED: "The provider of this model does not answer by HTTP; tell whoever runs the gateway.",
 }
-_SCRIPT: Final = r"""
+_SCRIPT: Final = (
+    PREFIX_SCRIPT
+    + r"""
 local KEYS = {@KEYS@}
 local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
 local ERRORS = {@ERRORS@}
@@ -70,12 +73,6 @@ local function keep(headers, kept)
     if not kept[name] then others[name] = true end
   end
   for name in pairs(others) do headers:remove(name) end
-end
-
--- What the client asked for, before an attempt has changed it.
-local function path_of(handle)
-  local before = handle:streamInfo():dynamicMetadata():get("@ATTEMPT@") or {}
-  return before["@PATH@"] or handle:headers():get(":path") or ""
 end
 
 local function form_of(handle)
@@ -101,12 +98,8 @@ function envoy_on_request(handle)
     headers:replace(wanted, key)
     metadata:set("@ATTEMPT@", "@KEYED@", true)
   end
-  if not (metadata:get("@ATTEMPT@") or {})["@PATH@"] then
-    metadata:set("@ATTEMPT@", "@HOST@", headers:get(":authority"))
-    metadata:set("@ATTEMPT@", "@PATH@", path)
-  end
+  put_prefix(handle)
   headers:replace(":authority", "@AUTHORITY@")
-  headers:replace(":path", "@PREFIX@" .. path)
 end
 
 function envoy_on_response(handle)
@@ -142,6 +135,7 @@ function envoy_on_response(handle)
   end
 end
 """
+)
 
 
 def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
@@ -152,9 +146,7 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@ASKED@": lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": lua_set(_ANSWER_HEADERS),
         "@ERRORS@": _errors(apis),
-        "@ATTEMPT@": ATTEMPT_NAMESPACE,
-        "@PATH@": PATH,
-        "@HOST@": HOST,
+        **prefix_marks(provider.path_prefix),
         "@KEYED@": KEYED,
         "@MESSAGES@": Api.MESSAGES.spec.paths[0],
         "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
@@ -163,7 +155,6 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
         "@AUTHORITY@": lua_text(provider.authority.encode()),
-        "@PREFIX@": lua_text(provider.path_prefix.encode()),
         "@SHORT@": str(_SHORT_BYTES),
         "@REFUSED_KEY@": _REFUSED_KEY,
         "@REDIRECTED@": _REDIRECTED,

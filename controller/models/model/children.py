@@ -147,8 +147,10 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
         "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
         "workloadPort": {"port": preset.port},
     }
-    if preset.api_protocol != "OpenAI":
-        spec["protocol"] = preset.api_protocol
+    if made.protocol != "OpenAI":
+        spec["protocol"] = made.protocol
+    elif preset.openai_path_prefix:
+        spec["pathPrefix"] = preset.openai_path_prefix
     if preset.metrics is not None:
         spec["engine"] = preset.metrics
     else:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,9 @@ from controller.models.runtimes.mistakes import FILE_PATHS, different_blocks, mi
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
 from controller.models.runtimes.settings import EngineSettings, Weights, format_of, unknown_settings, weights_of
 from extproc.api.quantities import decode_quantity
+
+if TYPE_CHECKING:
+    from extproc.api.model_server import ServingProtocol
 
 # In the order of application; objects that are no longer desired are deleted in reverse order.
 CHILDREN: Final[tuple[Resource, ...]] = (
@@ -98,6 +101,11 @@ class ResolvedBackend(msgspec.Struct, frozen=True):
     roles: tuple[ResolvedRole, ...]
     says_replicas: bool
 
+    @property
+    def protocol(self) -> ServingProtocol:
+        """By which its engines are asked."""
+        return self.roles[0].engine.protocol
+
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """``spec``: merged over its base references. ``served_name``: the model's name at engines. ``to_zero``: of the
@@ -143,7 +151,7 @@ def resolve(observed: ModelState) -> ResolvedModel | Unresolved:
     known = presets.available(observed.runtimes, observed.cluster_runtimes)
     backends = []
     for backend in spec.backends:
-        preset = choose_preset(backend, format_, known)
+        preset = choose_preset(backend, format_, known, spec.protocol)
         if isinstance(preset, NotChosen):
             return Unresolved(preset.reason, f"backend '{backend.name}': {preset.message}")
         made = _backend(
@@ -192,6 +200,7 @@ def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, s
         "path": weights.path,
         "format": format_,
         "port": preset.spec.port,
+        "protocol": preset.protocol(spec.protocol) or "OpenAI",
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
     }
@@ -207,7 +216,9 @@ def _backend(
     wrong = [
         one
         for role in roles
-        for one in unsupported_features(preset, backend, role.engine.config, has_adapters=base.has_adapters)
+        for one in unsupported_features(
+            preset, backend, role.engine.config, protocol=base.protocol, has_adapters=base.has_adapters
+        )
     ]
     if len(roles) > 1:
         wrong += different_blocks(*(role.engine.config for role in roles))

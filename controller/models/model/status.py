@@ -247,9 +247,11 @@ def unresolved_status(observed: ModelState, problem: Unresolved, ready: int, rep
     phase = phase_fields("Loaded" if ready else "FailedToLoad", before, now_s)
     kept = {name: before[name] for name in ("url", "backends") if name in before}
     message = f"what ran before goes on: {problem.message}" if replicas else problem.message
+    # what ran before does not answer by the protocol that the Model asks for
+    is_ready = ready > 0 and problem.reason != "ProtocolNotServed"
     conditions = [
         condition("Resolved", False, problem.reason, problem.message),
-        condition("Ready", ready > 0, problem.reason, message),
+        condition("Ready", is_ready, problem.reason, message),
     ]
     return {
         **kept,
@@ -453,7 +455,7 @@ def _generation(thing: Object) -> Status:
 
 def _base_path(model: ResolvedModel) -> str:
     """Where the API begins. A Model whose backends speak several protocols has the first one's."""
-    return "/v2" if model.backends and model.backends[0].preset.spec.api_protocol == "V2" else "/v1"
+    return "/v2" if model.backends and model.backends[0].protocol == "V2" else "/v1"
 
 
 def url_of(gateways: Sequence[Object], path: str) -> str | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from controller.api.model import Backend, Disaggregation, ModelSpec
     from controller.api.serving_runtime import Engine, EngineConfig
     from controller.models.runtimes.presets import Preset
+    from extproc.api.model_server import ServingProtocol
 
 # Directories of nodes for ``file://`` and for caches. They must not overlap: any Model of the namespace writes to a
 # cache.
@@ -67,10 +68,13 @@ def _autoscaling(spec: ModelSpec) -> Iterator[str]:
 
 
 def unsupported_features(
-    preset: Preset, backend: Backend, config: EngineConfig, *, has_adapters: bool
+    preset: Preset, backend: Backend, config: EngineConfig, *, protocol: ServingProtocol, has_adapters: bool
 ) -> Iterator[str]:
-    """What ``preset`` cannot do for ``backend``."""
+    """What ``preset`` cannot do for ``backend``, by ``protocol``."""
     wanted = backend.disaggregation
+    for field, is_written in (("disaggregation", wanted is not None), ("config.kvEvents", config.kv_events)):
+        if is_written and protocol != "OpenAI":
+            yield f"{field} is about prompts, which protocol {protocol} does not have; remove it"
     if wanted is not None and wanted.connector not in preset.spec.connectors:
         known = ", ".join(preset.spec.connectors) or "no connector"
         yield (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
 import yaml
@@ -15,12 +15,16 @@ import yaml
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
 from controller.api.serving_runtime import ServingRuntimeSpec
 from extproc.api.documents import Loader
+from extproc.api.model_server import ServingProtocol
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
     from controller.api.model import Backend, ModelFormat
 
-Reason = Literal["NoSupportingRuntime", "RuntimeDisabled", "RuntimeNotRecognized", "AmbiguousRuntime"]
+_REST: Final[tuple[ServingProtocol, ...]] = get_args(ServingProtocol)
+Reason = Literal[
+    "NoSupportingRuntime", "RuntimeDisabled", "RuntimeNotRecognized", "AmbiguousRuntime", "ProtocolNotServed"
+]
 
 
 class Scope(IntEnum):
@@ -41,6 +45,11 @@ class Preset(msgspec.Struct, frozen=True):
     spec: ServingRuntimeSpec
     raw_config: Mapping[str, Any] = {}
     problem: str = ""
+
+    def protocol(self, wanted: ServingProtocol | None) -> ServingProtocol | None:
+        """The protocol of Models that ask for ``wanted``, None for the first; None: it does not serve it over REST."""
+        served = sorted((one for one in _REST if one in self.spec.protocols), key=self.spec.protocols.index)
+        return next((one for one in served if wanted in (None, one)), None)
 
     def __str__(self) -> str:
         """For people: ``ServingRuntime llama``, ``ClusterServingRuntime vllm``, ``built-in runtime vllm``."""
@@ -105,16 +114,21 @@ class _Candidate(msgspec.Struct, frozen=True, order=True):
     priority: int
 
 
-def choose_preset(backend: Backend, wanted: ModelFormat, presets: Mapping[str, Preset]) -> Preset | NotChosen:
-    """``presets``: all that the namespace has, by name."""
+def choose_preset(
+    backend: Backend, wanted: ModelFormat, presets: Mapping[str, Preset], protocol: ServingProtocol | None = None
+) -> Preset | NotChosen:
+    """``presets``: all that the namespace has, by name. ``protocol``: that the Model asks for."""
     if backend.runtime is not None:
-        return _named(backend.runtime, presets)
+        return _named(backend.runtime, presets, protocol)
     matching = {name: rank for name, one in presets.items() if (rank := _rank(one, backend, wanted)) is not None}
     usable = {name: rank for name, rank in matching.items() if not presets[name].spec.disabled}
     if not usable:
         return _none(backend, wanted, [presets[name] for name in matching])
-    best = max(usable.values())
-    found = sorted(name for name, rank in usable.items() if rank == best)
+    serving = {name: rank for name, rank in usable.items() if presets[name].protocol(protocol) is not None}
+    if not serving:
+        return _not_served(protocol, [presets[name] for name in usable])
+    best = max(serving.values())
+    found = sorted(name for name, rank in serving.items() if rank == best)
     if len(found) > 1:
         names = ", ".join(str(presets[name]) for name in found)
         message = f"{names} fit equally well; name one as 'runtime', or give them different priorities"
@@ -122,7 +136,7 @@ def choose_preset(backend: Backend, wanted: ModelFormat, presets: Mapping[str, P
     return presets[found[0]]
 
 
-def _named(name: str, presets: Mapping[str, Preset]) -> Preset | NotChosen:
+def _named(name: str, presets: Mapping[str, Preset], protocol: ServingProtocol | None) -> Preset | NotChosen:
     preset = presets.get(name)
     if preset is None:
         return NotChosen(
@@ -132,7 +146,7 @@ def _named(name: str, presets: Mapping[str, Preset]) -> Preset | NotChosen:
         return NotChosen("RuntimeNotRecognized", f"{preset} cannot be used: {preset.problem}")
     if preset.spec.disabled:
         return NotChosen("RuntimeDisabled", f"{preset} is disabled; name another, or set its 'disabled' to false")
-    return preset
+    return preset if preset.protocol(protocol) is not None else _not_served(protocol, [preset])
 
 
 def _rank(preset: Preset, backend: Backend, wanted: ModelFormat) -> _Candidate | None:
@@ -140,14 +154,21 @@ def _rank(preset: Preset, backend: Backend, wanted: ModelFormat) -> _Candidate |
     if preset.problem or (backend.engine is not None and preset.spec.engine != backend.engine):
         return None
     ranks = [
-        _Candidate(preset.scope, one.version is not None, one.priority)
+        _Candidate(preset.scope, one.version is not None and one.version == wanted.version, one.priority)
         for one in preset.spec.supports
         if one.name == wanted.name
-        and (one.version is None or one.version == wanted.version)
+        and (wanted.version is None or one.version in (None, wanted.version))
         # a backend that names an engine has made the choice
         and (one.auto_select or backend.engine is not None)
     ]
     return max(ranks, default=None)
+
+
+def _not_served(protocol: ServingProtocol | None, fitting: list[Preset]) -> NotChosen:
+    """``fitting``: but for the protocol."""
+    served = "; ".join(f"{one} serves {', '.join(one.spec.protocols)}" for one in fitting)
+    asked = "is served over REST, which needs" if protocol is None else f"asks for protocol {protocol}: write"
+    return NotChosen("ProtocolNotServed", f"{served}; the Model {asked} another protocol or runtime")
 
 
 def _none(backend: Backend, wanted: ModelFormat, disabled: list[Preset]) -> NotChosen:

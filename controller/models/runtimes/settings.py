@@ -4,6 +4,7 @@
 A setting that is unset, or has a value without effect (a degree of 1), is missing.
 
     name, model, port            the served name, the directory of weights, the engine's port; always there
+    protocol                     by which the engine is asked: OpenAI, V1, V2 or TensorFlow; always there
     format, formatVersion        of the weights
     tensor, pipeline, data       degrees of parallelism above 1
     expert                       true
@@ -28,6 +29,7 @@ import msgspec
 
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import Connector, EngineConfig
+from extproc.api.model_server import ServingProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
 MODEL_PATH: Final = "/mnt/models"
 NAMES: Final = frozenset(
     {
-        *("name", "model", "port", "format", "formatVersion", "tensor", "pipeline", "data", "expert", "gpus"),
-        *("nodes", "node", "maxLength", "prefixCaching", "kvEvents", "promptTokenDetails"),
+        *("name", "model", "port", "protocol", "format", "formatVersion", "tensor", "pipeline", "data", "expert"),
+        *("gpus", "nodes", "node", "maxLength", "prefixCaching", "kvEvents", "promptTokenDetails"),
         *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role"),
     }
 )
@@ -58,14 +60,15 @@ _MOUNTED: Final = ("pvc", "file")
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``:
-    where it listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode.
-    ``has_adapters``: LoRA adapters are loaded into it.
+    where it listens. ``protocol``: by which it is asked. ``config``: all layers merged. ``role`` and ``connector``: of
+    prefill and decode. ``has_adapters``: LoRA adapters are loaded into it.
     """
 
     served_name: str
     path: str
     format: ModelFormat
     port: int
+    protocol: ServingProtocol = "OpenAI"
     config: EngineConfig
     role: Literal["prefill", "decode"] | None = None
     connector: Connector | None = None
@@ -102,6 +105,7 @@ def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
     texts = {
         "name": engine.served_name,
         "model": engine.path,
+        "protocol": engine.protocol,
         "format": engine.format.name,
         "formatVersion": engine.format.version,
         "node": node if config.nodes > 1 else None,

@@ -29,6 +29,7 @@ def settings(*words: str) -> AgentSettings:
         (["--listen", "agent.example:9000"], "is not an address"),
         (["--listen", "0.0.0.0:99999"], "is not an address"),
         (["--dialect", "vllm"], "invalid choice"),
+        (["--dialect", "TensorFlow"], "needs --model"),
         (["--max-adapters", "-1"], "0 or more"),
         (["--probe-failures", "0"], "above 0"),
         (["--probe-timeout", "0"], "above 0"),
@@ -51,6 +52,9 @@ def test_metrics_are_where_engines_of_a_kind_have_them() -> None:
     assert settings(*engine, "vLLM").metrics_url == "http://127.0.0.1:8000/metrics"
     assert settings(*engine, "TensorRT-LLM").metrics_url == "http://127.0.0.1:8000/prometheus/metrics"
     assert settings(*engine, "Triton").metrics_url == "http://127.0.0.1:8002/metrics"
+    assert settings(*engine, "KServe").metrics_url == "http://127.0.0.1:8000/metrics"
+    found = settings(*engine, "TensorFlow", "--model", "plus")
+    assert found.metrics_url == "http://127.0.0.1:8000/monitoring/prometheus/metrics"
     assert settings("--engine", "http://[::1]:8000", "--dialect", "MLServer").metrics_url == "http://[::1]:8082/metrics"
     assert settings("--engine-metrics", "http://127.0.0.1:1/m").metrics_url == "http://127.0.0.1:1/m"
 

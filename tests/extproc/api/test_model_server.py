@@ -87,6 +87,25 @@ def test_adapters_have_names_and_sources_and_a_request_waits_a_minute() -> None:
             "spec.adapterLoading: has no effect beside pdGroup",
         ),
         (f"adapterLoading: {{adapters: [{ONE}], timeout: 0s}}", "spec.adapterLoading.timeout: Envoy takes no 0s here"),
+        *(
+            (f"pathPrefix: {given}", "spec.pathPrefix: ")
+            for given in (
+                "v1",
+                "/",
+                "/openai/",
+                "'/a b'",
+                "/a?b",
+                "/a#b",
+                "'/a\"'",
+                "'/a\n'",
+                "https://a.b",
+                f"/{'a' * 1024}",
+            )
+        ),
+        (
+            f"pathPrefix: /a, pdGroup: {{{ROLES}, leg: Gateway, connector: NixlConnector}}",
+            "spec.pathPrefix: is not written where extproc asks prefill engines; leave it, or leg: Gateway, out",
+        ),
         (
             f"engine: SGLang, pdGroup: {{{ROLES}, leg: Gateway, connector: NixlConnector}}",
             "spec.pdGroup.connector: bootstrap_room is the connector of engine SGLang, which has no other",

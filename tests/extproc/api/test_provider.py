@@ -68,7 +68,11 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
         ("host: a.b, scheme: ftp", "apis: [Messages]", "spec.provider.scheme"),
         ("host: a.b, pathPrefix: v1", "apis: [Messages]", "spec.provider.pathPrefix"),
         ("host: a.b, pathPrefix: '/v1?a=b'", "apis: [Messages]", "spec.provider.pathPrefix"),
-        ("host: a.b, pathPrefix: /api/", "apis: [Messages]", "spec.provider.pathPrefix: '/api/' ends in a slash"),
+        (
+            "host: a.b, pathPrefix: /api/",
+            "apis: [Messages]",
+            "spec.provider.pathPrefix: '/api/' is no beginning of paths",
+        ),
         (
             "host: 192.0.2.1",
             "apis: [Messages]",
@@ -89,6 +93,7 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
         ("host: a.b", "connection: {apiKeyFile: a, apiKeyEnv: A}, apis: [Messages]", "spec.connection: write apiKeyF"),
         ("host: a.b", "endpoints: [], apis: [Messages]", "spec: write endpoints, provider or, in a cluster,"),
         ("host: a.b", "workloadSelector: {matchLabels: {a: b}}, apis: [Messages]", "spec: write endpoints, provider"),
+        ("host: a.b", "pathPrefix: /a, apis: [Messages]", "spec.pathPrefix: is that of engines; write provider.pathP"),
         ("host: a.b", "protocol: V2, apis: [Messages]", "spec.protocol: providers take the APIs of apis"),
         ("host: a.b", "trafficPolicy: {connectTimeout: 0s}, apis: [Messages]", "spec.trafficPolicy.connectTimeout"),
         ("host: a.b", "flowControl: {sessionHeader: 'a b'}, apis: [Messages]", "spec.flowControl.sessionHeader"),

@@ -149,6 +149,13 @@ def test_repository_verbs_are_refused_whoever_chose_the_server(path: str) -> Non
         core.builder.to_server("default/v2", Head("POST", path, {}, has_body=True), b"")
 
 
+def test_repository_verbs_are_refused_also_if_their_beginning_is_the_prefix_of_the_server() -> None:
+    core = core_of(servers={"v2": f"pathPrefix: /v2\n{V2}"}, routes=IRIS)
+    for path in ("/repository/index", "//repository/models/x/load", "/repository"):
+        with pytest.raises(RepositoryRefused):
+            core.builder.to_server("default/v2", Head("POST", path, {}, has_body=True), b"")
+
+
 def test_a_caller_who_may_not_use_it_learns_nothing_of_its_protocol() -> None:
     policy = (
         "{apiVersion: attache.dev/v1alpha1, kind: ModelAccessPolicy, metadata: {name: p}, "

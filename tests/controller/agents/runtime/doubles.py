@@ -43,6 +43,8 @@ class FakeEngine:
         self.refused_paths: list[str] = []
         # paths that answer 200, and nothing of which there is to check
         self.other_paths: list[str] = []
+        # paths of GET that answer 200
+        self.pages: list[str] = []
         # fields without which a question is refused
         self.needs: set[str] = set()
         self.has_metrics = True
@@ -77,6 +79,7 @@ class FakeEngine:
                 web.post("/v1/chat/completions", self._complete),
                 web.post("/v1/embeddings", self._complete),
                 *(web.post(path, self._answer_other) for path in self.other_paths),
+                *(web.get(path, self._page) for path in self.pages),
                 web.post("/v1/load_lora_adapter", self._load),
                 web.post("/v1/unload_lora_adapter", self._unload),
             ]
@@ -144,6 +147,9 @@ class FakeEngine:
     async def _answer_other(self, request: web.Request) -> web.Response:
         body = await (request.post() if request.content_type == "multipart/form-data" else request.json())
         return web.json_response({}, status=200 if body["model"] == "m" else 404)
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=404 if request.path in self.refused_paths else 200)
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()

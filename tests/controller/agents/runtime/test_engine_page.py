@@ -132,6 +132,14 @@ def test_mlservers_probes_are_no_requests() -> None:
     assert read(text + posts, "MLServer").total("running_requests") == 2.0
 
 
+def test_tensorflow_serving_tells_which_requests_ended_well() -> None:
+    name = ":tensorflow:serving:request_count"
+    lines = [f"# TYPE {name} counter"]
+    lines += [f'{name}{{model_name="plus",status="{one}"}} {n}' for one, n in (("OK", 7), ("NOT_FOUND", 2))]
+    page = read("\n".join(lines) + "\n", "TensorFlow")
+    assert page.values == {"finished_requests_total": {"plus": 7.0}}
+
+
 def test_an_older_name_is_found_if_the_newer_one_is_not_there() -> None:
     assert read("vllm:gpu_cache_usage_perc 0.5\n").total("kv_cache_usage_ratio") == 0.5
 

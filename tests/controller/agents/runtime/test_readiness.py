@@ -46,6 +46,35 @@ async def test_an_sglang_engine_of_a_pair_answers_without_the_other(engine: Fake
         assert not await agent.is_ready()
 
 
+@pytest.mark.parametrize(
+    ("dialect", "ready", "health"),
+    [
+        ("Triton", "/v2/models/my iris/ready", "/v2/health/live"),
+        ("MLServer", "/v2/models/my iris/ready", "/v2/health/live"),
+        ("KServe", "/v2/models/my iris/ready", "/v2/health/live"),
+        # of a model that loads, its state is 200, too
+        ("TensorFlow", "/v1/models/my iris/metadata", "/v1/models/my iris"),
+    ],
+)
+async def test_a_model_server_is_ready_once_its_model_is_loaded(
+    dialect: str, ready: str, health: str, tmp_path: Path
+) -> None:
+    server = FakeEngine()
+    server.pages = [ready, health]
+    server.refused_paths = [ready]
+    await server.start()
+    try:
+        async with beside(server, tmp_path, dialect=DIALECTS[dialect], model="my iris") as agent:
+            await eventually(lambda: agent.agent.watch.health.failures > 3)
+            assert not await agent.is_ready()
+            assert {*server.asked} <= {ready, "/metrics"}
+            server.refused_paths = []
+            await eventually(agent.is_ready)
+            await eventually(lambda: health in server.asked)
+    finally:
+        await server.stop()
+
+
 async def test_an_engine_that_never_starts_is_never_ready_and_is_left_to_its_startup_probe(tmp_path: Path) -> None:
     async with beside(FakeEngine(), tmp_path) as agent:
         await eventually(lambda: agent.agent.watch.health.failures > 3)

@@ -70,9 +70,15 @@ def test_endpoints_of_a_provider_are_in_no_file_of_engines() -> None:
     assert len(found) == 4
 
 
-def test_no_text_leaves_its_place_in_the_script() -> None:
-    filters = cluster_of(configured(PROVIDER % (80, "http", "/a]]\\\\')--")))["typed_extension_protocol_options"]
-    text = json.dumps(filters)
-    assert "attache.provider" in text
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (PROVIDER % (80, "http", "/a]]\\\\')--"), "attache.provider"),
+        ('endpoints: [], pathPrefix: "/a]]\\\\\')--"', "attache.path_prefix"),
+    ],
+)
+def test_no_text_leaves_its_place_in_the_script(spec: str, name: str) -> None:
+    text = json.dumps(cluster_of(configured(spec))["typed_extension_protocol_options"])
+    assert name in text
     assert "/a]]" not in text
     assert "--" not in text.replace("-- ", "")

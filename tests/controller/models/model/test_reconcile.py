@@ -475,3 +475,40 @@ def test_the_measured_start_reaches_the_model_server_and_stays_while_it_varies_l
     assert "ModelServer llama-default" not in applied(again)
     slower = reconcile(seen(model(status(80.0), **SCALED), children), NOW_S)
     assert activation(slower) == {"startTime": "90s"}
+
+
+def test_a_protocol_that_the_runtime_does_not_serve_is_told_and_the_model_is_not_ready() -> None:
+    asked: Plain = {"format": {"name": "sklearn"}, "backends": [{"name": "default", "runtime": "mlserver"}]}
+    fresh = reconcile(seen(model(**asked, protocol="V1"), []), NOW_S)
+    told_so = condition(fresh, "Resolved")
+    assert (told_so["status"], told_so["reason"]) == ("False", "ProtocolNotServed")
+    assert "built-in runtime mlserver serves V2, V2-gRPC; the Model asks for protocol V1" in told_so["message"]
+    assert (condition(fresh, "Ready")["status"], condition(fresh, "Ready")["reason"]) == ("False", "ProtocolNotServed")
+    assert fresh.actions == ()
+
+
+def test_what_served_another_protocol_before_goes_on_and_the_model_is_not_ready() -> None:
+    asked: Plain = {"format": {"name": "sklearn"}, "backends": [{"name": "default", "runtime": "mlserver"}]}
+    children = told(on_server(reconcile(seen(model(**asked), []), NOW_S)))
+    assert condition(reconcile(seen(model(**asked), children), NOW_S), "Ready")["status"] == "True"
+    plan = reconcile(seen(model(**asked, protocol="V1"), children), NOW_S)
+    assert plan.actions == ()
+    ready = condition(plan, "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "ProtocolNotServed")
+    assert ready["message"].startswith("what ran before goes on: ")
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [({"disaggregation": {}}, "disaggregation"), ({"config": {"kvEvents": True}}, "config.kvEvents")],
+)
+def test_what_is_about_prompts_is_refused_where_a_protocol_has_none(more: Plain, field: str) -> None:
+    backend = {"name": "default", "runtime": "own", **more}
+    runtime = {
+        "metadata": {"name": "own"},
+        "spec": {"engine": "vLLM", "protocolVersions": ["OpenAI", "V2"], "connectors": ["NIXL"]},
+    }
+    thing = model(backends=[{**backend, "config": {**more.get("config", {}), "image": "i"}}], protocol="V2")
+    found = condition(reconcile(seen(thing, [], runtimes=[runtime]), NOW_S), "Resolved")
+    assert found["reason"] == "InvalidSpec"
+    assert f"{field} is about prompts, which protocol V2 does not have" in found["message"]

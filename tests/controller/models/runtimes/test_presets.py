@@ -6,25 +6,27 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from controller.api.model import ModelFormat
-from controller.api.serving_runtime import Arguments, EngineConfig, LoraLimits, Parallelism
+from controller.api.serving_runtime import Arguments, Engine, EngineConfig, LoraLimits, Parallelism
 from controller.models.model.pods import TRANSFER_S
 from controller.models.runtimes.presets import built_in, objects
 from controller.models.runtimes.settings import EngineSettings, settings_of, unknown_settings, words
 from extproc.api.model_server import PdGroup
 from extproc.engines.dialects import DIALECTS
+from extproc.protocol import LIVE_PATH
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"
 
 
 def engine(**fields: Any) -> EngineSettings:  # noqa: ANN401 - fields of Engine and of its config
-    own = {name: fields.pop(name) for name in ("role", "connector", "has_adapters", "format") if name in fields}
+    names = ("role", "connector", "has_adapters", "format", "protocol", "port")
+    own = {name: fields.pop(name) for name in names if name in fields}
     base = {"served_name": "llama", "path": "/mnt/models", "format": ModelFormat(name="huggingface"), "port": 8000}
     return EngineSettings(**{**base, **own, "config": EngineConfig(**fields)})
 
@@ -55,8 +57,77 @@ def test_a_preset_has_no_mistake(name: str) -> None:
 
 
 def test_every_family_of_engines_has_a_preset() -> None:
-    families = {"vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI", "Custom"}
-    assert {one.spec.engine for one in built_in().values()} == families
+    assert {one.spec.engine for one in built_in().values()} == set(get_args(Engine))
+
+
+# Where a Model's requests come, on the one port that its engine's agent and the kubelet ask, too.
+PORTS = {
+    "sklearnserver": ("--http_port=8080", "--grpc_port=8081"),
+    "xgbserver": ("--http_port=8080", "--grpc_port=8081"),
+    "lgbserver": ("--http_port=8080", "--grpc_port=8081"),
+    "pmmlserver": ("--http_port=8080", "--grpc_port=8081"),
+    "paddleserver": ("--http_port=8080", "--grpc_port=8081"),
+    "huggingfaceserver": ("--http_port=8080", "--grpc_port=8081"),
+    "tensorflow-serving": ("--rest_api_port=8501", "--port=8500"),
+}
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_model_server_gets_its_name_its_weights_and_its_ports(name: str) -> None:
+    spec = built_in()[name].spec
+    given = args(name, port=spec.port)
+    flag = "--model_base_path" if name == "tensorflow-serving" else "--model_dir"
+    assert given[:2] == ["--model_name=llama", f"{flag}=/mnt/models"]
+    assert set(PORTS[name]) <= {*given}
+    container = spec.pod["containers"][0]
+    for probe in ("startupProbe", "livenessProbe"):
+        (asked,) = (container[probe][one] for one in ("httpGet", "tcpSocket") if one in container[probe])
+        assert asked["port"] == "http"
+        assert asked.get("path", LIVE_PATH) == LIVE_PATH
+
+
+@pytest.mark.parametrize("name", [*PORTS, "torchserve"])
+def test_a_model_server_has_no_rights_as_in_kserve(name: str) -> None:
+    given = built_in()[name].spec.pod["containers"][0]["securityContext"]
+    assert given["capabilities"] == {"drop": ["ALL"]}
+    assert (given["runAsNonRoot"], given["allowPrivilegeEscalation"]) == (True, False)
+    # a kubelet starts no image as another user that names its user by a word, or none
+    assert given.get("runAsUser") == (1000 if name in {"tensorflow-serving", "torchserve"} else None)
+
+
+def test_boosted_trees_have_one_thread_as_in_kserve() -> None:
+    assert [name for name in built_in() if "--nthread=1" in args(name)] == ["lgbserver", "xgbserver"]
+
+
+def test_torchserve_has_the_form_of_the_protocol() -> None:
+    forms = {one: env("torchserve", protocol=one) for one in ("V1", "V2")}
+    assert {one: found["PROTOCOL_VERSION"] for one, found in forms.items()} == {"V1": "v1", "V2": "v2"}
+    envelopes = {one: found["TS_SERVICE_ENVELOPE"] for one, found in forms.items()}
+    assert envelopes == {"V1": "kserve", "V2": "kservev2"}
+    assert args("torchserve") == [
+        "torchserve",
+        "--start",
+        "--model-store=/mnt/models/model-store",
+        "--ts-config=/mnt/models/config/config.properties",
+    ]
+
+
+def test_huggingfaceserver_spreads_what_generates_alone() -> None:
+    spread = Parallelism(tensor=2)
+    assert "--tensor-parallel-size=2" in args("huggingfaceserver", protocol="OpenAI", parallelism=spread)
+    assert "--tensor-parallel-size=2" not in args("huggingfaceserver", protocol="V2", parallelism=spread)
+    assert "--max_model_len=512" in args("huggingfaceserver", protocol="V2", max_length=512)
+
+
+def test_tensorflow_serving_reads_from_a_file_where_its_metrics_are(tmp_path: Path) -> None:
+    command, given = built_in()["tensorflow-serving"].spec.config.command, args("tensorflow-serving")
+    assert command is not None
+    path = given[-1].removeprefix("--monitoring_config_file=")
+    script = command[2].replace(path, str(tmp_path / "monitoring")).replace("exec tensorflow_model_server", "echo")
+    words_ = [*command[:2], script, command[3], *given]
+    ran = subprocess.run(words_, env=env("tensorflow-serving"), capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == given
+    assert f'path: "{DIALECTS["TensorFlow"].metrics_path}"' in (tmp_path / "monitoring").read_text()
 
 
 def test_vllm_as_it_comes() -> None:
