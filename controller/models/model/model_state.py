@@ -25,7 +25,14 @@ from controller.kube.resources import (
 )
 from controller.models.runtimes import presets
 from controller.models.runtimes.layers import LayeredModel, NotMergeable, engine_config, merge_layers
-from controller.models.runtimes.mistakes import FILE_PATHS, different_blocks, mistakes, unsupported_features
+from controller.models.runtimes.mistakes import (
+    BATCHED_PORT,
+    FILE_PATHS,
+    different_blocks,
+    mistakes,
+    needs_batcher,
+    unsupported_features,
+)
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
 from controller.models.runtimes.settings import EngineSettings, Weights, format_of, unknown_settings, weights_of
 from extproc.api.quantities import decode_quantity
@@ -191,9 +198,10 @@ def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, s
         "served_name": name,
         "path": weights.path,
         "format": format_,
-        "port": preset.spec.port,
+        "port": BATCHED_PORT if needs_batcher(preset, spec) else preset.spec.port,
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
+        "batching": spec.batching,
     }
 
 
@@ -207,7 +215,13 @@ def _backend(
     wrong = [
         one
         for role in roles
-        for one in unsupported_features(preset, backend, role.engine.config, has_adapters=base.has_adapters)
+        for one in unsupported_features(
+            preset,
+            backend,
+            role.engine.config,
+            has_adapters=base.has_adapters,
+            is_batched=needs_batcher(preset, layered.spec),
+        )
     ]
     if len(roles) > 1:
         wrong += different_blocks(*(role.engine.config for role in roles))

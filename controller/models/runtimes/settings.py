@@ -15,6 +15,7 @@ A setting that is unset, or has a value without effect (a degree of 1), is missi
     lora                         true, where there are adapters
     maxLoras, maxCachedLoras, maxLoraRank
     connector, role              of prefill and decode: NIXL, LMCache or Mooncake; prefill or decode
+    batchSize, batchDelay        of engines that join requests themselves: rows, and seconds
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from controller.api.model import ModelFormat
+from controller.api.model import Batching, ModelFormat
 from controller.api.serving_runtime import Connector, EngineConfig
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ NAMES: Final = frozenset(
     {
         *("name", "model", "port", "format", "formatVersion", "tensor", "pipeline", "data", "expert", "gpus"),
         *("nodes", "node", "maxLength", "prefixCaching", "kvEvents", "promptTokenDetails"),
-        *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role"),
+        *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role", "batchSize", "batchDelay"),
     }
 )
 Node = Literal["entry", "worker"]
@@ -59,7 +60,7 @@ _MOUNTED: Final = ("pvc", "file")
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``:
     where it listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode.
-    ``has_adapters``: LoRA adapters are loaded into it.
+    ``has_adapters``: LoRA adapters are loaded into it. ``batching``: requests are joined.
     """
 
     served_name: str
@@ -70,6 +71,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["prefill", "decode"] | None = None
     connector: Connector | None = None
     has_adapters: bool = False
+    batching: Batching | None = None
 
 
 def gpus_of(config: EngineConfig) -> int | None:
@@ -91,6 +93,8 @@ def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
         "maxLoras": lora.max_loaded,
         "maxCachedLoras": lora.max_cached,
         "maxLoraRank": lora.max_rank,
+        "batchSize": None if engine.batching is None else engine.batching.max_size,
+        "batchDelay": None if engine.batching is None else f"{engine.batching.max_delay:g}",
     }
     switches = {
         "expert": spread.expert or None,
@@ -134,9 +138,17 @@ def words(rules: Sequence[Arguments], settings: Mapping[str, str]) -> CommandLin
 def unknown_settings(rules: Iterable[Arguments]) -> Iterator[str]:
     """Names in rules that are no settings: a rule with one never holds, or leaves the place unfilled."""
     for rule in rules:
-        texts = [*rule.args, *(one.value or "" for one in rule.env)]
-        used = {*rule.when, *(name for text in texts for name in _PLACE.findall(text))}
-        yield from sorted(used - NAMES)
+        yield from sorted(_used(rule) - NAMES)
+
+
+def uses_setting(rules: Iterable[Arguments], name: str) -> bool:
+    """Whether the command line or the environment depends on it."""
+    return any(name in _used(rule) for rule in rules)
+
+
+def _used(rule: Arguments) -> set[str]:
+    texts = [*rule.args, *(one.value or "" for one in rule.env)]
+    return {*rule.when, *(name for text in texts for name in _PLACE.findall(text))}
 
 
 def _holds(when: Mapping[str, str], settings: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Requests that are held, and the bytes of their bodies.
 _MOST_HELD: Final = 2048
-_MOST_BYTES: Final = 64 * 1024 * 1024
+_MOST_BYTES: Final = 32 * 1024 * 1024
 
 
 class BatchLimits(msgspec.Struct, frozen=True):
