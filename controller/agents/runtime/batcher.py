@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reverse proxy before the engine that joins requests for tensors into one call. It has the port that the engine
-would have.
+"""A reverse proxy before the engine, on the engine's usual port, that joins requests for tensors into one call.
 
 What is not joined passes byte for byte, as it comes. What is joined is held whole until it is answered. If the engine
 fails or refuses a joined call, each of its requests is sent once by itself, as its client sent it. So no request costs

@@ -69,7 +69,7 @@ def test_mlserver_joins_requests_itself() -> None:
     [
         ([model(runtime="triton", batching={})], "write dynamic_batching"),
         ([model(runtime="vllm", batching={})], "only requests of V1 and V2 can be joined"),
-        ([runtime(protocol="V2-gRPC"), model(batching={})], "only requests of V1 and V2 can be joined"),
+        ([runtime(protocol="TensorFlow"), model(batching={})], "only requests of V1 and V2 can be joined"),
         ([runtime(agent={"enabled": False}), model(batching={})], "no sidecar"),
         ([runtime(arguments=[{"args": ["--http_port=8080"]}]), model(batching={})], "use {port}"),
         ([runtime(port=BATCHED_PORT), model(batching={})], "another port than"),
