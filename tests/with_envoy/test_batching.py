@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ import httpx
 import pytest_asyncio
 import yaml
 
-from bench.stack.processes import Processes, free_ports
+from bench.stack.processes import Processes
 from bench.stack.stack import EngineFlags, running_stack
 from extproc.api.spec import API_VERSION
-from tests.controller.agents.runtime.batching.double import ModelServer
+from tests.controller.agents.runtime.batching.double import ModelServer, start_agent
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -76,16 +75,10 @@ def models(batchers: list[str]) -> list[dict[str, object]]:
 async def agents(directory: Path, servers: list[ModelServer]) -> AsyncIterator[list[str]]:
     """The addresses of their batchers."""
     async with Processes(directory) as processes:
-        batchers = []
-        for number, server in enumerate(servers):
-            pages, port = free_ports(2)
-            words = ["--listen", f"127.0.0.1:{pages}", "--batch-listen", f"127.0.0.1:{port}", "--engine", server.url]
-            await processes.start(
-                f"agent-{number}",
-                [sys.executable, "-m", "attache", "agent", "--dialect", "MLServer", "--model", "m", *words],
-            )
-            batchers.append(f"127.0.0.1:{port}")
-        yield batchers
+        yield [
+            (await start_agent(processes, f"agent-{number}", server.url)).batcher
+            for number, server in enumerate(servers)
+        ]
 
 
 @pytest_asyncio.fixture

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 from aiohttp import web
 
 from bench.stack.processes import free_ports
@@ -22,6 +24,8 @@ from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from bench.stack.processes import Processes
 
 PREDICT = "/v1/models/m:predict"
 INFER = "/v2/models/m/infer"
@@ -130,6 +134,32 @@ class ModelServer:
         await self.release.wait()
         await answer.write(b"data: 2\n\n")
         return answer
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """The address of its batcher, and the URL of its pages."""
+
+    batcher: str
+    pages: str
+
+
+async def start_agent(processes: Processes, name: str, engine: str, *more: str) -> Agent:
+    """A process that joins requests before the engine at a URL, once it listens."""
+    pages, port = free_ports(2)
+    words = ["--dialect", "MLServer", "--model", "m", "--listen", f"127.0.0.1:{pages}"]
+    words += ["--batch-listen", f"127.0.0.1:{port}", "--engine", engine, *more]
+    await processes.start(name, [sys.executable, "-m", "attache", "agent", *words])
+    agent = Agent(f"127.0.0.1:{port}", f"http://127.0.0.1:{pages}")
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+
+        async def listens() -> bool:
+            try:
+                return (await http.get(f"http://{agent.batcher}/")).status_code > 0
+            except httpx.TransportError:
+                return False
+
+        await processes.wait_ready(name, listens)
+    return agent
 
 
 class Batched:
