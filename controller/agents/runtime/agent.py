@@ -125,12 +125,7 @@ class Agent:
         load = await self.watch.load()
         if self.batcher is None:
             return load
-        running = self.batcher.in_flight
-        return EngineLoad(
-            running=max(load.running or 0, running),
-            waiting=load.waiting or 0,
-            is_gone=load.is_gone and not running,
-        )
+        return EngineLoad(running=max(load.running or 0, self.batcher.in_flight), waiting=load.waiting or 0)
 
     async def _follow_adapters(self) -> None:
         was_starting = True

@@ -147,7 +147,7 @@ async def start_agent(processes: Processes, name: str, engine: str, *more: str) 
     """A process that joins requests before the engine at a URL, once it listens."""
     pages, port = free_ports(2)
     words = ["--dialect", "MLServer", "--model", "m", "--listen", f"127.0.0.1:{pages}"]
-    words += ["--batch-listen", f"127.0.0.1:{port}", "--engine", engine, *more]
+    words += ["--batch-listen", f"127.0.0.1:{port}", "--engine", engine, "--settle", "0", *more]
     await processes.start(name, [sys.executable, "-m", "attache", "agent", *words])
     agent = Agent(f"127.0.0.1:{port}", f"http://127.0.0.1:{pages}")
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
