@@ -131,3 +131,18 @@ async def test_a_request_that_the_server_cannot_read_fails_alone(served: Served)
     joined, alone, _ = await served.both("/v2/models/NAME/infer", "two", bodies)
     assert [(one.status_code, one.content) for one in joined] == [(one.status_code, one.content) for one in alone]
     assert [number for number, one in enumerate(joined) if one.status_code != 200] == [13]
+
+
+async def test_before_mlserver_a_bad_request_fails_alone(servers: ModelServers) -> None:
+    address = await servers.start_mlserver("mlserver-batched", "tree")
+    agent = await start_agent(servers.processes, "mlserver-agent", f"http://{address}", "--batch-delay", "0.5")
+    bodies = [infer(str(number), ["no", "number", 1, 2] if number == 13 else flower(number)) for number in range(32)]
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as http:
+        alone = [await http.post(f"http://{address}/v2/models/tree/infer", json=one) for one in bodies]
+        calls = (http.post(f"http://{agent.batcher}/v2/models/tree/infer", json=one) for one in bodies)
+        joined = await asyncio.gather(*calls)
+        page = (await http.get(f"{agent.pages}/metrics")).text
+    assert [(one.status_code, one.json()) for one in joined] == [(one.status_code, one.json()) for one in alone]
+    assert [number for number, one in enumerate(joined) if one.status_code != 200] == [13]
+    assert "attache_agent_batches_failed_total 1\n" in page

@@ -30,7 +30,6 @@ from controller.models.runtimes.mistakes import (
     FILE_PATHS,
     different_blocks,
     mistakes,
-    needs_batcher,
     unsupported_features,
 )
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
@@ -198,10 +197,9 @@ def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, s
         "served_name": name,
         "path": weights.path,
         "format": format_,
-        "port": BATCHED_PORT if needs_batcher(preset, spec) else preset.spec.port,
+        "port": preset.spec.port if spec.batching is None else BATCHED_PORT,
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
-        "batching": spec.batching,
     }
 
 
@@ -220,7 +218,7 @@ def _backend(
             backend,
             role.engine.config,
             has_adapters=base.has_adapters,
-            is_batched=needs_batcher(preset, layered.spec),
+            is_batched=layered.spec.batching is not None,
         )
     ]
     if len(roles) > 1:

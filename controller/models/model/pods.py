@@ -227,12 +227,12 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
                 if model.spec.adapters
                 else []
             ),
-            *_batcher(made, role),
+            *_batcher(model, preset.port),
             *preset.agent.args,
         ],
         "ports": [
             {"name": "agent", "containerPort": AGENT_PORT},
-            *([{"name": "batcher", "containerPort": preset.port}] if role.engine.port != preset.port else []),
+            *([{"name": "batcher", "containerPort": preset.port}] if model.spec.batching is not None else []),
         ],
         "readinessProbe": {
             "httpGet": {"path": "/ready", "port": AGENT_PORT},
@@ -252,10 +252,10 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
     return found
 
 
-def _batcher(made: ResolvedBackend, role: ResolvedRole) -> Iterator[str]:
-    """It has the port that gateways know."""
-    batching, port = role.engine.batching, made.preset.spec.port
-    if batching is not None and role.engine.port != port:
+def _batcher(model: ResolvedModel, port: int) -> Iterator[str]:
+    """``port``: the one that gateways know."""
+    batching = model.spec.batching
+    if batching is not None:
         yield f"--batch-listen=0.0.0.0:{port}"
         yield f"--batch-size={batching.max_size}"
         yield f"--batch-delay={batching.max_delay:g}"

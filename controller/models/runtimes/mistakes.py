@@ -68,13 +68,8 @@ def _autoscaling(spec: ModelSpec) -> Iterator[str]:
                 )
 
 
-def needs_batcher(preset: Preset, spec: ModelSpec) -> bool:
-    """Whether the sidecar joins requests, rather than the engine itself or nobody."""
-    return spec.batching is not None and not uses_setting(preset.spec.arguments, "batchSize")
-
-
 def unsupported_features(
-    preset: Preset, backend: Backend, config: EngineConfig, *, has_adapters: bool, is_batched: bool = False
+    preset: Preset, backend: Backend, config: EngineConfig, *, has_adapters: bool, is_batched: bool
 ) -> Iterator[str]:
     """What ``preset`` cannot do for ``backend``."""
     wanted = backend.disaggregation

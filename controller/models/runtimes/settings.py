@@ -15,7 +15,6 @@ A setting that is unset, or has a value without effect (a degree of 1), is missi
     lora                         true, where there are adapters
     maxLoras, maxCachedLoras, maxLoraRank
     connector, role              of prefill and decode: NIXL, LMCache or Mooncake; prefill or decode
-    batchSize, batchDelay        of engines that join requests themselves: rows, and seconds
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from controller.api.model import Batching, ModelFormat
+from controller.api.model import ModelFormat
 from controller.api.serving_runtime import Connector, EngineConfig
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ NAMES: Final = frozenset(
     {
         *("name", "model", "port", "format", "formatVersion", "tensor", "pipeline", "data", "expert", "gpus"),
         *("nodes", "node", "maxLength", "prefixCaching", "kvEvents", "promptTokenDetails"),
-        *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role", "batchSize", "batchDelay"),
+        *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role"),
     }
 )
 Node = Literal["entry", "worker"]
@@ -60,7 +59,7 @@ _MOUNTED: Final = ("pvc", "file")
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``:
     where it listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode.
-    ``has_adapters``: LoRA adapters are loaded into it. ``batching``: requests are joined.
+    ``has_adapters``: LoRA adapters are loaded into it.
     """
 
     served_name: str
@@ -71,7 +70,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["prefill", "decode"] | None = None
     connector: Connector | None = None
     has_adapters: bool = False
-    batching: Batching | None = None
 
 
 def gpus_of(config: EngineConfig) -> int | None:
@@ -93,8 +91,6 @@ def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
         "maxLoras": lora.max_loaded,
         "maxCachedLoras": lora.max_cached,
         "maxLoraRank": lora.max_rank,
-        "batchSize": None if engine.batching is None else engine.batching.max_size,
-        "batchDelay": None if engine.batching is None else f"{engine.batching.max_delay:g}",
     }
     switches = {
         "expert": spread.expert or None,

@@ -56,11 +56,11 @@ def test_the_sidecar_has_the_engines_port_so_that_pods_of_both_revisions_of_a_ro
     assert f"--engine=http://127.0.0.1:{BATCHED_PORT}" in after["agent"]["args"]
 
 
-def test_mlserver_joins_requests_itself() -> None:
-    containers, server = pod_and_server(model(runtime="mlserver", batching={"maxDelay": "2ms"}))
+def test_the_built_in_mlserver_listens_where_it_is_told() -> None:
+    containers, server = pod_and_server(model(runtime="mlserver", batching={}))
     env = {one["name"]: one["value"] for one in containers["engine"]["env"]}
-    assert (env["MLSERVER_MODEL_MAX_BATCH_SIZE"], env["MLSERVER_MODEL_MAX_BATCH_TIME"]) == ("32", "0.002")
-    assert not any("batch" in one for one in containers["agent"]["args"])
+    assert env["MLSERVER_HTTP_PORT"] == str(BATCHED_PORT)
+    assert "--batch-listen=0.0.0.0:8000" in containers["agent"]["args"]
     assert server["workloadPort"] == {"port": 8000}
 
 
