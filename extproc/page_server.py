@@ -45,16 +45,26 @@ class PageServer(web.AppRunner):
     """Serves an application where it is told to listen, until ``cleanup``."""
 
     def __init__(
-        self, app: web.Application, *, end_s: float = 60.0, limits: PageLimits | None = None, cancels: bool = False
+        self,
+        app: web.Application,
+        *,
+        end_s: float = 60.0,
+        limits: PageLimits | None = None,
+        cancels: bool = False,
+        relays: bool = False,
     ) -> None:
-        """``end_s``: for requests that run at ``cleanup``. ``cancels``: a client that leaves ends its request."""
+        """``end_s``: for requests that run at ``cleanup``. ``cancels``: a client that leaves ends its request.
+        ``relays``: handlers get bodies as they come, compressed ones too, and bound the time that these take.
+        """
         self.limits = limits or PageLimits()
+        self.relays = relays
         self._is_full = False
         # connections that are in the handshake of TLS
         self.greeting: set[asyncio.BaseProtocol] = set()
         # first what ends the wait for headers; last, and so for those who may ask, the wait for a body
         app.middlewares.insert(0, _note_begin)
-        app.middlewares.append(self._wait_for_body)
+        if not relays:
+            app.middlewares.append(self._wait_for_body)
         super().__init__(app, shutdown_timeout=end_s, handler_cancellation=cancels, **_WITHOUT_LOG)
 
     async def listen(self, at: tuple[str, int] | socket.socket, tls: ssl.SSLContext | None = None) -> web.BaseSite:
@@ -155,6 +165,7 @@ class _Connection(web.RequestHandler):
             keepalive_timeout=pages.limits.idle_s,
             max_line_size=most,
             max_field_size=most,
+            auto_decompress=not pages.relays,
             **_WITHOUT_LOG,
         )
         self._pages = pages

@@ -214,6 +214,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
             "measures a cluster for minutes",
         ),
         "python -m bench.micro.dead_store": "loads three gateways or five for 20 minutes",
+        "python -m bench.micro.batching": "loads an engine for two minutes; tests/bench/micro runs its parts",
         "python -m bench.micro.legs": "measures three gateways for minutes",
         "python -m bench.micro.observability": "measures seven gateways for minutes",
         "python -m bench.micro.translation": "loads a gateway for a minute and a half",

@@ -180,6 +180,15 @@ class ModelAutoscaling(Layered, frozen=True):
     scale_to_zero: Duration | None = None
 
 
+class Batching(Layered, frozen=True):
+    """Requests that come at once are joined into one call of the engine. ``max_size``: of a call, as instances, or rows
+    of tensors. ``max_delay``: how long a request waits for others, while the engine computes.
+    """
+
+    max_size: Annotated[int, msgspec.Meta(ge=2, le=4096)] = 32
+    max_delay: Duration = Duration("5ms")
+
+
 class WeightsCache(Layered, frozen=True):
     """Where downloaded weights are kept. ``claim``: a PersistentVolumeClaim that all pods mount. ``host_path``: a
     directory of each node, in which each namespace has its own. Without either, each pod has its own copy.
@@ -211,6 +220,8 @@ class ModelFields(Layered, frozen=True):
     adapters: Annotated[tuple[LoraAdapter, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))] = ()
     # Replicas follow the load.
     autoscaling: ModelAutoscaling | None = None
+    # Join requests into batches, for engines of V1 and V2.
+    batching: Batching | None = None
     # A Secret whose entries become environment variables of downloads.
     secret_ref: Name | None = None
     # Where downloaded weights are kept.

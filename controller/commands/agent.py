@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import signal
 import sys
@@ -41,7 +42,13 @@ def parser(prog: str = "attache agent") -> argparse.ArgumentParser:
     add("action", nargs="?", choices=["serve", "drain"], default="serve", help="default: %(default)s")
     add("--engine", metavar="URL", default="http://127.0.0.1:8000", help="default: %(default)s")
     add("--dialect", choices=sorted(DIALECTS), default="vLLM", help="which kind of engine it is; default: %(default)s")
-    add("--listen", metavar="ADDRESS", default="0.0.0.0:9000", help="IP:PORT; default: %(default)s")
+    add(
+        "--listen",
+        type=_listen,
+        metavar="ADDRESS",
+        default="0.0.0.0:9000",
+        help="IP:PORT; default: %(default)s",
+    )
     add("--agent", metavar="URL", default="http://127.0.0.1:9000", help="for 'drain'; default: %(default)s")
     add("--model", metavar="NAME", default="", help="the model to ask; default: the first that the engine lists")
     add("--engine-metrics", metavar="URL", help="default: where engines of its kind have them")
@@ -54,6 +61,7 @@ def parser(prog: str = "attache agent") -> argparse.ArgumentParser:
     )
     _add_health(made)
     _add_adapters(made)
+    _add_batching(made)
     add_log_options(made)
     return made
 
@@ -181,6 +189,31 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
     add("--load-timeout", type=_seconds, metavar="SECONDS", default=120.0, help="of the engine; default: %(default)s")
 
 
+def _add_batching(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("batching").add_argument
+    add(
+        "--batch-listen",
+        type=_listen,
+        metavar="ADDRESS",
+        help="IP:PORT; requests that come there go to the engine, and those of V1 and V2 for tensors are joined into"
+        " one call",
+    )
+    add(
+        "--batch-size",
+        type=_whole,
+        metavar="N",
+        default=32,
+        help="the most instances, or rows of tensors, of a call that joins several; default: %(default)s",
+    )
+    add(
+        "--batch-delay",
+        type=_seconds,
+        metavar="SECONDS",
+        default=0.005,
+        help="how long a request waits for others while the engine computes; default: %(default)s",
+    )
+
+
 def main(words: list[str], prog: str) -> int:
     """Exit status: see the parser's epilogue."""
     made = parser(prog)
@@ -190,15 +223,15 @@ def main(words: list[str], prog: str) -> int:
     from controller.agents.runtime.settings import settings_of  # noqa: PLC0415 - not for 'drain'
 
     try:
-        listen = _listen(options.listen)
         settings = settings_of(options)
     except (OSError, ValueError) as error:
         made.error(str(error))
     start_logging(options)
     try:
-        asyncio.run(_run(settings, *listen))
+        asyncio.run(_run(settings, *options.listen))
     except OSError as error:
-        print(f"{options.listen} cannot be listened on: {error}", file=sys.stderr)
+        places = (f"{host}:{port}" for host, port in filter(None, (options.listen, options.batch_listen)))
+        print(f"{' or '.join(places)} cannot be listened on: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0
@@ -209,6 +242,7 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
     # the server takes a third of a second to import: not for --help, nor for 'drain'
     from controller.agents.runtime.adapter_files import DownloaderProcess  # noqa: PLC0415
     from controller.agents.runtime.agent import Agent  # noqa: PLC0415
+    from controller.agents.runtime.batcher import batching  # noqa: PLC0415
     from controller.agents.runtime.engine_client import EngineClient  # noqa: PLC0415
     from controller.agents.runtime.server import AgentServer, serving  # noqa: PLC0415
 
@@ -220,7 +254,11 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
     async with EngineClient(settings.engine, settings.dialect, settings.engine_key_file) as engine:
         unix_clock = time.time  # noqa: TID251 - the edge
         agent = Agent(settings, engine, downloads, clock=loop.time, unix_clock=unix_clock)
-        async with serving(AgentServer(agent, loop.time), host, port):
+        async with contextlib.AsyncExitStack() as servers:
+            await servers.enter_async_context(serving(AgentServer(agent, loop.time), host, port))
+            if settings.batcher is not None:
+                running = batching(settings.batcher, agent.batches, loop.time)
+                agent.batcher = await servers.enter_async_context(running)
             await agent.run_until(ending)
 
 
@@ -249,7 +287,7 @@ def _listen(text: str) -> tuple[str, int]:
             raise ValueError(port)
         return str(ip_address(host.strip("[]"))), int(port)
     except ValueError:
-        raise ValueError(f"--listen: {no_address(text, takes_names=False)}") from None
+        raise argparse.ArgumentTypeError(no_address(text, takes_names=False)) from None
 
 
 def _seconds(text: str) -> float:

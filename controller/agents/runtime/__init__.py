@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime agent, a sidecar of an engine: readiness, drain, adapters and metrics."""
+"""The runtime agent, a sidecar of an engine: readiness, drain, adapters, batching and metrics."""

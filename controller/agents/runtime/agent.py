@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Final
 from controller.agents.runtime.adapter_files import AdapterFiles
 from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
 from controller.agents.runtime.adapter_names import DeclaredFile
-from controller.agents.runtime.drain import Drainer
+from controller.agents.runtime.drain import Drainer, EngineLoad
 from controller.agents.runtime.engine_watch import EngineWatch
-from controller.agents.runtime.metrics import AgentState, Counters, write_page
+from controller.agents.runtime.metrics import AgentState, BatchCounters, Counters, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from controller.agents.runtime.adapter_files import Downloads
+    from controller.agents.runtime.batcher import Batcher
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.settings import AgentSettings
 
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 class Agent:
     """``clock``: monotonic seconds; ``unix_clock``: that of engines' timestamps. ``follow_s``: seconds between two
-    reads of adapters.
+    reads of adapters. ``batcher``: through which all requests of the engine come, once it runs.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class Agent:
     ) -> None:
         self.settings = settings
         dialect = settings.dialect
-        self._counters = Counters()
+        self.batcher: Batcher | None = None
+        self.batches = BatchCounters()
+        self._counters = Counters(batches=None if settings.batcher is None else self.batches)
         self._clock = clock
         self._follow_s = follow_s
         self.watch = EngineWatch(settings, engine, self._counters, clock=clock, unix_clock=unix_clock)
-        self.drainer = Drainer(
-            settings.drain, self.watch.load, finishes_requests=dialect.finishes_requests, clock=clock
-        )
+        self.drainer = Drainer(settings.drain, self._load, finishes_requests=dialect.finishes_requests, clock=clock)
         adapters = settings.adapters
         # of the file, since the engine started
         self._has_pinned = adapters.file is None
@@ -119,6 +120,12 @@ class Agent:
             limit=self.loader.limit or slots,
         )
         return write_page(page, state, self._counters)
+
+    async def _load(self) -> EngineLoad:
+        load = await self.watch.load()
+        if self.batcher is None:
+            return load
+        return EngineLoad(running=max(load.running or 0, self.batcher.in_flight), waiting=load.waiting or 0)
 
     async def _follow_adapters(self) -> None:
         was_starting = True

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -22,9 +24,49 @@ _MOST_SERIES: Final = 65_536
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class Buckets:
+    """Observations counted by upper bound."""
+
+    def __init__(self, *bounds: float) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def histogram(self) -> Histogram:
+        """As on the page."""
+        *counts, count = accumulate(self._counts)
+        bounds = zip(map(_number, self._bounds), counts, strict=True)
+        return Histogram((*bounds, ("+Inf", count)), self._total, count)
+
+
+@dataclass
+class BatchCounters:
+    """``requests``: ``joined`` with others, sent ``alone``, ``passed`` on as they came, or ``refused`` as too many
+    wait. ``rows``: of the calls that the batcher made. ``delays``: seconds that requests waited for others.
+    """
+
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("joined", "alone", "passed", "refused"), 0))
+    failed_batches: int = 0
+    rows: Buckets = field(default_factory=lambda: Buckets(1, 2, 4, 8, 16, 32, 64, 128, 256))
+    delays: Buckets = field(default_factory=lambda: Buckets(0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25))
+
+    def on_batch(self, rows: int, delays_s: Iterable[float]) -> None:
+        """One leaves."""
+        self.rows.observe(rows)
+        for one in delays_s:
+            self.delays.observe(one)
+
+
 @dataclass
 class Counters:
-    """``loads``: by result. ``unloads``: by reason. Times are sums in seconds."""
+    """``loads``: by result. ``unloads``: by reason. Times are sums in seconds. ``batches``: of an agent that joins
+    requests.
+    """
 
     loads: dict[str, int] = field(default_factory=lambda: {"loaded": 0, "failed": 0, "refused": 0})
     unloads: dict[str, int] = field(default_factory=lambda: {"evicted": 0, "asked": 0, "removed": 0, "replaced": 0})
@@ -34,6 +76,7 @@ class Counters:
     warm_up_s: float = 0.0
     warm_up_failures: int = 0
     starts: int = 0
+    batches: BatchCounters | None = None
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -184,10 +227,14 @@ def _engine_lines(family: EngineMetricFamily, page: EnginePage) -> Iterator[str]
     if histograms:
         yield from _head(name, family.help, "histogram" if _has_buckets(histograms) else "summary")
         for model, one in histograms.items():
-            for bound, count in one.buckets:
-                yield f"{name}_bucket{_labels(model=model, le=bound)} {_number(count)}"
-            yield f"{name}_sum{_labels(model=model)} {_number(one.total)}"
-            yield f"{name}_count{_labels(model=model)} {_number(one.count)}"
+            yield from _histogram_lines(name, one, model)
+
+
+def _histogram_lines(name: str, one: Histogram, model: str = "") -> Iterator[str]:
+    for bound, count in one.buckets:
+        yield f"{name}_bucket{_labels(model=model, le=bound)} {_number(count)}"
+    yield f"{name}_sum{_labels(model=model)} {_number(one.total)}"
+    yield f"{name}_count{_labels(model=model)} {_number(one.count)}"
 
 
 def _has_buckets(histograms: Mapping[str, Histogram]) -> bool:
@@ -228,6 +275,22 @@ def _own_lines(state: AgentState, counters: Counters, *, has_page: bool) -> Iter
         yield from _head(f"attache_agent_{name}", text, "counter")
         for which, count in values.items():
             yield f"attache_agent_{name}{_labels(**{label: which})} {count}"
+    if counters.batches is not None:
+        yield from _batch_lines(counters.batches)
+
+
+def _batch_lines(batches: BatchCounters) -> Iterator[str]:
+    yield from _head("attache_agent_batch_requests_total", "Requests by what the batcher did with them.", "counter")
+    for result, count in batches.requests.items():
+        yield f"attache_agent_batch_requests_total{_labels(result=result)} {count}"
+    yield from _head("attache_agent_batches_failed_total", "Joined calls whose answer could not be used.", "counter")
+    yield f"attache_agent_batches_failed_total {batches.failed_batches}"
+    for name, text, buckets in (
+        ("attache_agent_batch_rows", "Rows of the calls that the batcher made.", batches.rows),
+        ("attache_agent_batch_delay_seconds", "How long requests waited for others.", batches.delays),
+    ):
+        yield from _head(name, text, "histogram")
+        yield from _histogram_lines(name, buckets.histogram())
 
 
 def _head(name: str, text: str, kind: str) -> tuple[str, str]:

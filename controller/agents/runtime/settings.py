@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from controller.agents.runtime.adapter_names import SourcePolicy
+from controller.agents.runtime.batching.queue import BatchLimits
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import ModelRequest, parse_prompts
 from controller.agents.runtime.health import HealthSettings
@@ -48,9 +49,19 @@ class AdapterSettings(msgspec.Struct, frozen=True):
     load_timeout_s: float = 120.0
 
 
+class BatcherSettings(msgspec.Struct, frozen=True):
+    """``host`` and ``port``: where it listens. ``engine``: the engine's URL. ``timeout_s``: of a joined call."""
+
+    host: str
+    port: int
+    engine: str
+    limits: BatchLimits = BatchLimits()
+    timeout_s: float = 300.0
+
+
 class AgentSettings(msgspec.Struct, frozen=True):
     """``model``: empty for the first that the engine lists. ``probe``: the request in place of the dialect's own.
-    ``is_disaggregated``: the engine is one of prefill and decode.
+    ``is_disaggregated``: the engine is one of prefill and decode. ``batcher``: None if requests are not joined.
     """
 
     engine: str
@@ -69,6 +80,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
     answer_timeout_s: float = 300.0
     engine_key_file: Path | None = None
     token_file: Path | None = None
+    batcher: BatcherSettings | None = None
 
     @property
     def more(self) -> Mapping[str, str | int]:
@@ -118,7 +130,16 @@ def settings_of(options: argparse.Namespace) -> AgentSettings:
         probe_interval_s=options.probe_interval,
         engine_key_file=options.engine_key_file,
         token_file=options.token_file,
+        batcher=_batcher(options),
     )
+
+
+def _batcher(options: argparse.Namespace) -> BatcherSettings | None:
+    if options.batch_listen is None:
+        return None
+    limits = BatchLimits(max_rows=options.batch_size, max_delay_s=options.batch_delay)
+    host, port = options.batch_listen
+    return BatcherSettings(host, port, _engine(options.engine), limits)
 
 
 def _engine(url: str) -> str:

@@ -25,7 +25,13 @@ from controller.kube.resources import (
 )
 from controller.models.runtimes import presets
 from controller.models.runtimes.layers import LayeredModel, NotMergeable, engine_config, merge_layers
-from controller.models.runtimes.mistakes import FILE_PATHS, different_blocks, mistakes, unsupported_features
+from controller.models.runtimes.mistakes import (
+    BATCHED_PORT,
+    FILE_PATHS,
+    different_blocks,
+    mistakes,
+    unsupported_features,
+)
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
 from controller.models.runtimes.settings import EngineSettings, Weights, format_of, unknown_settings, weights_of
 from extproc.api.quantities import decode_quantity
@@ -199,7 +205,7 @@ def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, s
         "served_name": name,
         "path": weights.path,
         "format": format_,
-        "port": preset.spec.port,
+        "port": preset.spec.port if spec.batching is None else BATCHED_PORT,
         "protocol": preset.protocol(spec.protocol) or "OpenAI",
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
@@ -217,7 +223,12 @@ def _backend(
         one
         for role in roles
         for one in unsupported_features(
-            preset, backend, role.engine.config, protocol=base.protocol, has_adapters=base.has_adapters
+            preset,
+            backend,
+            role.engine.config,
+            protocol=base.protocol,
+            has_adapters=base.has_adapters,
+            is_batched=layered.spec.batching is not None,
         )
     ]
     if len(roles) > 1:

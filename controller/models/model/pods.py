@@ -142,7 +142,7 @@ def _engine(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, nod
     mounts = [*model.weights.mounts]
     if drains and model.spec.adapters and not model.weights.is_downloaded:
         mounts.append({"name": WEIGHTS, "mountPath": CACHE_PATH, "readOnly": True})
-    container |= {"ports": [{"name": "http", "containerPort": preset.port}], "volumeMounts": mounts}
+    container |= {"ports": [{"name": "http", "containerPort": role.engine.port}], "volumeMounts": mounts}
     container |= {name: value for name, value in (("env", env), ("resources", resources)) if value}
     if drains:
         # answers when nothing runs any more; the sidecar outlives this container
@@ -214,7 +214,7 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
         "args": [
             "agent",
             f"--listen=0.0.0.0:{AGENT_PORT}",
-            f"--engine=http://127.0.0.1:{preset.port}",
+            f"--engine=http://127.0.0.1:{role.engine.port}",
             f"--dialect={preset.agent.dialect}",
             f"--model={model.served_name}",
             f"--drain-timeout={_drain_s(config)}",
@@ -227,9 +227,13 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
                 if model.spec.adapters
                 else []
             ),
+            *_batcher(model, preset.port),
             *preset.agent.args,
         ],
-        "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
+        "ports": [
+            {"name": "agent", "containerPort": AGENT_PORT},
+            *([{"name": "batcher", "containerPort": preset.port}] if model.spec.batching is not None else []),
+        ],
         "readinessProbe": {
             "httpGet": {"path": "/ready", "port": AGENT_PORT},
             "periodSeconds": 2,
@@ -246,6 +250,15 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
         ]
         found |= _credentials(model)
     return found
+
+
+def _batcher(model: ResolvedModel, port: int) -> Iterator[str]:
+    """``port``: the one that gateways know."""
+    batching = model.spec.batching
+    if batching is not None:
+        yield f"--batch-listen=0.0.0.0:{port}"
+        yield f"--batch-size={batching.max_size}"
+        yield f"--batch-delay={batching.max_delay:g}"
 
 
 def model_infer_spec(model: ResolvedModel, made: ResolvedBackend, settings: ModelSettings) -> dict[str, Any]:

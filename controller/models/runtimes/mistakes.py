@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
 from controller.models.runtimes.legs import own_leg, why_sidecar
 from controller.models.runtimes.presets import built_in
-from controller.models.runtimes.settings import gpus_of
+from controller.models.runtimes.settings import gpus_of, uses_setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +31,8 @@ LONGEST_NAME: Final = 63 - len("-9999-prefill-63-999")
 # Of vLLM and SGLang.
 _BLOCK_SIZES: Final = ("--block-size", "--page-size")
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+# Where an engine listens whose own port the batcher has, so that old and new pods of a rollout have the same port.
+BATCHED_PORT: Final = 9010
 # First words of paths that gateways serve.
 _RESERVED: Final = frozenset({"v1", "v2", "publishers"})
 
@@ -68,7 +70,13 @@ def _autoscaling(spec: ModelSpec) -> Iterator[str]:
 
 
 def unsupported_features(
-    preset: Preset, backend: Backend, config: EngineConfig, *, protocol: ServingProtocol, has_adapters: bool
+    preset: Preset,
+    backend: Backend,
+    config: EngineConfig,
+    *,
+    protocol: ServingProtocol,
+    has_adapters: bool,
+    is_batched: bool,
 ) -> Iterator[str]:
     """What ``preset`` cannot do for ``backend``, by ``protocol``."""
     wanted = backend.disaggregation
@@ -87,8 +95,31 @@ def unsupported_features(
         yield f"{preset} cannot spread one engine over {config.nodes} nodes; use one node or another runtime"
     if has_adapters and not preset.spec.adapters:
         yield f"{preset} cannot load LoRA adapters; remove adapters or use another runtime"
+    if is_batched:
+        yield from _cannot_batch(preset, protocol)
     if not config.image and not _has_image(preset, config):
         yield f"{preset} names no image; write config.image"
+
+
+def _cannot_batch(preset: Preset, protocol: ServingProtocol) -> Iterator[str]:
+    spec = preset.spec
+    if spec.engine == "Triton":
+        yield (
+            f"batching: {preset} starts Triton, which joins requests itself; write dynamic_batching into the model's"
+            " config.pbtxt, and remove batching"
+        )
+    elif protocol not in {"V1", "V2"}:
+        yield (
+            f"batching: {preset} is asked by protocol {protocol}, and only requests of V1 and V2 can be joined;"
+            " remove batching, or use another runtime"
+        )
+    elif not spec.agent.enabled:
+        yield f"batching: {preset} has no sidecar, which joins requests; write agent.enabled: true, or remove batching"
+    elif not uses_setting(spec.arguments, "port") or spec.port == BATCHED_PORT:
+        yield (
+            f"batching: the sidecar takes port {spec.port}, and the engine of {preset} has to listen on {BATCHED_PORT};"
+            f" use {{port}} in the runtime's arguments, and another port than {BATCHED_PORT}, or remove batching"
+        )
 
 
 def _without_effect(engine: Engine, wanted: Disaggregation) -> Iterator[str]:

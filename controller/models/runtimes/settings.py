@@ -138,9 +138,17 @@ def words(rules: Sequence[Arguments], settings: Mapping[str, str]) -> CommandLin
 def unknown_settings(rules: Iterable[Arguments]) -> Iterator[str]:
     """Names in rules that are no settings: a rule with one never holds, or leaves the place unfilled."""
     for rule in rules:
-        texts = [*rule.args, *(one.value or "" for one in rule.env)]
-        used = {*rule.when, *(name for text in texts for name in _PLACE.findall(text))}
-        yield from sorted(used - NAMES)
+        yield from sorted(_used(rule) - NAMES)
+
+
+def uses_setting(rules: Iterable[Arguments], name: str) -> bool:
+    """Whether the command line or the environment depends on it."""
+    return any(name in _used(rule) for rule in rules)
+
+
+def _used(rule: Arguments) -> set[str]:
+    texts = [*rule.args, *(one.value or "" for one in rule.env)]
+    return {*rule.when, *(name for text in texts for name in _PLACE.findall(text))}
 
 
 def _holds(when: Mapping[str, str], settings: Mapping[str, str]) -> bool:
