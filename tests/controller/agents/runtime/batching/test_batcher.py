@@ -203,6 +203,7 @@ PASSED: list[dict[str, Any]] = [
     {"method": "POST", "url": "/echo", "content": gzip.compress(b"{}"), "headers": {"content-encoding": "gzip"}},
     {"method": "DELETE", "url": "/echo//x"},
     {"method": "GET", "url": "/echo"},
+    {"method": "HEAD", "url": "/echo/1"},
 ]
 
 
