@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_SUBJECT, Caller, Subject
-from extproc.api.spec import namespace_of
+from extproc.api.spec import STEPS_LISTENER, namespace_of
 from extproc.core.record import Arrival, Candidates, Head
 from extproc.core.usage import usage_of_unread
 from extproc.errors import (
@@ -173,8 +173,8 @@ class RequestBuilder:
         return model if model is None or caller_access is None or caller_access.may_list(name) else None
 
     def _access_of(self, head: Head) -> CallerAccess | None:
-        """None if every caller may use everything."""
-        if not self._authorizer.restricts:
+        """None if every caller may use everything. A step calls for a client that has been admitted already."""
+        if not self._authorizer.restricts or head.listener == STEPS_LISTENER:
             return None
         return CallerAccess(self._authorizer, self._routing, self._subject_of(head), head)
 

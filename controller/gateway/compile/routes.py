@@ -20,7 +20,7 @@ from controller.kube.conditions import (
     holds,
 )
 from extproc.api.model_route import ModelRoute
-from extproc.api.spec import object_key
+from extproc.api.spec import STEPS_LISTENER, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class RouteResult(msgspec.Struct, frozen=True):
     """``document``: None if the route is not served. ``missing``: servers, by key, that a rule has no substitute for:
     requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners.
-    ``served``: those of them that serve it; the empty name where there is no Gateway.
+    ``served``: those of them that serve it; the empty name where there is no Gateway. A route of steps is served by
+    their own one, with and without Gateways.
     """
 
     document: bytes | None
@@ -100,14 +101,15 @@ def _compile(source: SourceObject, servers: Collection[str], listeners: Listener
     named = frozenset(
         object_key(source.namespace, target["modelServerName"]) for rule in rules for target in rule["targetModels"]
     )
-    if listeners is None:
+    is_of_steps = isinstance(source.decoded, ModelRoute) and source.decoded.spec.callers == "Steps"
+    if listeners is None or is_of_steps:
         return _result(
             source,
             source.document(spec),
             (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)),
             missing,
             named,
-            served=("",),
+            served=(STEPS_LISTENER if is_of_steps else "",),
         )
     parents, attached, served = _attach(source, listeners)
     statuses = _parents(parents, resolved)
