@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -187,7 +188,7 @@ async def test_explain_goes_to_the_explainer_alone(served: Served) -> None:
 
 
 async def test_each_step_is_counted_and_timed_apart(served: Served) -> None:
-    name = "attache_requests_total"
+    name = "attache_request_duration_seconds_count"
     before = [await served.counted(name, server=f"default/{one}") for one in ("transformer", "predictor", "explainer")]
     await served.ask()
     await served.ask(EXPLAIN)
@@ -213,7 +214,7 @@ async def test_clients_do_not_reach_the_predictor_and_steps_reach_nothing_else(s
     answer = await served.http.post(PREDICT, json=BODY, headers=headers)
     assert (answer.json(), served.step.asked) == ({"predictions": DOUBLE}, asked + 1)
     assert (await served.ask(key="sk-wrong")).status_code == 401
-    assert (await served.ask(key=KEYS["nobody"])).status_code == 404
+    assert (await served.ask(key=KEYS["nobody"])).status_code == 403
     inside = f"http://{served.steps}"
     assert (await served.http.post(f"{inside}{PREDICT}", json=BODY)).json() == {"predictions": SUMS}
     assert (await served.http.post(f"{inside}{EXPLAIN}", json=BODY)).status_code != 200
@@ -225,7 +226,10 @@ async def test_clients_do_not_reach_the_predictor_and_steps_reach_nothing_else(s
 
 async def test_errors_of_the_predictor_come_through(served: Served) -> None:
     answer = await served.ask(body={"instances": "none"})
-    direct = await served.http.post(f"{served.stack.engines[0]}/v1/models/{MODEL}:predict", json={"instances": "none"})
+    own = f"{served.stack.engines[0]}/v1/models/{quote(MODEL, safe='')}:predict"
+    direct = await served.http.post(own, json={"instances": "none"})
+        f"{served.stack.engines[0]}/v1/models/{quote(MODEL, safe='')}:predict", json={"instances": "none"}
+    )
     assert direct.status_code >= 400
     assert (answer.status_code, answer.json()) == (direct.status_code, direct.json())
 
