@@ -228,8 +228,6 @@ async def test_errors_of_the_predictor_come_through(served: Served) -> None:
     answer = await served.ask(body={"instances": "none"})
     own = f"{served.stack.engines[0]}/v1/models/{quote(MODEL, safe='')}:predict"
     direct = await served.http.post(own, json={"instances": "none"})
-        f"{served.stack.engines[0]}/v1/models/{quote(MODEL, safe='')}:predict", json={"instances": "none"}
-    )
     assert direct.status_code >= 400
     assert (answer.status_code, answer.json()) == (direct.status_code, direct.json())
 
