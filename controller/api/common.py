@@ -45,6 +45,8 @@ class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_
     observed_generation: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
+# Of a command line.
+Words = Annotated[tuple[str, ...], msgspec.Meta(max_length=200)]
 Conditions = Annotated[tuple[Condition, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("type"))]
 
 

@@ -30,7 +30,7 @@ def check_names(found: Sequence[tuple[Document, Any]], what: str) -> Iterator[Mi
 
 def check_model_names(found: DirectoryObjects) -> Iterator[Mistake]:
     """On each listener, only one ModelRoute serves a model or adapter of a name."""
-    listeners: Sequence[str | None] = [*(found.listeners or [None]), STEPS_LISTENER]
+    listeners: Sequence[str | None] = [*(found.listeners or (None,)), STEPS_LISTENER]
     # check_names reports two routes with one name
     routes = [next(same) for _, same in groupby(found.of(ModelRoute), key=lambda one: one[1].metadata.key)]
     said: set[tuple[str, int, str]] = set()

@@ -27,6 +27,7 @@ from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
 from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.legs import own_leg
+from controller.models.runtimes.steps import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, named_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
@@ -147,6 +148,11 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
         "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
         "workloadPort": {"port": preset.port},
     }
+    transformer = model.spec.transformer
+    if transformer is not None and transformer.colocated:
+        spec["workloadPort"] = {"port": transformer.port}
+        if preset.metrics is not None:
+            spec["metricsPort"] = preset.port
     if preset.api_protocol != "OpenAI":
         spec["protocol"] = preset.api_protocol
     if preset.metrics is not None:
@@ -170,6 +176,12 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     if activation is not None:
         spec["activation"] = activation
     return spec
+
+
+def step_server_spec(model: ResolvedModel, made: ResolvedBackend) -> dict[str, Any]:
+    """The ModelServer of a step. The gateway has repeated what the predictor refuses; once more would multiply it."""
+    step = dict(named_steps(model.spec))[made.backend.name]
+    return {**server_spec(model, made, {}), "trafficPolicy": {"timeout": str(step.timeout), "retry": {"attempts": 1}}}
 
 
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
@@ -198,18 +210,36 @@ def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
 
 
 def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """ModelRoutes by name: one for the served name and the adapters, and one for each alias."""
-    rule = {
+    """ModelRoutes by name: one for the served name and the adapters, one by which steps call the predictor, and one for
+    each alias.
+    """
+    predictor = {
         "targetModels": [
             {"modelServerName": model.child(one.backend), "weight": weights[one.backend.name]} for one in model.backends
         ]
     }
-    shared: dict[str, Any] = {"rules": [rule]}
+    steps = {one.backend.name: [{"modelServerName": model.child(one.backend)}] for one in model.steps}
+    rules: list[dict[str, Any]] = (
+        [{"modelMatch": EXPLAIN_MATCH, "targetModels": steps[EXPLAINER]}] if EXPLAINER in steps else []
+    )
+    rules.append({"targetModels": steps[TRANSFORMER]} if TRANSFORMER in steps else predictor)
+    shared: dict[str, Any] = {"rules": rules}
     if model.spec.parent_refs:
         shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
     adapters = [one.name for one in model.spec.adapters]
     own = {"modelName": model.served_name, **shared}
-    yield model.name, {**own, "loraAdapters": adapters} if adapters else own
+    names = {"loraAdapters": adapters} if adapters else {}
+    yield model.name, {**own, **names}
+    if steps:
+        yield (
+            f"{model.name}-predictor",
+            {
+                "modelName": model.served_name,
+                **names,
+                "rules": [predictor],
+                "callers": "Steps",
+            },
+        )
     for alias in model.spec.aliases:
         yield alias_route(model.name, alias), {"modelName": alias, **shared}
 
@@ -303,6 +333,17 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
         spec = server_spec(model, made, start_times)
         yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
+    for made in model.steps:
+        name, labels = model.child(made.backend), {BACKEND: made.backend.name}
+        infer = {"spec": model_infer_spec(model.of_steps, made, settings)}
+        is_scaled_by_others = not model.spec.stop and not made.says_replicas
+        yield Child(
+            MODEL_INFERS,
+            _object(model, MODEL_INFERS, name, infer, labels),
+            (_REPLICAS,) if is_scaled_by_others else (),
+        )
+        server = {"spec": step_server_spec(model.of_steps, made)}
+        yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, server, labels))
 
 
 def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:

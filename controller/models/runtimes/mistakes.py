@@ -13,6 +13,7 @@ from controller.api.pod_shapes import wrong_resources, wrong_shapes
 from controller.models.runtimes.legs import own_leg, why_sidecar
 from controller.models.runtimes.presets import built_in
 from controller.models.runtimes.settings import gpus_of
+from controller.models.runtimes.steps import mistakes_of_steps, own_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,6 +44,14 @@ def mistakes(name: str, spec: ModelSpec, file_paths: Sequence[str] = FILE_PATHS)
     if all(one.weight == 0 for one in spec.backends):
         yield "the weight of every backend is 0, so no request could go anywhere; give one a positive weight"
     yield from _autoscaling(spec)
+    for step, _ in own_steps(spec):
+        yield from _too_long(f"{name}-{step}")
+    yield from mistakes_of_steps(spec)
+
+
+def _too_long(name: str) -> Iterator[str]:
+    if len(name) > LONGEST_NAME:
+        yield f"'{name}' is longer than {LONGEST_NAME} characters, and host names of pods begin with it; shorten it"
 
 
 def _autoscaling(spec: ModelSpec) -> Iterator[str]:
@@ -126,8 +135,7 @@ def _names(name: str, spec: ModelSpec) -> Iterator[str]:
             f"name the object otherwise and write servedName: {name}"
         )
     for backend in spec.backends:
-        if len(made := f"{name}-{backend.name}") > LONGEST_NAME:
-            yield f"'{made}' is longer than {LONGEST_NAME} characters, and host names of pods begin with it; shorten it"
+        yield from _too_long(f"{name}-{backend.name}")
     adapters = [one.name for one in spec.adapters]
     counts = Counter([spec.served_name or name, *spec.aliases, *adapters])
     for one, times in counts.items():
