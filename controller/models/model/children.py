@@ -24,9 +24,10 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
-from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, model_infer_spec, warmers
+from controller.models.model.pods import ADAPTERS_FILE, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.legs import own_leg
+from controller.models.runtimes.settings import AGENT_PORT
 from controller.models.runtimes.steps import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, named_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION

@@ -14,6 +14,7 @@ from controller.kube.resources import DAEMON_SETS, JOBS, Resource
 from controller.models.model.model_state import BACKEND, MODEL, PURPOSE
 from controller.models.runtimes.layers import strategic
 from controller.models.runtimes.settings import (
+    AGENT_PORT,
     CACHE_PATH,
     MODEL_PATH,
     MODELS,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from controller.models.runtimes.settings import Node
 
 Plain = dict[str, Any]
-AGENT_PORT: Final = 9000
 DOWNLOAD: Final = "download"
 ENGINE: Final = "engine"
 _AGENT: Final = "agent"

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from controller.api.serving_runtime import Arguments
 
 MODEL_PATH: Final = "/mnt/models"
+# Of the runtime agent, beside the engine.
+AGENT_PORT: Final = 9000
 NAMES: Final = frozenset(
     {
         *("name", "model", "port", "format", "formatVersion", "tensor", "pipeline", "data", "expert", "gpus"),

@@ -18,7 +18,7 @@ from controller.api.pod_shapes import wrong_resources
 from controller.api.serving_runtime import Arguments, EngineConfig, RuntimeAgent, ServingRuntimeSpec
 from controller.api.steps import Transformer
 from controller.models.runtimes.presets import Preset, Scope
-from controller.models.runtimes.settings import EngineSettings
+from controller.models.runtimes.settings import AGENT_PORT, EngineSettings
 from extproc.protocol import EXPLAIN_VERB, MODELS_PATH
 
 if TYPE_CHECKING:
@@ -63,8 +63,13 @@ def _has_image(step: Step) -> bool:
 
 def taken_port(spec: ModelSpec, preset: Preset) -> Iterator[str]:
     """Why a transformer cannot listen in the pods of an engine that ``preset`` starts."""
-    if spec.transformer is not None and spec.transformer.colocated and spec.transformer.port == preset.spec.port:
-        yield f"transformer.port is {preset.spec.port}, where the engine listens in the same pod; write another one"
+    transformer = spec.transformer
+    if transformer is None or not transformer.colocated:
+        return
+    taken = {preset.spec.port: "engine", **({AGENT_PORT: "agent"} if preset.spec.agent.enabled else {})}
+    if transformer.port in taken:
+        who = taken[transformer.port]
+        yield f"transformer.port is {transformer.port}, where the {who} listens in the same pod; write another one"
 
 
 def named_steps(spec: ModelSpec) -> Iterator[tuple[str, Step]]:
