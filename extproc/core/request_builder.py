@@ -404,8 +404,15 @@ class RequestBuilder:
         return frozenset(one.protocol for one in self._open_destinations(model, head))
 
     def is_ready(self, model: str, protocol: str, head: Head, now: float) -> bool:
-        """Whether an engine could serve the caller's requests for ``model`` now."""
-        pools = [self.pools.get(one.server) for one in self._open_destinations(model, head) if one.protocol == protocol]
+        """Whether an engine could serve the caller's requests for ``model`` now. If several rules have the protocol, the
+        one that takes the probe's path counts: an explainer makes no predictions.
+        """
+        speaking = [one for one in self._open_destinations(model, head) if one.protocol == protocol]
+        try:
+            own = self._routing.targets(model, head.headers, head.path, listener=head.listener).destinations
+        except UnknownModel:
+            own = ()
+        pools = [self.pools.get(one.server) for one in [one for one in speaking if one in own] or speaking]
         return any(pool is not None and pool.is_ready(now) for pool in pools)
 
     def has_ready(self, protocol: str, now: float) -> bool:
