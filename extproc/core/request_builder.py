@@ -404,8 +404,8 @@ class RequestBuilder:
         return frozenset(one.protocol for one in self._open_destinations(model, head))
 
     def is_ready(self, model: str, protocol: str, head: Head, now: float) -> bool:
-        """Whether an engine could serve the caller's requests for ``model`` now. If several rules have the protocol, the
-        one that takes the probe's path counts: an explainer makes no predictions.
+        """Whether an engine could serve the caller's requests for ``model`` now. Of several rules with the protocol the
+        one counts that takes the probe's path: an explainer makes no predictions.
         """
         speaking = [one for one in self._open_destinations(model, head) if one.protocol == protocol]
         try:

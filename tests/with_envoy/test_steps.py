@@ -18,6 +18,7 @@ from aiohttp import ClientSession, web
 from bench.stack.processes import free_ports
 from bench.stack.stack import MODEL, EngineFlags, Stack, running_stack
 from extproc.api.spec import API_VERSION
+from tests.docs_examples import EXAMPLES
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -105,40 +106,25 @@ def document(kind: str, name: str, **spec: object) -> dict[str, object]:
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
-def server(name: str, *addresses: str, **more: object) -> dict[str, object]:
-    listed = [{"address": one.removeprefix("http://")} for one in addresses]
-    return document("ModelServer", name, **{"model": "iris", "protocol": "V1", "endpoints": listed, **more})
-
-
-def documents(step: Step, engines: tuple[str, ...]) -> list[dict[str, object]]:
-    explain = {"uri": {"regex": "/v1/models/.*:explain"}}
-    limit = {"tenants": ["small"], "unit": "month", "requests": 2}
+def documents(step: Step, engines: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Those of docs/protocols.md, at addresses of this machine, with limits; and a model that has no steps."""
+    (example,) = [one for one in EXAMPLES if one.page == "protocols.md" and "callers: Steps" in one.text]
+    found = [one for one in yaml.safe_load_all(example.text) if one["kind"] != "GatewayConfig"]
+    specs = {f"{one['kind']} {one['metadata']['name']}": one["spec"] for one in found}
+    listed = [{"address": one.removeprefix("http://")} for one in engines]
+    # the simulated engines know the model by another name than clients and steps
+    specs["ModelServer predictor"] |= {"endpoints": listed, "model": MODEL}
+    for name in ("transformer", "explainer"):
+        specs[f"ModelServer {name}"]["endpoints"] = [{"address": step.address}]
+    specs["ModelServer transformer"]["trafficPolicy"]["timeout"] = "2s"
+    specs["ModelRoute iris"]["rateLimits"] = [{"tenants": ["small"], "unit": "month", "requests": 2}]
     # nobody else, and so not whoever calls without credentials
     policy = {"rules": [{"from": [{"tenants": ["acme", "small"]}]}]}
+    bare = [{"targetModels": [{"modelServerName": "v2"}]}]
     return [
-        # as a Model makes them; the simulated engines know the model by another name than clients and steps
-        server("predictor", *engines, model=MODEL),
-        server("transformer", step.address, trafficPolicy={"timeout": "2s", "retry": {"attempts": 0}}),
-        server("explainer", step.address),
-        document(
-            "ModelRoute",
-            "iris",
-            modelName="iris",
-            rateLimits=[limit],
-            rules=[
-                {"modelMatch": explain, "targetModels": [{"modelServerName": "explainer"}]},
-                {"targetModels": [{"modelServerName": "transformer"}]},
-            ],
-        ),
-        document(
-            "ModelRoute",
-            "iris-predictor",
-            modelName="iris",
-            callers="Steps",
-            rules=[{"targetModels": [{"modelServerName": "predictor"}]}],
-        ),
-        document("ModelRoute", "bare", modelName="bare", rules=[{"targetModels": [{"modelServerName": "v2"}]}]),
-        server("v2", *engines, model=MODEL, protocol="V2"),
+        *found,
+        document("ModelServer", "v2", model=MODEL, protocol="V2", endpoints=listed),
+        document("ModelRoute", "bare", modelName="bare", rules=bare),
         document("ModelAccessPolicy", "all", **policy),
     ]
 
