@@ -23,6 +23,7 @@ from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -256,3 +257,34 @@ async def test_explain_of_a_model_without_an_explainer_says_so(served: Served) -
     answer = await served.ask("/v1/models/bare:explain")
     assert answer.status_code == 404
     assert "'bare' has no explainer" in answer.json()["error"]
+
+
+async def test_without_extproc_requests_pass_the_same_steps(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    steps = f"127.0.0.1:{port}"
+    gateway = {"steps": steps, "failureMode": "Open"}
+    async with (
+        Step(steps) as step,
+        running_stack(tmp_path, EngineFlags(count=1, speed=20.0), watch=True, gateway=gateway) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        # the rest is what extproc alone enforces
+        wanted = [one for one in documents(step, stack.engines) if one["kind"] != "ModelAccessPolicy"]
+        for one in wanted:
+            one["spec"].pop("rateLimits", None)
+        file = stack.config / "more.yaml"
+        file.with_suffix(".new").write_text(yaml.safe_dump_all(wanted))
+        file.with_suffix(".new").replace(file)
+
+        async def are_served() -> bool:
+            answers = [await http.post(one, json=BODY) for one in (PREDICT, EXPLAIN)]
+            return [one.status_code for one in answers] == [200, 200]
+
+        await eventually(are_served)
+        await stack.processes.end("extproc")
+        answer = await http.post(PREDICT, json=BODY)
+        assert (answer.status_code, answer.json()) == (200, {"predictions": DOUBLE})
+        assert (await http.post(EXPLAIN, json=BODY)).json()["explanations"]
+        assert (await http.post(f"http://{steps}{PREDICT}", json=BODY)).json() == {"predictions": SUMS}
+        chat = {"model": "llama", "messages": [{"role": "user", "content": "hi"}]}
+        assert (await http.post(f"http://{steps}/v1/chat/completions", json=chat)).status_code == 404
