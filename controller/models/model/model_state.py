@@ -51,6 +51,8 @@ BACKEND: Final = "attache.dev/backend"
 # On pods that serve nothing: ``warm`` on those that fetch weights ahead.
 PURPOSE: Final = "attache.dev/purpose"
 _NO_WEIGHTS: Final = Weights("", (), (), is_downloaded=False)
+# Of manifests/gateway, in front of the gateways' listener of steps.
+STEPS_SERVICE: Final = "attache-gateway-steps"
 RoleName = Literal["engine", "prefill", "decode"]
 
 
@@ -62,7 +64,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str = "attache"
     file_paths: tuple[str, ...] = FILE_PATHS
-    steps: str = "attache-gateway-steps.attache-system.svc"
+    steps: str = f"{STEPS_SERVICE}.attache-system.svc"
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
