@@ -47,7 +47,7 @@ def _check_with_plugins(*, of_objects: bool) -> PickerCheck:
         if of_objects:
             refuse_files(file)
         if not found:
-            from extproc.llmd.pickers import InstalledPlugins  # noqa: PLC0415 - see above
+            from extproc.llmd.files import InstalledPlugins  # noqa: PLC0415 - see above
 
             found.append(InstalledPlugins())
         return found[0](file)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Program(Protocol):
+class CommandModule(Protocol):
     """What a command's module offers."""
 
     def parser(self, prog: str) -> argparse.ArgumentParser:
@@ -41,11 +41,11 @@ class Command(NamedTuple):
     # the first word selects what is done, and each has options of its own
     has_modes: bool = False
 
-    def load(self) -> Program:
+    def load(self) -> CommandModule:
         """The module itself, or the entry of its ``PROGRAMS``; raises ModuleNotFoundError without its extra."""
         module = import_module(self.module)
         programs = getattr(module, "PROGRAMS", None)
-        return cast("Program", module if programs is None else programs[self.name])
+        return cast("CommandModule", module if programs is None else programs[self.name])
 
 
 GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(

@@ -46,7 +46,7 @@ _SAID: Final = (
 )
 
 
-class Program(msgspec.Struct, frozen=True):
+class BenchCommand(msgspec.Struct, frozen=True):
     """One command: its summary, its options, and what it does with them."""
 
     name: str
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     return _run(PROGRAMS[options.command], options, shlex.join(["attache", *words]))
 
 
-def _run(program: Program, options: argparse.Namespace, command_line: str) -> int:
+def _run(program: BenchCommand, options: argparse.Namespace, command_line: str) -> int:
     # reports have the command line that made them
     options.command_line = command_line
     # names of policies and files are no markup: rich would make a leaf of my.py:Leaves:
@@ -160,34 +160,34 @@ def _validate(options: argparse.Namespace, console: Console) -> int:
 
 
 _PROGRAMS: Final = (
-    Program(
+    BenchCommand(
         "replay",
         "Compare policies on a trace, in virtual time",
         replay_command.add_arguments,
         _replay,
     ),
-    Program("compare", "Compare two replays, or two policies of one, request by request", _add_sides, _compare),
-    Program(
+    BenchCommand("compare", "Compare two replays, or two policies of one, request by request", _add_sides, _compare),
+    BenchCommand(
         "workload",
         "Describe a trace or a generator: lengths, and how much of its prompts could be cached",
         _add_trace,
         workload_command.describe,
     ),
-    Program("validate", "Compare the simulated engine with measurements of real ones", _add_runs, _validate),
-    Program(
+    BenchCommand("validate", "Compare the simulated engine with measurements of real ones", _add_runs, _validate),
+    BenchCommand(
         "lab",
         "Compare many policies on two traces at three loads, in virtual time",
         lab_command.add_arguments,
         lab_command.lab,
     ),
-    Program(
+    BenchCommand(
         "autoscale",
         "Compare autoscalers on the same loads, in virtual time",
         autoscale_command.add_arguments,
         autoscale_command.autoscale,
     ),
 )
-PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType({one.name: one for one in _PROGRAMS})
+PROGRAMS: Final[Mapping[str, BenchCommand]] = MappingProxyType({one.name: one for one in _PROGRAMS})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 HEAD = """
 import msgspec
 import numpy as np
-from extproc.llmd.registry import PluginType
+from extproc.scheduling.registry import PluginType
 
 """
 

@@ -43,6 +43,7 @@ COMPONENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "gatewayAPI": "gateway-api",
         "highAvailability": "gateway-ha",
         "translation": "gateway-components/translation",
+        "console": "gateway-components/console",
         "usage": "gateway-components/usage",
     },
 }
@@ -144,6 +145,11 @@ def values() -> dict[str, Any]:
             "redisURL": Value("", "A Redis of your own, redis://HOST:PORT; the chart makes none then."),
             "gatewayAPI": Value(False, "Serve Gateways of the Gateway API, whose definitions must be there."),
             "translation": Value(False, "Translate between APIs, for ModelServers with `translation`."),
+            "console": Value(
+                False,
+                "Ask those who open the console for `token` of the Secret attache-console, and show them what the"
+                " manager decides.",
+            ),
             "usage": Value(
                 False,
                 "Keep a row for each request in a database, whose URL is `store` of the Secret attache-usage, and serve"

@@ -140,7 +140,7 @@ Kubernetes is up at {plane.admin.server}, with {", ".join(nodes)}. In another te
   {kubectl} get pods -A -o wide
   {kubectl} get attache -A
 
-logs of pods   {plane.directory / "pods"}
+logs of pods   {plane.directory / "pods"}  (these nodes answer no kubectl logs)
 logs of others {plane.directory}
 
 Ctrl-C ends it all."""

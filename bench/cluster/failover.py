@@ -64,7 +64,7 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class Load:
+class SteadyLoad:
     """Requests at a steady rate from ``_CLIENTS`` clients, each with connections of its own, inside the block."""
 
     def __init__(self, url: str, model: str, rate_per_s: float) -> None:
@@ -152,7 +152,7 @@ class Trial:
             while not _all_ready(await self.pods(name), count):  # noqa: ASYNC110 - only the objects show it
                 await asyncio.sleep(0.2)
 
-    async def measure(self, load: Load, fault: Callable[[], Awaitable[None]]) -> Measured:
+    async def measure(self, load: SteadyLoad, fault: Callable[[], Awaitable[None]]) -> Measured:
         """A fault under load, until all pods are ready again and for a while after."""
         await asyncio.sleep(_BEFORE_S)
         began_s = _CLOCK()
@@ -185,7 +185,7 @@ class Trial:
         """How many of the requests for the limited model were granted, and how many should be at most."""
         # the bucket is full again
         await asyncio.sleep(3.0)
-        async with Load(self.url, _LIMITED, 4 * _LIMIT_PER_S) as load:
+        async with SteadyLoad(self.url, _LIMITED, 4 * _LIMIT_PER_S) as load:
             await asyncio.sleep(_LIMIT_TRIED_S)
         others = [one.failure for one in load.outcomes if one.failure and not one.failure.startswith("429")]
         assert not others, others[:3]
@@ -245,7 +245,7 @@ async def _run(options: argparse.Namespace, range_: str, console: Console) -> No
         async with running_trial(Path(directory), range_) as trial:
             nodes = {one["spec"]["nodeName"] for one in await trial.pods(_GATEWAY)}
             console.print(f"gateways on {sorted(nodes)}")
-            async with Load(trial.url, "llama", options.rate) as load:
+            async with SteadyLoad(trial.url, "llama", options.rate) as load:
 
                 async def measure(name: str, run: int, fault: Callable[[], Awaitable[None]]) -> None:
                     found = await trial.measure(load, fault)

@@ -214,7 +214,7 @@ def _anchor(name: str) -> str:
     return name.replace(".", "")
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _SuiteResult(msgspec.Struct, frozen=True):
     wall_s: float
     cases: tuple[SuiteCase, ...]
 
@@ -223,7 +223,7 @@ def keep(result: SuiteResult, folder: Path = REPORTS) -> None:
     """Write the suite's own report, and what became of each case, which the report does not list."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{result.name}{_REPORT}").write_text(yaml.safe_dump(dict(result.report), sort_keys=False, width=120))
-    kept = msgspec.to_builtins(_Kept(round(result.wall_s, 1), result.cases))
+    kept = msgspec.to_builtins(_SuiteResult(round(result.wall_s, 1), result.cases))
     (folder / f"{result.name}{_CASES}").write_text(yaml.safe_dump(kept, sort_keys=False, width=120))
 
 
@@ -233,7 +233,7 @@ def kept_results(names: Sequence[str], folder: Path = REPORTS) -> list[SuiteResu
     for name in names:
         path = folder / f"{name}{_CASES}"
         if path.is_file():
-            kept = msgspec.convert(yaml.safe_load(path.read_text()), _Kept)
+            kept = msgspec.convert(yaml.safe_load(path.read_text()), _SuiteResult)
             report = yaml.safe_load((folder / f"{name}{_REPORT}").read_text())
             found.append(SuiteResult(name, kept.cases, report, kept.wall_s))
     return found

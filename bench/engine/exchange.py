@@ -129,7 +129,7 @@ class _Carrier:
         self._plan()
 
 
-class _Kept(msgspec.Struct):
+class _HeldPrefill(msgspec.Struct):
     """What this engine prefills for others, from the request's arrival until it is pulled, expired or given up.
 
     ``asked``: somebody waits for it. ``ready``: it is computed. ``gone``: it is no longer kept. ``is_expected``: the
@@ -164,7 +164,7 @@ class KvExchange:
         self._wake, self._fail = wake, fail
         self.engine_id = settings.config.engine_id or secrets.token_hex(8)
         self._exports: Exports[str] = Exports(scheduler.pool, settings.config.lease_s or LEASE_S)
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _HeldPrefill] = {}
         self._plans: dict[int, Plan] = {}
         self._blocks: dict[int, list[int]] = {}
         self._stored: dict[int, int] = {}
@@ -209,7 +209,7 @@ class KvExchange:
         elif isinstance(plan, Export):
             request.is_exported = True
             self._plans[request.key] = plan
-            self._kept.setdefault(plan.key, _Kept()).is_expected = True
+            self._kept.setdefault(plan.key, _HeldPrefill()).is_expected = True
         elif isinstance(plan, Import):
             request.is_remote = True
             self._plans[request.key] = plan
@@ -249,7 +249,7 @@ class KvExchange:
             kept.gone.set()
         self._fail(request, TransferFailed(_ABORTED))
 
-    def _check_aborted(self, kept: _Kept) -> None:
+    def _check_aborted(self, kept: _HeldPrefill) -> None:
         if kept.is_aborted:
             raise TransferFailed(_ABORTED)
 
@@ -482,7 +482,7 @@ class KvExchange:
         asked = msgspec.json.decode(await http.read(), type=_Asked)
         kept = self._kept.get(asked.key)
         if kept is None and asked.wait_s:
-            kept = self._kept[asked.key] = _Kept()
+            kept = self._kept[asked.key] = _HeldPrefill()
         if kept is not None:
             kept.asked.set()
             try:

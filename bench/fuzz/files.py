@@ -21,7 +21,7 @@ from controller.bundle.envoy.bundle import build_bundle
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.llmd.pickers import picker_notes
+from extproc.llmd.files import picker_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -41,7 +41,7 @@ from controller.models.model_infer.reconcile import reconcile as reconcile_model
 from controller.models.model_infer_adapter import ModelInferAdapter
 from controller.webhooks.admission.checks import read_review, review_object
 from extproc.api.load import load_snapshot
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 
 if TYPE_CHECKING:
     import random

@@ -47,7 +47,7 @@ from extproc.engines.pages import PageRefused
 from extproc.feeds.http_get import AnswerParser, BadAnswer
 from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.tokens import most_tokens, tokens_in_answer
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
 

@@ -36,7 +36,7 @@ from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import TrialReport, run
 from bench.workload.traces import TraceInvalid
 from extproc.api.errors import ConfigInvalid
-from extproc.llmd.registry import ENTRY_POINTS
+from extproc.scheduling.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -223,7 +223,7 @@ class TrialFailed(Exception):
     """A trial that ended with a mistake of the lab's own, or with its process; the message has the traceback."""
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _FinishedTrial(msgspec.Struct, frozen=True):
     """A finished trial. ``opened``: digests of the files that it read by itself, which make it stale if they change."""
 
     report: TrialReport
@@ -276,7 +276,7 @@ def _run_and_keep(trial: Trial, file: Path) -> TrialReport:
         msg = f"{_title(trial)}: a mistake of the lab:\n{''.join(traceback.format_exception(error))}"
         raise TrialFailed(msg.rstrip()) from None
     beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_bytes(gzip.compress(msgspec.json.encode(_Kept(report, opened)), compresslevel=1))
+    beside.write_bytes(gzip.compress(msgspec.json.encode(_FinishedTrial(report, opened)), compresslevel=1))
     beside.replace(file)
     return report
 
@@ -291,5 +291,5 @@ def _read(file: Path) -> TrialReport | None:
     """None if it is not there, or if a file that it was made of has changed."""
     if not file.exists():
         return None
-    found = msgspec.json.decode(gzip.decompress(file.read_bytes()), type=_Kept)
+    found = msgspec.json.decode(gzip.decompress(file.read_bytes()), type=_FinishedTrial)
     return found.report if digests(found.opened) == found.opened else None

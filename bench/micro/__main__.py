@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _WIDTH = 230  # of the table where there is no terminal
 
 
-class Report(msgspec.Struct, frozen=True):
+class BenchReport(msgspec.Struct, frozen=True):
     """Figures, and the rounds that they come from."""
 
     figures: list[ServerFigures]
@@ -101,7 +101,7 @@ def _effort(options: argparse.Namespace) -> overhead.Effort:
 
 async def _measure(
     console: Console, cases: Sequence[MeasuredCase], effort: overhead.Effort, *, against: Path | None
-) -> Report:
+) -> BenchReport:
     if not GATEWAY_PYTHON.is_file():
         console.print(GATEWAY_MISSING)
     rounds = []
@@ -109,10 +109,10 @@ async def _measure(
         console.print(f"{number + 1} of {len(cases)}: {case.name}")
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
             rounds.append(await overhead.measure(case, Path(directory), effort, against=against))
-    return Report([one for found in rounds for one in figures(found)], rounds)
+    return BenchReport([one for found in rounds for one in figures(found)], rounds)
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(console: Console, report: BenchReport) -> None:
     console.print(table(report.figures))
     for line in threads(report.figures):
         console.print(line)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.micro.observability import TOKEN, Variant, start
+from bench.micro.observability import TOKEN, GatewayVariant, start
 from bench.micro.wire import WireLoad, questions
 from bench.stack.processes import Processes, free_ports, rss_bytes
 
@@ -32,14 +32,14 @@ _MINUTE_S: Final = 60.0
 _BURSTS: Final = 4
 # Caches and pools of memory fill first.
 _WARM_MINUTES: Final = 5
-_EVERYTHING: Final = Variant("as usual", has_rows=True, has_budgets=True, has_objectives=True)
-_PLAIN: Final = Variant("as usual", has_objectives=True)
+_EVERYTHING: Final = GatewayVariant("as usual", has_rows=True, has_budgets=True, has_objectives=True)
+_PLAIN: Final = GatewayVariant("as usual", has_objectives=True)
 
 # By gateway and role: MiB after each minute.
 Memory = dict[tuple[str, str], list[float]]
 
 
-def variants_of(what: str, dead: str) -> tuple[Variant, ...]:
+def variants_of(what: str, dead: str) -> tuple[GatewayVariant, ...]:
     """``what``: rows or sinks. ``dead``: an address that takes connections and never answers."""
     replace = msgspec.structs.replace
     if what == "rows":

@@ -61,7 +61,7 @@ _ANSWER_TO_GET: Final = _answer(_ABOUT)
 _METRICS: Final = _answer((files("bench.micro") / "vllm_metrics.txt").read_bytes())
 
 
-class _Connection(asyncio.Protocol):
+class _EngineConnection(asyncio.Protocol):
     """One request after the other; bodies are counted, never kept. ``post``: the answer to each. ``pause_s``: before
     it.
     """
@@ -160,7 +160,7 @@ async def serve(ports: list[int], *, everywhere: bool, post: bytes = _ANSWER_TO_
         listening = socket.create_server(("0.0.0.0" if everywhere else "127.0.0.1", port), backlog=1024)  # noqa: S104
         if everywhere:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-        servers.append(await loop.create_server(lambda: _Connection(post, pause_s), sock=listening))
+        servers.append(await loop.create_server(lambda: _EngineConnection(post, pause_s), sock=listening))
     try:
         await asyncio.Event().wait()
     finally:

@@ -72,7 +72,7 @@ _IN_FLIGHT: Final = "attache_prefill_legs_in_flight"
 _MIB: Final = 1024 * 1024
 
 
-class Load(msgspec.Struct, frozen=True):
+class LegCost(msgspec.Struct, frozen=True):
     """One way in one round. ``cpu_us``: of a request, of what makes the leg; ``events_cpu_us``: with an answer of many
     events. ``envoy_cpu_us``: Envoy's.
     """
@@ -87,7 +87,7 @@ class Round(msgspec.Struct, frozen=True):
     """``prefill_ms``: of the prefill engine alone, the median."""
 
     prefill_ms: float
-    loads: dict[Way, Load]
+    loads: dict[Way, LegCost]
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -120,7 +120,7 @@ class Memory(msgspec.Struct, frozen=True):
         return (self.peak_bytes - self.before_bytes) / bodies_bytes
 
 
-class Report(msgspec.Struct, frozen=True):
+class LegReport(msgspec.Struct, frozen=True):
     """``busy``: of the machine while it was measured, 0 to 1; ``load``: its load average before."""
 
     load: float
@@ -149,7 +149,7 @@ def _added_ms(one: Round, way: Way) -> float:
     return one.loads[way].p50_ms - one.loads["whole"].p50_ms - one.prefill_ms
 
 
-def _above_whole(one: Round, way: Way, value: Callable[[Load], float]) -> float:
+def _above_whole(one: Round, way: Way, value: Callable[[LegCost], float]) -> float:
     return value(one.loads[way]) - value(one.loads["whole"])
 
 
@@ -258,11 +258,11 @@ async def _p50_ms(port: int, prepared: Sequence[bytes]) -> float:
     return 1000 * nearest_rank(sorted(load.taken_s), 0.5)
 
 
-async def _load(server: _Server, plain: Sequence[bytes], events: Sequence[bytes]) -> Load:
+async def _load(server: _Server, plain: Sequence[bytes], events: Sequence[bytes]) -> LegCost:
     p50_ms = await _p50_ms(server.port, plain)
     cpu_us, envoy_us = await _cpu_us(server, plain)
     events_us, _ = await _cpu_us(server, events)
-    return Load(p50_ms, cpu_us, events_us, envoy_us)
+    return LegCost(p50_ms, cpu_us, events_us, envoy_us)
 
 
 async def _cpu_us(server: _Server, prepared: Sequence[bytes]) -> tuple[float, float]:
@@ -303,7 +303,7 @@ async def _in_flight(http: aiohttp.ClientSession, url: str) -> int:
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 
-def markdown(report: Report) -> str:
+def markdown(report: LegReport) -> str:
     """The tables of docs/performance.md."""
     lines = [
         "| prompt | added latency, ms | | CPU of a request, µs | | with 100 events, µs | | gateway : sidecar | | |",
@@ -326,7 +326,7 @@ def markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
-async def run(console: Console, sizes: Sequence[int], *, rounds: int) -> Report:
+async def run(console: Console, sizes: Sequence[int], *, rounds: int) -> LegReport:
     """All of it."""
     (load, *_), before = os.getloadavg(), read_cpu_time()
     found = dict[int, list[Round]]()
@@ -338,7 +338,7 @@ async def run(console: Console, sizes: Sequence[int], *, rounds: int) -> Report:
     with tempfile.TemporaryDirectory(prefix="attache-legs-") as directory:
         memory = await measure_memory(Path(directory))
     busy = busy_share(before, read_cpu_time())
-    return Report(load, busy, [figures_of(size, one) for size, one in found.items()], memory, found)
+    return LegReport(load, busy, [figures_of(size, one) for size, one in found.items()], memory, found)
 
 
 def main() -> int:

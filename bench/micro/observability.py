@@ -51,7 +51,7 @@ _TRACES: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
 _OBJECTIVES: Final = {"slo": [{"name": "usual", "ttft": "3s", "tpot": "50ms", "e2e": "2m"}]}
 
 
-class Variant(msgspec.Struct, frozen=True):
+class GatewayVariant(msgspec.Struct, frozen=True):
     """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all; ``collector``: where
     spans go, in place of the usual one. ``log``: where the usage log leads. ``store``: in place of the
     usual one. ``sink``: URL that gets all requests and answers. ``guard``: URL that is asked about each request; what
@@ -72,14 +72,14 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 VARIANTS: Final = (
-    Variant("nothing"),
-    Variant("objectives", has_objectives=True),
-    Variant("rows and prices", has_rows=True),
-    Variant("rows, prices, two budgets", has_rows=True, has_budgets=True),
-    Variant("rows, prices, two budgets, objectives", has_rows=True, has_budgets=True, has_objectives=True),
-    Variant("traces of 1 %", tracing=1.0),
-    Variant("all of it", has_rows=True, has_budgets=True, has_objectives=True, tracing=1.0),
-    Variant("traces of 100 %", tracing=100.0),
+    GatewayVariant("nothing"),
+    GatewayVariant("objectives", has_objectives=True),
+    GatewayVariant("rows and prices", has_rows=True),
+    GatewayVariant("rows, prices, two budgets", has_rows=True, has_budgets=True),
+    GatewayVariant("rows, prices, two budgets, objectives", has_rows=True, has_budgets=True, has_objectives=True),
+    GatewayVariant("traces of 1 %", tracing=1.0),
+    GatewayVariant("all of it", has_rows=True, has_budgets=True, has_objectives=True, tracing=1.0),
+    GatewayVariant("traces of 100 %", tracing=100.0),
 )
 
 
@@ -88,14 +88,14 @@ class Served(msgspec.Struct):
     each role by request.
     """
 
-    variant: Variant
+    variant: GatewayVariant
     port: int
     pids: dict[str, int]
     rates: list[float] = msgspec.field(default_factory=list)
     cpu_us: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
 
-async def start(variant: Variant, engine: int, collector: int, processes: Processes, own: Path) -> Served:
+async def start(variant: GatewayVariant, engine: int, collector: int, processes: Processes, own: Path) -> Served:
     """``attache serve`` with this variant, in the directory ``own``; ``collector``: the port where spans go."""
     name = own.name
     (own / "config").mkdir(parents=True)
@@ -190,7 +190,7 @@ async def measure(one: Served, requests: list[bytes], at_once: int, seconds: flo
         one.cpu_us.setdefault(role, []).append(used / len(load.taken_s) * 1e6)
 
 
-async def run(variants: Sequence[Variant], rounds: int, seconds: float, at_once: int) -> list[Served]:
+async def run(variants: Sequence[GatewayVariant], rounds: int, seconds: float, at_once: int) -> list[Served]:
     """All variants, ``rounds`` times each after one that does not count, forwards and backwards in turn."""
     requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in questions(2_000, count=64)]
     engine, collector = free_ports(2)

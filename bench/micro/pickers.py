@@ -37,7 +37,7 @@ _SCORERS: Final = {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-
 _OURS, _BEFORE, _LLM_D, _NONE = "extproc", "extproc before", "llm-d", "no picker"
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadShape(msgspec.Struct, frozen=True):
     """``events``: of each answer; 0: it is not streamed."""
 
     name: str
@@ -47,15 +47,15 @@ class Load(msgspec.Struct, frozen=True):
 
 
 LOADS: Final = (
-    Load("2 KB", 2_000, 32),
-    Load("100 KB", 100_000, 32),
-    Load("2 KB, 80 tokens streamed", 2_000, 32, events=80),
-    Load("2 KB, one at a time", 2_000, 1),
-    Load("2 KB, 80 tokens streamed, one at a time", 2_000, 1, events=80),
+    LoadShape("2 KB", 2_000, 32),
+    LoadShape("100 KB", 100_000, 32),
+    LoadShape("2 KB, 80 tokens streamed", 2_000, 32, events=80),
+    LoadShape("2 KB, one at a time", 2_000, 1),
+    LoadShape("2 KB, 80 tokens streamed, one at a time", 2_000, 1, events=80),
 )
 
 
-class Picker(msgspec.Struct, frozen=True):
+class RunningPicker(msgspec.Struct, frozen=True):
     """One that runs. ``pid``: None: the Envoy asks none. ``port``: of the Envoy in front of it."""
 
     name: str
@@ -116,7 +116,7 @@ class _Stand:
         await self._processes.start("engines", [sys.executable, *words])
         await self._processes.wait_ready("engines", Accepts(ports[-1]))
 
-    async def start_picker(self, name: str, program: Sequence[str]) -> Picker:
+    async def start_picker(self, name: str, program: Sequence[str]) -> RunningPicker:
         """``program``: takes extproc's arguments, or llm-d's; empty: the Envoy asks no picker."""
         listen, admin, grpc, metrics, health = free_ports(5)
         place = self._directory / name
@@ -140,7 +140,7 @@ class _Stand:
             await self._processes.wait_ready(name, Accepts(grpc))
         envoy_pid = await self._processes.start(f"envoy-{name}", envoy_command(bundle))
         await self._processes.wait_ready(f"envoy-{name}", Serves(listen, MODEL))
-        return Picker(name, pid, envoy_pid, listen)
+        return RunningPicker(name, pid, envoy_pid, listen)
 
     def _llm_d_words(self, place: Path, grpc: int, health: int, metrics: int) -> list[str]:
         """Its logs are off, its tracing and TLS, too."""
@@ -174,7 +174,7 @@ async def measure(programs: Mapping[str, Sequence[str]], rounds: int, seconds: f
     return costs
 
 
-async def _idle(pickers: Sequence[Picker], seconds: float) -> dict[str, float]:
+async def _idle(pickers: Sequence[RunningPicker], seconds: float) -> dict[str, float]:
     """By picker, the share of a core that it takes without requests."""
     before = [picker.cpu_seconds()[0] for picker in pickers]
     began_s = time.perf_counter()
@@ -183,7 +183,7 @@ async def _idle(pickers: Sequence[Picker], seconds: float) -> dict[str, float]:
     return {picker.name: (picker.cpu_seconds()[0] - at) * each for picker, at in zip(pickers, before, strict=True)}
 
 
-async def _cost(picker: Picker, load: Load, seconds: float, idle: float) -> Cost:
+async def _cost(picker: RunningPicker, load: LoadShape, seconds: float, idle: float) -> Cost:
     asked = questions(load.prompt_bytes, count=64 if load.prompt_bytes < 100_000 else 16, model=MODEL)
     more = f"{EVENTS}: {load.events}\r\n" if load.events else ""
     wire = WireLoad([one.on_wire(more) for one in asked], connections=load.at_once)

@@ -20,9 +20,8 @@ from extproc.core.effects import Decision, Prefill
 from extproc.core.record import Head, Outcome, PrefillResult
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointTable
-from extproc.llmd.pickers import make_picker
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import installed_plugins
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import installed_plugins
 from extproc.prefix.index import hash_blocks
 from extproc.prefix.kv_events import BlocksRemoved, BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
@@ -30,6 +29,7 @@ from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
 from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
+from extproc.scheduling.pickers_for import own_picker
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -147,7 +147,7 @@ def view_over(endpoints: int) -> View:
 @pytest.mark.parametrize("endpoints", [10, 100, 1000])
 @pytest.mark.parametrize("policy", ["default", "llm-d default", "llm-d token load"])
 def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
-    picker = make_picker(ModelServerSpec(model="m", listed=()), {})
+    picker = own_picker(ModelServerSpec(model="m", listed=()))
     if policy != "default":
         file = ROOT / "bench/lab/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = picker_from_text(file.name, file.read_text(), installed_plugins()).picker

@@ -66,7 +66,7 @@ def tensors(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
     return made
 
 
-class _Connection(asyncio.Protocol):
+class _LoadConnection(asyncio.Protocol):
     def __init__(self, load: WireLoad, first: int) -> None:
         self._load = load
         self._next = first
@@ -126,7 +126,7 @@ class WireLoad:
         began_s = self.clock()
         for number in range(self._connections):
             self._open += 1
-            await asyncio.get_running_loop().create_connection(partial(_Connection, self, number * 7), host, port)
+            await asyncio.get_running_loop().create_connection(partial(_LoadConnection, self, number * 7), host, port)
         await asyncio.sleep(seconds)
         self._is_over = True
         async with asyncio.timeout(patience_s):

@@ -132,7 +132,7 @@ def _echo(raw: bytes, api: Api, *, is_streamed: bool) -> str:
         return f"no model ({error!r})"
 
 
-class Client:
+class SoakClient:
     """Sends questions to one gateway."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession, began_at_s: float) -> None:

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from bench.soak import fleet
-from bench.soak.clients import APIS, Audience, Client, RequestOutcome, SoakRequest, result_of
+from bench.soak.clients import APIS, Audience, RequestOutcome, SoakClient, SoakRequest, result_of
 from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, SoakModel
 from bench.soak.gateway import JUDGED, KV, MIXED_NAME, SoakGateway, running_gateway
 from bench.soak.hostile import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
@@ -115,7 +115,7 @@ class _Soak:
         self._settings, self._gateway, self._http, self._fleet, self._stop = settings, gateway, http, models, stop
         self._clock = asyncio.get_running_loop().time
         self._began_at_s = self._clock()
-        self._client = Client(gateway.url, http, self._began_at_s)
+        self._client = SoakClient(gateway.url, http, self._began_at_s)
         self._rng = random.Random(settings.seed)
         self._known = {name: one for model in models.values() for name, one in names_of(model).items()}
         self._known[KV] = ProbeTarget(frozenset({KV}), frozenset())

@@ -71,6 +71,7 @@ def _welcome(stack: Stack) -> str:
   curl -N {stack.url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'
 
 configuration  {stack.config}  (edit it: it is followed)
+console        {stack.metrics}/console
 metrics        {stack.metrics}/metrics of extproc, /metrics of every engine, {stack.admin} of Envoy
 logs           {stack.directory}
 faults         curl {stack.engines[0]}/faults -d '{{"fault": "stall", "for_s": 5}}'  (also refuse, cut, unavailable)

@@ -48,9 +48,9 @@ from extproc.core.effects import (
 from extproc.core.guards import ALLOWED
 from extproc.core.record import Head, LoadResult, Outcome, PrefillResult
 from extproc.errors import Refusal
-from extproc.llmd.pickers import make_picker
 from extproc.prefix import kv_events
 from extproc.prefix.kv_index import EventSource
+from extproc.scheduling.pickers_for import without_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
     from extproc.core.pipeline import Answer
-    from extproc.llmd.pickers import MakePicker
+    from extproc.scheduling.pickers_for import MakePicker
 
 
 # From a prefill engine's answer to the request to the decode engine: the way through extproc and Envoy.
@@ -242,7 +242,7 @@ class Simulation:
         engines: Mapping[str, EngineKind],
         *,
         seed: int = 0,
-        make_picker: MakePicker = make_picker,
+        make_picker: MakePicker = without_files,
         delays: Delays = Delays(),  # noqa: B008 - frozen
         token_observer: TokenObserver | None = None,
         request_observers: Sequence[RequestObserver] = (),

@@ -34,7 +34,7 @@ _ENDPOINTS: Final = f"{ENDPOINTS_FOLDER}/"
 Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class BundleVerdict(msgspec.Struct, frozen=True):
     """``files``: those that Envoy refused or does not use yet. ``text``: for people. ``has_nothing``: it serves no
     request.
     """
@@ -95,10 +95,10 @@ class ExpectedVersions(msgspec.Struct, frozen=True):
         return state.refused.get(subscription, 0) not in {0, self.refusals.get(subscription, 0)}
 
 
-def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address: str) -> Verdict:
+def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address: str) -> BundleVerdict:
     """``address``: Envoy's admin address."""
     if state is None:
-        return Verdict(
+        return BundleVerdict(
             "NoEnvoy",
             f"no Envoy answers at its admin address {address}, so nobody is known to use this bundle; start Envoy with "
             "its bootstrap.json, or say where its admin interface is with --admin (off: do not look)",
@@ -108,7 +108,7 @@ def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address:
     refused = tuple(name for name in behind if expected.is_refused(name, state))
     if refused:
         kept = "serves nothing" if state.has_nothing else "keeps what it had"
-        return Verdict(
+        return BundleVerdict(
             "Refused",
             f"Envoy refused {', '.join(refused)} and {kept}: {state.why}. Please report this unless it is an"
             " address in use: what `attache check` accepts, Envoy should take",
@@ -117,18 +117,18 @@ def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address:
         )
     # a path may be written in several ways, so a different path alone is no error
     if {CLUSTERS_FILE, LISTENERS_FILE} <= set(behind) and state.bootstrap != expected.bootstrap:
-        return Verdict(
+        return BundleVerdict(
             "OtherBundle",
             f"the Envoy at {address} was started with {state.bootstrap or 'another configuration'} and reads nothing of"
             f" this bundle; start it with {expected.bootstrap}, or correct 'admin' in the GatewayConfig",
         )
     if behind:
         text = f"Envoy does not use the newest {', '.join(behind)} yet; its log may say why"
-        return Verdict("Behind", text, tuple(behind), state.has_nothing)
-    return Verdict("Taken")
+        return BundleVerdict("Behind", text, tuple(behind), state.has_nothing)
+    return BundleVerdict("Taken")
 
 
-def report_of(verdict: Verdict, expected: ExpectedVersions, before: ConfigReport) -> ConfigReport:
+def report_of(verdict: BundleVerdict, expected: ExpectedVersions, before: ConfigReport) -> ConfigReport:
     """The report on the directory's files. Endpoints that are on their way make no file a new one."""
     lacks_endpoints_alone = verdict.status == "Behind" and all(one.startswith(_ENDPOINTS) for one in verdict.files)
     if verdict.status == "Taken" or lacks_endpoints_alone:
@@ -148,7 +148,7 @@ class Acknowledgements:
 
     def __init__(self, read: Callable[[str], EnvoyState | None], bootstrap: str, *, address: str | None = None) -> None:
         """``address``: of Envoy's admin interface, if it is not the one that is configured."""
-        self.verdict = Verdict("NoEnvoy")
+        self.verdict = BundleVerdict("NoEnvoy")
         self.report = ConfigReport(waiting=f"Envoy has not been asked yet whether it uses {bootstrap}")
         self._read = read
         self._given = address
@@ -219,7 +219,7 @@ class Acknowledgements:
         # subscriptions that Envoy lacks, because their listener is missing, are not waited for
         return is_refused or all(state.versions.get(name, version) == version for name, version in wanted.items())
 
-    def poll(self, now: float) -> Verdict:
+    def poll(self, now: float) -> BundleVerdict:
         """Query Envoy, if the interval is over, and log changes."""
         with self._lock:
             expected, addresses = self._expected, self._addresses

@@ -324,7 +324,7 @@ class BundleSync:
             self.secrets.check(source for source in secret_sources(snapshot) if source not in self.unusable)
             without_unusable(snapshot, self.unusable)
         except ConfigInvalid as error:
-            log.error("configuration refused, the last good bundle stays:\n%s", error)
+            log.error("configuration refused, the last good bundle stays: %s", "; ".join(str(error).splitlines()))
             self._refused = str(error)
             return None
         if self._refused:

@@ -95,13 +95,13 @@ def main(words: list[str], prog: str) -> int:
         return 2
     for text in found.warnings:
         print(f"warning: {escape_unprintable(text)}", file=sys.stderr)
-    print(yaml.dump_all(found.objects, Dumper=_Dumper, sort_keys=False, width=118, explicit_start=True), end="")
+    print(yaml.dump_all(found.objects, Dumper=_ReadableDumper, sort_keys=False, width=118, explicit_start=True), end="")
     made = pluralize(len(found.objects), "object")
     print(f"{made} written, {pluralize(len(found.warnings), 'warning')}", file=sys.stderr)
     return 0
 
 
-class _Dumper(yaml.SafeDumper):
+class _ReadableDumper(yaml.SafeDumper):
     """Everything in full: people read it."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002 - as the base class has it

@@ -26,7 +26,7 @@ _REACH: Final = (
 )
 
 
-class _Page(msgspec.Struct):
+class _DecisionsPage(msgspec.Struct):
     decisions: list[DecisionRecord]
 
 
@@ -79,7 +79,7 @@ def main(words: list[str], prog: str) -> int:
         print(body.decode(errors="replace").strip(), file=sys.stderr)
         return 1 if status == http.HTTPStatus.NOT_FOUND else 2
     try:
-        page = msgspec.json.decode(body, type=_Page)
+        page = msgspec.json.decode(body, type=_DecisionsPage)
     except msgspec.DecodeError as error:
         print(f"{options.manager} answers something else than decisions: {error}", file=sys.stderr)
         return 2

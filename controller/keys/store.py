@@ -44,6 +44,10 @@ _LOCK_TRIES: Final = 200
 _LOCK_PAUSE_S: Final = 0.05
 # The one before it is kept, too.
 _MOST_AUDIT_BYTES: Final = 16 * 1024 * 1024
+_GATEWAY_WITH_KEYS: Final = (
+    f"{{apiVersion: {API_VERSION}, kind: GatewayConfig, metadata: {{name: gateway}},"
+    " spec: {authentication: {virtualKeys: {}}}}"
+)
 _PREFIX: Final = "sk-"
 _RANDOM_BYTES: Final = 32
 _Change = tuple[KeyStoreSpec, VirtualKey]
@@ -181,7 +185,10 @@ class KeyDirectory:
         except ConfigInvalid as error:
             raise KeyRefused(f"{self._folder} is not in use as it is; run attache check: {error.mistakes[0]}") from None
         if given is None or given.virtual_keys is None:
-            raise KeyRefused("the GatewayConfig takes no virtual keys; write authentication: {virtualKeys: {}} there")
+            raise KeyRefused(
+                "the GatewayConfig takes no virtual keys; write authentication: {virtualKeys: {}} into its spec, or, if"
+                f" there is no GatewayConfig, a file with {_GATEWAY_WITH_KEYS}"
+            )
         return {one.name for one in given.api_keys if one.id is None}
 
     def change(self, change: KeyChange, line: AuditLine) -> VirtualKey:

@@ -76,8 +76,8 @@ class RequestAuthorizer:
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
-        self._users = _Kept[User | None](clock)
-        self._allowed = _Kept[bool](clock)
+        self._users = _AnswerCache[User | None](clock)
+        self._allowed = _AnswerCache[bool](clock)
 
     async def user_of(self, authorization: str) -> User | None:
         """Of the header ``authorization``; None if it has no bearer token that the cluster accepts."""
@@ -116,7 +116,7 @@ class RequestAuthorizer:
         return status
 
 
-class _Kept(Generic[Found]):
+class _AnswerCache(Generic[Found]):
     """The last answers, some thousand of them at most."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

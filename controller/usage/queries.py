@@ -78,7 +78,7 @@ class ReportRow(msgspec.Struct, frozen=True):
     costs: Mapping[str, int]
 
 
-class Part(msgspec.Struct, frozen=True):
+class TablePart(msgspec.Struct, frozen=True):
     """What a report reads of one table: ``start`` to before ``end``, in seconds since 1970."""
 
     table: sa.Table
@@ -86,7 +86,7 @@ class Part(msgspec.Struct, frozen=True):
     end: int
 
 
-class Report(msgspec.Struct, frozen=True):
+class UsageReport(msgspec.Struct, frozen=True):
     """``source``: the tables that were read. ``next_offset``: where the next page begins, None if this is the last."""
 
     query: Query
@@ -231,11 +231,11 @@ def bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
     return start, start + seconds
 
 
-def parts_of(query: Query) -> tuple[Part, ...]:
+def parts_of(query: Query) -> tuple[TablePart, ...]:
     """The smallest tables that answer exactly: sums by day, by hour with rows of what is before and after whole hours,
     or the rows themselves.
     """
-    rows = (Part(requests, query.start, query.end),)
+    rows = (TablePart(requests, query.start, query.end),)
     if _needs_rows(query):
         return rows
     changes = changes_of_offset(zone_of(query.zone), query.start, query.end)
@@ -243,15 +243,19 @@ def parts_of(query: Query) -> tuple[Part, ...]:
     by_day = query.width is None or (query.width == "day" and not any(ahead for _, ahead in changes))
     by_hour = query.width is None or not any(ahead % HOUR_S or at % HOUR_S for at, ahead in changes)
     if by_day and not any(at % DAY_S for at in aligned):
-        return (Part(rollups_day, query.start, query.end),)
+        return (TablePart(rollups_day, query.start, query.end),)
     first, last = query.start + -query.start % HOUR_S, query.end - query.end % HOUR_S
     if not by_hour or query.width == "minute" or first >= last:
         return rows
-    found = Part(requests, query.start, first), Part(rollups_hour, first, last), Part(requests, last, query.end)
+    found = (
+        TablePart(requests, query.start, first),
+        TablePart(rollups_hour, first, last),
+        TablePart(requests, last, query.end),
+    )
     return tuple(part for part in found if part.start < part.end)
 
 
-def run(connection: sa.Connection, query: Query) -> Report:
+def run(connection: sa.Connection, query: Query) -> UsageReport:
     """The numbers; raises BadQuery where they need rows or sums that are not kept any more, SQLAlchemyError."""
     parts = parts_of(query)
     for part in parts:
@@ -269,10 +273,12 @@ def run(connection: sa.Connection, query: Query) -> Report:
     found = [dict(one) for one in connection.execute(statement).mappings() if one["sum_requests"]]
     rows = tuple(_row(one, query, currencies) for one in found[: query.limit])
     source = "+".join(dict.fromkeys(part.table.name for part in parts))
-    return Report(query, source, currencies, rows, query.offset + query.limit if len(found) > query.limit else None)
+    return UsageReport(
+        query, source, currencies, rows, query.offset + query.limit if len(found) > query.limit else None
+    )
 
 
-def _check_is_kept(connection: sa.Connection, query: Query, part: Part) -> None:
+def _check_is_kept(connection: sa.Connection, query: Query, part: TablePart) -> None:
     """Raises BadQuery."""
     has_rows = part.table is requests
     what = requests.name if has_rows else SUMS_KEPT
@@ -284,7 +290,7 @@ def _check_is_kept(connection: sa.Connection, query: Query, part: Part) -> None:
         raise BadQuery("start", f"{'rows' if has_rows else 'sums'} are kept since {since}: write a later start{other}")
 
 
-def _grouped(query: Query, currencies: Sequence[str], part: Part) -> sa.Select[Any]:
+def _grouped(query: Query, currencies: Sequence[str], part: TablePart) -> sa.Select[Any]:
     """The sums of one table, by the query's dimensions."""
     table = part.table
     time = sa.cast(table.c.at_us / 1_000_000, sa.BigInteger) if table is requests else table.c.start
@@ -300,7 +306,7 @@ def _grouped(query: Query, currencies: Sequence[str], part: Part) -> sa.Select[A
     return sa.select(*keys, *sums, *costs).where(*_conditions(query, part)).group_by(*numbers)
 
 
-def _conditions(query: Query, part: Part) -> list[sa.ColumnElement[bool]]:
+def _conditions(query: Query, part: TablePart) -> list[sa.ColumnElement[bool]]:
     table = part.table
     time, unit = (table.c.at_us, 1_000_000) if table is requests else (table.c.start, 1)
     return [
@@ -316,7 +322,7 @@ def sources(connection: sa.Connection) -> dict[str, float]:
     return {source: until_us / 1_000_000 for source, until_us in connection.execute(query)}
 
 
-def _currencies(connection: sa.Connection, query: Query, part: Part) -> list[str]:
+def _currencies(connection: sa.Connection, query: Query, part: TablePart) -> list[str]:
     currency = part.table.c.currency
     wanted = sa.select(currency).where(*_conditions(query, part), currency != "").distinct().limit(100)
     return list(connection.execute(wanted).scalars())

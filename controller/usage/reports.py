@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Report as JSON, CSV or a table, and as the pages of OpenAI's usage and costs APIs. Pure but for the query."""
+"""A UsageReport as JSON, CSV or a table, and as the pages of OpenAI's usage and costs APIs. Pure but for the query."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from extproc.api.quantities import money_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from controller.usage.queries import Report, ReportRow
+    from controller.usage.queries import ReportRow, UsageReport
 
     # What runs a query.
-    Runner = Callable[[Query], Report]
+    Runner = Callable[[Query], UsageReport]
 
 _TOKENS: Final = frozenset(TokenCounts.__struct_fields__)
 _COUNTS: Final = tuple(name for name in SUMS if name != "cost_micros")
@@ -51,7 +51,7 @@ def _shown_name(name: str) -> str:
     return f"{name}_tokens" if name in _TOKENS else name
 
 
-def as_json(report: Report, until_s: float | None = None, sources: Mapping[str, float] = _NO_SOURCES) -> bytes:
+def as_json(report: UsageReport, until_s: float | None = None, sources: Mapping[str, float] = _NO_SOURCES) -> bytes:
     """The body of ``GET /v1/usage``. ``until_s``: every request of this gateway that ended before it is in the report;
     ``sources``: the same for each log of the store.
     """
@@ -77,7 +77,7 @@ def as_json(report: Report, until_s: float | None = None, sources: Mapping[str, 
     )
 
 
-def as_csv(report: Report) -> str:
+def as_csv(report: UsageReport) -> str:
     """With a header, and a column of cost for each currency."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -87,7 +87,7 @@ def as_csv(report: Report) -> str:
     return out.getvalue()
 
 
-def as_table(report: Report) -> str:
+def as_table(report: UsageReport) -> str:
     """For a terminal: columns that are zero everywhere are left out, costs have a point."""
     header, rows = _cells(report)
     costs = {f"cost_micros_{currency}": currency for currency in report.currencies}
@@ -116,7 +116,7 @@ def aligned(lines: Sequence[Sequence[str]], is_left: Sequence[bool]) -> str:
     )
 
 
-def _cells(report: Report) -> tuple[list[str], list[list[str | int]]]:
+def _cells(report: UsageReport) -> tuple[list[str], list[list[str | int]]]:
     query = report.query
     header = [*(["start", "end"] if query.width else []), *query.groups, *_COUNTS]
     rows: list[list[str | int]] = []
@@ -248,7 +248,7 @@ def own_filters(
     return (*others, *own)
 
 
-def _complete(report: Report) -> Report:
+def _complete(report: UsageReport) -> UsageReport:
     if report.next_offset is not None:
         raise BadQuery("group_by", f"gives more than {_MOST_RESULTS} results; write a smaller limit, or fewer groups")
     return report

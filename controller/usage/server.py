@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from controller.usage.ingest import Counts
-    from controller.usage.queries import Query, Report
+    from controller.usage.queries import Query, UsageReport
 
 COMPLETIONS_PATH: Final = f"{ORGANIZATION_PATH}usage/completions"
 COSTS_PATH: Final = f"{ORGANIZATION_PATH}costs"
@@ -83,7 +83,7 @@ class Database:
         """Whether there is something to ask."""
         return self._engine is not None
 
-    def run(self, query: Query) -> Report:
+    def run(self, query: Query) -> UsageReport:
         """Blocks; raises BadQuery, SQLAlchemyError."""
         with self._connected() as connection:
             return run(connection, query)

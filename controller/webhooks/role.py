@@ -26,7 +26,13 @@ from controller.kube.resources import (
     MODEL_ROUTES,
     MODEL_SERVERS,
 )
-from controller.webhooks.admission.checks import Verdict, admission_response, counted_as, read_review, review_object
+from controller.webhooks.admission.checks import (
+    AdmissionVerdict,
+    admission_response,
+    counted_as,
+    read_review,
+    review_object,
+)
 from controller.webhooks.certificates import PATH, Rotation, RotationSettings, utc_now
 from extproc.api.addresses import parse_address
 from extproc.page_server import PageServer
@@ -71,7 +77,7 @@ class ServerTls:
 async def serving(
     address: str,
     tls: ServerTls,
-    judge: Callable[[Review], Verdict],
+    judge: Callable[[Review], AdmissionVerdict],
     count: Callable[[str, str], None],
     path: Callable[[], str],
 ) -> AsyncIterator[None]:
@@ -97,7 +103,7 @@ async def serving(
         except Exception:
             log.exception("%s %s could not be checked, and is taken; please report this", review.kind.kind, review.key)
             count(review.kind.kind, "failed")
-            verdict = Verdict()
+            verdict = AdmissionVerdict()
         return web.Response(body=admission_response(review, verdict), content_type="application/json")
 
     app = web.Application(client_max_size=_MAX_BYTES)
@@ -168,7 +174,7 @@ class WebhookRole:
             self.ready.set()
             await asyncio.Event().wait()
 
-    def _judge(self, review: Review) -> Verdict:
+    def _judge(self, review: Review) -> AdmissionVerdict:
         known = {kind: informer.objects for kind, informer in self._informers.items()}
         return review_object(review, known, self._check_picker)
 

@@ -318,7 +318,7 @@ class _InstalledPlugins:
         """Notes on parts of the file without effect here; raises ConfigInvalid with every mistake."""
         if self._check is None:
             # numpy, which plugins need, takes longer to load than the whole of this command
-            from extproc.llmd.pickers import InstalledPlugins  # noqa: PLC0415
+            from extproc.llmd.files import InstalledPlugins  # noqa: PLC0415
 
             self._check = InstalledPlugins()
         return self._check(file)
@@ -329,7 +329,7 @@ def _notes(snapshot: Snapshot) -> list[str]:
     if not snapshot.picker_files:
         return []
     # numpy, which plugins need, takes longer to load than the whole of this command
-    from extproc.llmd.pickers import picker_notes  # noqa: PLC0415
+    from extproc.llmd.files import picker_notes  # noqa: PLC0415
 
     return picker_notes(snapshot, tries_plugins=True)
 

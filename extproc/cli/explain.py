@@ -141,8 +141,11 @@ def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) 
     from extproc.api.load import load_directory  # noqa: PLC0415
     from extproc.core.core import Core  # noqa: PLC0415
     from extproc.core.record import BUNDLE, Attachment, Head  # noqa: PLC0415
+    from extproc.llmd.files import PickerFactory  # noqa: PLC0415
 
-    core = Core(load_directory(options.config), rng=random.Random(), ticket_prefix="explain")
+    core = Core(
+        load_directory(options.config), rng=random.Random(), ticket_prefix="explain", make_picker=PickerFactory()
+    )
     head = Head("POST", options.path, headers, has_body=True, is_trusted=True, listener=options.listener)
     pool, server = _key(options.pool) or None, _key(options.server)
     arrival = core.builder.strategy(server=server, pool=pool)(head, body)

@@ -50,7 +50,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
         options.worker = _await_worker()
         if not options.worker:
             return 0
-    from extproc.llmd.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
+    from extproc.llmd.files import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
 
     directory = resolved_directory(options.config, _PATIENCE)
     try:

@@ -10,13 +10,16 @@ import asyncio
 import base64
 import hashlib
 import re
+import socket
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from yarl import URL
 
 from extproc.api.status_pages import CONSOLE_PATH
 from extproc.console.keys import keys_answer
@@ -51,6 +54,7 @@ _WORKER: Final = "worker"
 _SIBLING_S: Final = 5.0
 _USAGE_S: Final = 10.0
 _MANAGER_S: Final = 5.0
+_MOST_REPLICAS: Final = 8
 _MOST_BYTES: Final = 1 << 20
 # Requests to another process at a time, for all who look at the console.
 _AT_ONCE: Final = 4
@@ -194,7 +198,7 @@ class ConsolePages:
             # it hangs, and who waited for it would hold a connection of ours
             return _error(503, "The manager has not answered earlier requests yet.")
         async with self._manager_gate:
-            return await _fetched(self._place.manager.rstrip("/") + path, query, _MANAGER_S, "the manager")
+            return await _of_leader(URL(self._place.manager.rstrip("/") + path), query)
 
     async def _show_objectives(self, http: web.Request) -> web.Response:
         if (other := await self._of_other_worker(http)) is not None:
@@ -298,14 +302,33 @@ async def _in_turns(steps: Generator[None, None, _Result], at_once: int = _STEPS
             await asyncio.sleep(0)
 
 
+async def _of_leader(url: URL, query: list[tuple[str, str]]) -> web.Response:
+    """The manager's answer. All replicas that the name has are asked, as those that do not lead answer 503."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return _error(502, f"No answer of the manager: {url.host}: {error.strerror}")
+    addresses = sorted({str(address[0]) for *_, address in found})[:_MOST_REPLICAS]
+    asked = (
+        _fetched(str(url.with_host(one)), query, _MANAGER_S, "the manager", {"Host": url.authority}, url.host)
+        for one in addresses
+    )
+    return min(await asyncio.gather(*asked), key=attrgetter("status"))
+
+
 async def _fetched(
-    url: str, query: list[tuple[str, str]], most_s: float, whose: str, headers: Mapping[str, str] | None = None
+    url: str,
+    query: list[tuple[str, str]],
+    most_s: float,
+    whose: str,
+    headers: Mapping[str, str] | None = None,
+    tls_name: str | None = None,
 ) -> web.Response:
     """A page of another process, as JSON; 502 if it has none within its bounds of time and size."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=most_s)) as client,
-            client.get(url, params=query, headers=headers, allow_redirects=False) as answer,
+            client.get(url, params=query, headers=headers, server_hostname=tls_name, allow_redirects=False) as answer,
         ):
             body = b""
             while len(body) <= _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):

@@ -48,10 +48,10 @@ from extproc.core.request_builder import RequestBuilder
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, State
 from extproc.endpoints.breaker import ProbeTurns
-from extproc.llmd.pickers import PickerFactory, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.prefix.kv_events import blocks_of_each_source
 from extproc.routing.resolve import RoutingTable
+from extproc.scheduling.pickers_for import pickers_for, without_files
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Attachment, Outcome, WorkResult
     from extproc.core.trace import Trace
-    from extproc.llmd.pickers import MadePicker, MakePicker
+    from extproc.scheduling.pickers_for import MadePicker, MakePicker
 
 
 class Core:
@@ -86,11 +86,12 @@ class Core:
         *,
         rng: random.Random,
         ticket_prefix: str,
-        make_picker: MakePicker | None = None,
+        make_picker: MakePicker = without_files,
         machine: str | None = None,
         recent: RecentGrants = NO_OTHERS,
     ) -> None:
-        """``ticket_prefix``: unique to this process, and its name among others. ``machine``: its processes share local
+        """``ticket_prefix``: unique to this process, and its name among others. ``make_picker``: by default one that
+        refuses ModelServers with an EndpointPickerConfig. ``machine``: its processes share local
         limits; None: no peers. ``recent``: what they have granted.
         """
         self.pools: dict[str, Pool] = {}
@@ -108,7 +109,7 @@ class Core:
         self.logs_usage = False
         # by the key of their ModelRoute; none without a sink
         self.payload_logs: Mapping[str, PayloadLog] = {}
-        self._make_picker = make_picker or PickerFactory()
+        self._make_picker = make_picker
         self._pickers: dict[str, MadePicker] = {}
         self._routing: RoutingTable | None = None
         self._rng = rng

@@ -88,14 +88,14 @@ def models_in(body: bytes) -> ListedModels:
     return ListedModels(frozenset([one.id for one in listed]), frozenset([one.id for one in base]), context_tokens)
 
 
-class _Listed(msgspec.Struct, frozen=True):
+class _ListedModel(msgspec.Struct, frozen=True):
     id: Annotated[str, msgspec.Meta(max_length=1024)]
     parent: str | None = None
     root: str | None = None
 
 
 class _ListedModels(msgspec.Struct, frozen=True):
-    data: Annotated[list[_Listed], msgspec.Meta(max_length=_MOST_MODELS)] = []
+    data: Annotated[list[_ListedModel], msgspec.Meta(max_length=_MOST_MODELS)] = []
 
 
 class _InRepository(msgspec.Struct, frozen=True):

@@ -296,7 +296,7 @@ class DirectoryFeed:
 
     def _refuse(self, error: Exception) -> None:
         self._metrics.config_refused()
-        log.error("configuration refused, the last good one stays:\n%s", error)
+        log.error("configuration refused, the last good one stays: %s", "; ".join(str(error).splitlines()))
         self._report_refusal(str(error))
 
     def _report_refusal(self, why: str) -> None:

@@ -44,7 +44,7 @@ _MOST_BYTES: Final = 16 << 20
 _ROWS_AT_ONCE: Final = 500
 
 
-class _Page(msgspec.Struct, frozen=True):
+class _RollupsPage(msgspec.Struct, frozen=True):
     """``until_s``: all requests that ended before it are in the rows; None if nobody knows. Fields of the page that are
     not named here are ignored.
     """
@@ -236,7 +236,7 @@ class UsageRollups:
         return f"{self._url}{USAGE_PATH}?{urlencode(parameters)}"
 
 
-async def _read(session: ClientSession, url: str) -> _Page:
+async def _read(session: ClientSession, url: str) -> _RollupsPage:
     """Raises _NoReports, and whatever the client library does."""
     async with session.get(url, allow_redirects=False) as answer:
         if answer.status == _NOT_IMPLEMENTED:
@@ -247,4 +247,4 @@ async def _read(session: ClientSession, url: str) -> _Page:
             content += more
     if len(content) > _MOST_BYTES:
         raise ValueError(f"the page has more than {_MOST_BYTES} bytes")
-    return msgspec.json.decode(content, type=_Page, strict=False)
+    return msgspec.json.decode(content, type=_RollupsPage, strict=False)

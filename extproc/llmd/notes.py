@@ -18,8 +18,7 @@ from extproc.api.picker_flow_control import (
     detector_name,
     gates_of,
 )
-from extproc.llmd.registry import ACCEPTED
-from extproc.scheduling.cache_estimator import tier_capacities
+from extproc.llmd.types import ACCEPTED, tier_capacities
 from extproc.scheduling.metrics_source import EngineConfig
 from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.picker_config import EndpointPickerConfig, FlowControlSection, PluginSpec
-    from extproc.llmd.registry import PluginType
+    from extproc.scheduling.registry import PluginType
 
 # Sections of the file, and what replaces them here.
 _SECTIONS: Final[Mapping[str, str]] = {
@@ -54,6 +53,12 @@ def without_effect(cls: type) -> Mapping[str, str]:
     """Parameters of a plugin that are accepted and not used, each with the reason."""
     found: Mapping[str, str] = getattr(cls, "WITHOUT_EFFECT", {})
     return found
+
+
+def taken(spec: PluginSpec, cls: type) -> dict[str, Any]:
+    """The parameters without those that have no effect here, which become notes."""
+    others = without_effect(cls)
+    return {key: value for key, value in (spec.parameters or {}).items() if key not in others}
 
 
 def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:

@@ -36,7 +36,7 @@ _DISPOSITION: Final = re.compile(
 _PART_HEADERS: Final = frozenset({"content-disposition", "content-type", "content-length"})
 
 
-class Part(msgspec.Struct, frozen=True):
+class FormPart(msgspec.Struct, frozen=True):
     """A field, or a file. ``start``, ``value`` and ``end``: where its delimiter begins, its value, and its end."""
 
     name: str
@@ -51,7 +51,7 @@ class Form(msgspec.Struct, frozen=True):
 
     body: bytes
     boundary: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[FormPart, ...]
 
     @property
     def names(self) -> frozenset[str]:
@@ -86,7 +86,7 @@ def read_form(body: bytes, content_type: str) -> Form:
             "The body must be a form; send it as 'multipart/form-data; boundary=...', nothing else beside."
         )
     delimiter = b"--" + (found[1] or found[2]).encode()
-    parts: list[Part] = []
+    parts: list[FormPart] = []
     start = 0
     while body.startswith(delimiter + b"\r\n", start):
         value = body.find(b"\r\n\r\n", start, start + len(delimiter) + _MOST_HEAD_BYTES) + 4
@@ -94,7 +94,7 @@ def read_form(body: bytes, content_type: str) -> Form:
         if value < 4 or end < value or len(parts) == MOST_PARTS:
             raise _odd(f"has more than {MOST_PARTS} parts, or one that does not end")
         name, is_file = _head(body[start + len(delimiter) + 2 : value - 4])
-        parts.append(Part(name, is_file, start, value, end))
+        parts.append(FormPart(name, is_file, start, value, end))
         start = end + 2
     if not parts or body[start:].rstrip(b"\r\n") != delimiter + b"--" or body.count(delimiter) != len(parts) + 1:
         raise _odd("does not end with its boundary, or has something around its parts")

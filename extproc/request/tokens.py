@@ -42,7 +42,7 @@ class _Generate(Common, kw_only=True, gc=False):
     features: msgspec.Raw = ABSENT
 
 
-class _Unread(Common, kw_only=True, gc=False):
+class _UncheckedFields(Common, kw_only=True, gc=False):
     """Values are left to the engine to validate."""
 
     model: str = ""
@@ -97,5 +97,5 @@ def _media(features: msgspec.Raw) -> memoryview:
 
 
 _decoder: Final = msgspec.json.Decoder(_Generate)
-_common: Final = msgspec.json.Decoder(_Unread)
+_common: Final = msgspec.json.Decoder(_UncheckedFields)
 _tokens: Final = msgspec.json.Decoder(_Tokens)

@@ -48,6 +48,7 @@ from extproc.feeds.traces import TraceExporter
 from extproc.feeds.usage_lines import UsageLines
 from extproc.feeds.usage_rollups import UsageRollups
 from extproc.line_file import LineFile, on_loop
+from extproc.llmd.files import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.notify import ALIVE, READY, STOPPING, notify, watchdog_s
@@ -166,6 +167,7 @@ class App:
             snapshot,
             rng=random.Random(),
             ticket_prefix=origin,
+            make_picker=PickerFactory(),
             machine=machine if buses else None,
             recent=self._recent_grants(origin),
         )

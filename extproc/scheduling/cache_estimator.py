@@ -15,8 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -29,14 +28,10 @@ from extproc.scheduling.picker import Demand
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.api.picker_config import EndpointPickerConfig
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.engines.metrics import CacheConfig
     from extproc.prefix.index import Pin
 
-_PRODUCER: Final = "approx-prefix-cache-producer"
-# As in llm-d, of a producer that names no size and does not take it from the engines.
-_BLOCK_TOKENS: Final = 16
 # For English text and code in JSON; learned from reported usage afterwards.
 INITIAL_BYTES_PER_TOKEN: Final = 4.0
 # Roughly the KV cache of an 80 GB GPU with an 8B model, or of four with a 70B model; replaced by what engines report.
@@ -53,29 +48,6 @@ def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.
     """The row numbers set in a bit mask over ``rows`` rows, usable as an index of columns."""
     raw = np.frombuffer((mask & (1 << rows) - 1).to_bytes((rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
-
-
-def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
-    """Tokens that each tier holds at an endpoint, by the name of its producer.
-
-    A producer is a tier if a plugin names it and its own parameters have a capacity. All others are the pool's own
-    index.
-    """
-    named = {str((spec.parameters or {}).get("prefixMatchInfoProducerName")) for spec in config.plugins}
-    return MappingProxyType(
-        {
-            spec.called: _tokens(spec.parameters or {})
-            for spec in config.plugins
-            if spec.type == _PRODUCER and spec.called in named and _tokens(spec.parameters or {})
-        }
-    )
-
-
-def _tokens(parameters: Mapping[str, Any]) -> float:
-    blocks, size = parameters.get("lruCapacityPerServer"), parameters.get("blockSizeTokens") or _BLOCK_TOKENS
-    if parameters.get("autoTune", True) is not False or not isinstance(blocks, int) or not isinstance(size, int):
-        return 0.0
-    return float(max(0, blocks) * max(0, size))
 
 
 class CacheTiers:

@@ -156,7 +156,7 @@ class PrefillDecision(msgspec.Struct, frozen=True):
     cost_s: Floats
 
 
-class Decider(Protocol):
+class DisaggregationRule(Protocol):
     """Decides for every decode endpoint as if it were picked."""
 
     def __call__(self, choices: PrefillChoices) -> PrefillDecision:

@@ -55,7 +55,7 @@ _USAGE: Final = {
 }
 
 
-class Guard:
+class GuardedPlugin:
     """A plugin in all the roles that one can have; only the methods of its own kind are called."""
 
     def __init__(self, name: str, plugin: Any) -> None:  # noqa: ANN401 - plugins have no type in common
@@ -140,7 +140,7 @@ class Guard:
         """Of a reporter, while the file is read."""
         try:
             reporter = self._plugin.reporter()
-            return GuardedReporter(Guard(self.name, reporter), str(reporter.namespace), str(reporter.name))
+            return GuardedReporter(GuardedPlugin(self.name, reporter), str(reporter.namespace), str(reporter.name))
         except (Exception, SystemExit) as error:
             raise failure(self.name, self._plugin, error) from error
 
@@ -186,7 +186,7 @@ class Guard:
         raise PluginFailed(self.name, cause, where)
 
 
-def guard_plugin(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -> Guard:  # noqa: ANN401 - see Guard
+def guard_plugin(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -> GuardedPlugin:  # noqa: ANN401 - see GuardedPlugin
     """A plugin behind its guard, made from its parameters; raises PluginFailed if it cannot do what its kind must.
 
     ``others``: all plugins of the file by their names, as their parameters.
@@ -199,13 +199,13 @@ def guard_plugin(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -
     if missing:
         article = "an" if kind.startswith("a") else "a"
         raise failure(name, whole, TypeError(f"{article} {kind} must have {' and '.join(missing)}"))
-    return Guard(name, whole)
+    return GuardedPlugin(name, whole)
 
 
 class GuardedSessionPlugin:
     """A SessionPlugin. ``profile_name`` was read once, with the file."""
 
-    def __init__(self, guard: Guard, profile_name: str) -> None:
+    def __init__(self, guard: GuardedPlugin, profile_name: str) -> None:
         self._guard = guard
         self.profile_name = profile_name
 
@@ -220,7 +220,7 @@ class GuardedSessionPlugin:
 class GuardedReporter:
     """A UsageReporter. Its names were read once, with the file."""
 
-    def __init__(self, guard: Guard, namespace: str, name: str) -> None:
+    def __init__(self, guard: GuardedPlugin, namespace: str, name: str) -> None:
         self._guard = guard
         self.namespace = namespace
         self.name = name

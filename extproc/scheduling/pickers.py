@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from extproc.endpoints.table import Bools, EndpointTable, Floats
-    from extproc.scheduling.disaggregation import Decider
+    from extproc.scheduling.disaggregation import DisaggregationRule
     from extproc.scheduling.picker import Demand, View
 
 # Larger than any real cost: an endpoint comes after all of a lower rank.
@@ -230,7 +230,7 @@ class PrefillDecodePairs:
     learns how long KV caches take between them.
     """
 
-    def __init__(self, parameters: PairParameters, costs: PrefixAware, decide: Decider) -> None:
+    def __init__(self, parameters: PairParameters, costs: PrefixAware, decide: DisaggregationRule) -> None:
         """``costs``: computes the costs of the module's formula."""
         self._parameters = parameters
         self._costs = costs

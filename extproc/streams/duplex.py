@@ -84,7 +84,7 @@ class Duplex:
         self._body: bytes | None = None
         self._has_trailers = False
         self._began_s = 0.0
-        self._answer = _Answer()
+        self._answer = _ObservedAnswer()
         self._is_settled = False
         # their metadata goes to the gateway when the answer ends
         self._reporters: Sequence[UsageReporter] = ()
@@ -237,7 +237,7 @@ class Duplex:
         self._context.perform(self._context.core.on_outcome(outcome, now))
 
 
-class _Answer:
+class _ObservedAnswer:
     """Observes an answer as it passes."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from attache.commands import COMMANDS
 from controller.webhooks.admission.checks import read_review, review_object
 from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.load import load_directory
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from tests.docs_examples import EXAMPLES, Example
 
 if TYPE_CHECKING:

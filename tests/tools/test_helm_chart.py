@@ -162,6 +162,7 @@ def changes(before: object, after: object, path: str = "") -> Iterator[tuple[str
         ({"gateway.highAvailability": True}, ("manager", "gateway-ha")),
         ({"gateway.gatewayAPI": True}, ("manager", "gateway-api")),
         ({"gateway.translation": True}, ("manager", "gateway-with-translation")),
+        ({"gateway.console": True}, ("manager", "gateway-with-console")),
         ({"gateway.usage": True}, ("manager", "gateway-with-usage")),
         ({"manager.enabled": False}, ("gateway",)),
         (
@@ -200,11 +201,16 @@ def test_usage_goes_with_every_other_value_of_the_gateway() -> None:
         "gateway.config": {"usageLog": {"path": "/elsewhere", "costHeader": True}, "listen": "0.0.0.0:8080"},
     }
     made = template(given)
-    usage, role, *_, extproc = made["Deployment/attache-gateway"]["spec"]["template"]["spec"]["initContainers"]
-    assert (usage["args"][-1], usage["resources"]["limits"]) == ("--admin-keys=ops", {"memory": "1Gi"})
+    containers = made["Deployment/attache-gateway"]["spec"]["template"]["spec"]["initContainers"]
+    args = {one["name"]: one["args"] for one in containers}
+    assert (args["usage"][-1], containers[0]["resources"]["limits"]) == ("--admin-keys=ops", {"memory": "1Gi"})
     # what each component adds, in the container that it means
-    assert "--port-offset=8000" in role["args"]
-    assert {"--redis=redis://attache-redis:6379", "--usage-api=http://127.0.0.1:9008"} <= {*extproc["args"]}
+    assert "--port-offset=8000" in args["gateway"]
+    assert {
+        "--redis=redis://attache-redis:6379",
+        "--usage-api=http://127.0.0.1:9008",
+        "--console-token=/etc/attache-console/token",
+    } <= {*args["extproc"]}
     assert made["GatewayConfig/gateway"]["spec"] == {
         "listen": "0.0.0.0:8080",
         "usageLog": {"path": "/var/lib/attache/usage.log", "api": "127.0.0.1:9009", "costHeader": True},

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from bench.cluster.control_plane import ControlPlane
-    from bench.cluster.fake.server import Call, FakeServer
+    from bench.cluster.fake.server import ApiCall, FakeServer
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
@@ -49,7 +49,7 @@ def names(informer: Informer) -> set[str]:
     return found - {"kube-root-ca.crt"}
 
 
-def is_watch(call: Call) -> bool:
+def is_watch(call: ApiCall) -> bool:
     return call.verb == "watch"
 
 

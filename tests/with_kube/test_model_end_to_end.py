@@ -39,7 +39,7 @@ from controller.kube.resources import (
 )
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, managing

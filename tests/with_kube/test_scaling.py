@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.cluster.fake.server import Call, FakeServer
+    from bench.cluster.fake.server import ApiCall, FakeServer
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
@@ -642,7 +642,7 @@ async def told(client: Client, namespace: str, reason: str) -> bool:
     return reason in await reasons(client, namespace)
 
 
-def _writes(call: Call) -> bool:
+def _writes(call: ApiCall) -> bool:
     return call.verb == "patch" and call.target.kind.resource == DEPLOYMENTS
 
 

@@ -31,7 +31,7 @@ from tests.with_kube.scaling import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.fake.server import Call, FakeServer
+    from bench.cluster.fake.server import ApiCall, FakeServer
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
@@ -74,13 +74,13 @@ async def until_active(client: Client, namespace: str, *said: str) -> None:
 
 
 def _of(name: str, *verbs: str) -> object:
-    def chosen(call: Call) -> bool:
+    def chosen(call: ApiCall) -> bool:
         return call.verb in verbs and call.target.kind.resource == DEPLOYMENTS and call.target.name == name
 
     return chosen
 
 
-def _statuses(call: Call) -> bool:
+def _statuses(call: ApiCall) -> bool:
     return call.target.subresource == "status" and call.target.kind.resource == AUTOSCALING_POLICY_BINDINGS
 
 

@@ -32,7 +32,7 @@ from controller.kube.resources import (
 from controller.manager.role import CONTROLLER
 from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings, utc_now
 from controller.webhooks.role import WebhookRole, WebhookSettings
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL

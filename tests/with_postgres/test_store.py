@@ -27,7 +27,7 @@ from tests.usage_lines import NOON_S, context, line, text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.usage.queries import Report
+    from controller.usage.queries import UsageReport
 
 HOUR = 3_600
 
@@ -48,13 +48,13 @@ def at(offset: int) -> Position:
     return Position(7, offset, "head")
 
 
-def report(store: SqlStore, **changes: object) -> Report:
+def report(store: SqlStore, **changes: object) -> UsageReport:
     query = Query(**{"start": NOON_S - 12 * HOUR, "end": NOON_S + 12 * HOUR, **changes})
     with store.engine.connect() as connection:
         return run(connection, query)
 
 
-def requests_of(found: Report) -> list[tuple[dict[str, str], int]]:
+def requests_of(found: UsageReport) -> list[tuple[dict[str, str], int]]:
     return [(dict(one.names), one.sums["requests"]) for one in found.rows]
 
 

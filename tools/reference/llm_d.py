@@ -17,7 +17,7 @@ from msgspec import inspect
 
 from controller.commands.epp_flags import FLAGS
 from extproc.llmd.notes import without_effect
-from extproc.llmd.registry import ACCEPTED, ACCEPTED_PARAMETERS, BUILT_IN, NOT_BUILT, AcceptedType
+from extproc.llmd.types import ACCEPTED, ACCEPTED_PARAMETERS, BUILT_IN, NOT_BUILT, AcceptedType
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:

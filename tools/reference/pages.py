@@ -12,7 +12,7 @@ from attache.commands import GROUPS
 from controller.api.crds import field_docs
 from controller.api.crds.field_docs import wrap_paragraphs
 from extproc.llmd.notes import without_effect
-from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
+from extproc.llmd.types import ACCEPTED, BUILT_IN, NOT_BUILT
 from extproc.protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
 from tools.reference import kinds, llm_d, translation
 from tools.reference.kinds import MARK, field_table, structs_in

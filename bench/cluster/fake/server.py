@@ -35,14 +35,14 @@ _ADMIN: Final = "fake-admin"
 _NOBODY: Final = "fake-nobody"
 
 
-class Call(msgspec.Struct, frozen=True):
+class ApiCall(msgspec.Struct, frozen=True):
     """A client's request. ``verb``: as RBAC names it (get, list, watch, create, update, patch, delete)."""
 
     verb: str
     target: ResourcePath
 
 
-Chosen = Callable[[Call], bool]
+Chosen = Callable[[ApiCall], bool]
 
 
 class Faults:
@@ -79,7 +79,7 @@ class Faults:
         self._slow.clear()
         self._frozen.set()
 
-    async def apply(self, call: Call) -> None:
+    async def apply(self, call: ApiCall) -> None:
         """Wait, or raise what this call meets."""
         for chosen, for_s in self._slow:
             if chosen(call):
@@ -102,14 +102,14 @@ class _Refusal:
         self._reason = reason
         self._retry_after_s = retry_after_s
 
-    def error(self, call: Call) -> ApiError:
+    def error(self, call: ApiCall) -> ApiError:
         if self._code == 409:
             return conflict(call.target.kind.resource.plural, call.target.name)
         details = {} if self._retry_after_s is None else {"retryAfterSeconds": self._retry_after_s}
         return ApiError(self._code, self._reason, "a fault that was asked for", details)
 
 
-def _any(_: Call) -> bool:
+def _any(_: ApiCall) -> bool:
     return True
 
 
@@ -303,7 +303,7 @@ class FakeServer:
                 f' "{resource.group}"'
             )
             raise ApiError(403, "Forbidden", message, {"kind": resource.plural})
-        await self.faults.apply(Call(verb, target))
+        await self.faults.apply(ApiCall(verb, target))
         if verb == "watch":
             return await self.watches.serve(request, target)
         if verb == "get":

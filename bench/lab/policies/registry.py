@@ -26,8 +26,8 @@ from bench.lab.policies.routers import (
 )
 from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PolicySetup, PrefixMemoryPolicy
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import installed_plugins
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import installed_plugins
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.pickers import (
     PairParameters,
@@ -40,7 +40,7 @@ from extproc.scheduling.pickers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from extproc.scheduling.disaggregation import Decider
+    from extproc.scheduling.disaggregation import DisaggregationRule
     from extproc.scheduling.picker import Picker
 
 _CONFIGS: Final = Path(__file__).parent / "configs"
@@ -110,7 +110,7 @@ def _preble(tracker: InFlightTracker, known: EngineCalibration) -> Picker:
     )
 
 
-def _pairs(decide: Decider) -> Callable[[EngineCalibration], PolicySetup]:
+def _pairs(decide: DisaggregationRule) -> Callable[[EngineCalibration], PolicySetup]:
     """Prefill and decode engines under ``decide``; what picks them, and what it knows, is ours."""
 
     def build(_: EngineCalibration) -> PolicySetup:

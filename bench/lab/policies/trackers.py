@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PREDICTED_S: Final = 5.0
 
 
-class _Entry(msgspec.Struct):
+class _TrackedRequest(msgspec.Struct):
     row: int
     uncached_tokens: float
     blocks: list[int]
@@ -54,7 +54,7 @@ class InFlightTracker:
         self.engines: Mapping[str, Scheduler] = {}
         self.prefill_tokens: Floats = np.zeros(0)
         self._active: list[Counter[int]] = []
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _TrackedRequest] = {}
         self._last: View | None = None
 
     def observe(self, view: View) -> Request:
@@ -99,7 +99,9 @@ class InFlightTracker:
         row = self.row_of(view.table, address)
         uncached_tokens = max(0.0, view.request.input_tokens - float(view.demand.cached_tokens[row]))
         blocks = list(request.text.hashes)
-        self._entries[request.key] = _Entry(row=row, uncached_tokens=uncached_tokens, blocks=blocks, request=request)
+        self._entries[request.key] = _TrackedRequest(
+            row=row, uncached_tokens=uncached_tokens, blocks=blocks, request=request
+        )
         self.prefill_tokens[row] += uncached_tokens
         self._active[row].update(blocks)
 
@@ -119,7 +121,7 @@ class InFlightTracker:
             if not active[block]:
                 del active[block]
 
-    def _prefilled(self, entry: _Entry) -> None:
+    def _prefilled(self, entry: _TrackedRequest) -> None:
         if entry.is_prefilling:
             entry.is_prefilling = False
             self.prefill_tokens[entry.row] -= entry.uncached_tokens

@@ -70,14 +70,16 @@ class CacheEntry:
                 shutil.rmtree(directory)
         self.make()
 
-    def describe(self, *, is_held: bool) -> Entry:
+    def describe(self, *, is_held: bool) -> EvictionCandidate:
         """The inputs of eviction; raises OSError if the entry disappears meanwhile."""
         marker = self.marker()
         seen = [
             path.stat().st_mtime for path in (self._used, self.journal, self._marker, self.directory) if path.exists()
         ]
         size = marker.size if marker else disk_usage(self.directory)
-        return Entry(self.directory.name, size, max(seen, default=0.0), is_held=is_held, is_ready=marker is not None)
+        return EvictionCandidate(
+            self.directory.name, size, max(seen, default=0.0), is_held=is_held, is_ready=marker is not None
+        )
 
 
 class WeightCache:
@@ -256,7 +258,7 @@ def read_marker(text: bytes) -> Marker | None:
         return None
 
 
-class Entry(msgspec.Struct, frozen=True):
+class EvictionCandidate(msgspec.Struct, frozen=True):
     """A cache entry to consider for eviction. ``used_at_s``: the last use, or the last write of an unfinished one."""
 
     key: str
@@ -266,7 +268,7 @@ class Entry(msgspec.Struct, frozen=True):
     is_ready: bool = True
 
 
-def to_evict(entries: Sequence[Entry], *, limit: int, needed: int, keep: str) -> list[str]:
+def to_evict(entries: Sequence[EvictionCandidate], *, limit: int, needed: int, keep: str) -> list[str]:
     """Keys to remove, least recently used first, until all entries and ``needed`` more bytes fit ``limit``.
 
     Entries in use stay, and so does ``keep``, the one about to be made. Incomplete ones go first, as they have no

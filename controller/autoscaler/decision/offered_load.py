@@ -278,7 +278,7 @@ def _slope(counts: Sequence[float], dispersion: float, bin_s: float) -> float:
     return slope
 
 
-class _Line(NamedTuple):
+class _Trend(NamedTuple):
     """``slope``: in arrivals a second, a second; ``variance``: of it. ``is_best``: a step explains the counts worse."""
 
     slope: float
@@ -286,7 +286,7 @@ class _Line(NamedTuple):
     is_best: bool
 
 
-def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Line:
+def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Trend:
     """Least squares. A step is no trend that could be continued: it is over."""
     group = len(counts) // _TREND_GROUPS
     grouped = [sum(counts[at : at + group]) for at in range(0, group * _TREND_GROUPS, group)]
@@ -300,7 +300,7 @@ def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Line:
         after = total - before
         by_step = max(by_step, before * before / index + after * after / (_TREND_GROUPS - index))
     unit = (group * bin_s) ** 2
-    return _Line(
+    return _Trend(
         slope=slope / unit,
         variance=dispersion * max(total / _TREND_GROUPS, 1.0) / _TREND_SPREAD / unit**2,
         is_best=by_line > by_step,

@@ -337,7 +337,7 @@ class _Data(msgspec.Struct, frozen=True, rename="camel"):
     result: Any = None
 
 
-class _Answer(msgspec.Struct, frozen=True, rename="camel"):
+class _PrometheusAnswer(msgspec.Struct, frozen=True, rename="camel"):
     status: str
     data: _Data = _Data()
     error_type: str = ""
@@ -350,7 +350,7 @@ class _Series(msgspec.Struct, frozen=True):
     value: tuple[float, str]
 
 
-_ANSWERS: Final = msgspec.json.Decoder(_Answer)
+_ANSWERS: Final = msgspec.json.Decoder(_PrometheusAnswer)
 
 
 def query_request(query: str) -> str:
@@ -376,7 +376,7 @@ def prometheus_value(body: bytes) -> MetricValue:
         return MetricValue(problem="the answer is not that of a Prometheus")
 
 
-def _of(answer: _Answer) -> MetricValue:
+def _of(answer: _PrometheusAnswer) -> MetricValue:
     is_partial = bool(answer.warnings)
     if answer.data.result_type == "scalar":
         at_s, text = msgspec.convert(answer.data.result, tuple[float, str])

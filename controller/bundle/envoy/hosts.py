@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from extproc.api.http_route import HTTPRouteRule, PathMatch, ValueMatch
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RouteEntry(msgspec.Struct, frozen=True):
     """One match of one rule. ``rule`` and ``number``: which rule of ``route``, and which match of that."""
 
     route: HTTPRoute
@@ -47,7 +47,7 @@ class Host(msgspec.Struct, frozen=True):
 
     domain: str
     listener: Listener
-    entries: tuple[Entry, ...]
+    entries: tuple[RouteEntry, ...]
 
 
 def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_named: bool = True) -> list[Host]:
@@ -123,8 +123,8 @@ def _by_host_name(routes: Iterable[HTTPRoute]) -> Mapping[str, list[HTTPRoute]]:
     return found
 
 
-def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[Entry, ...]:
-    found: list[tuple[tuple[bool, int], Entry]] = []
+def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[RouteEntry, ...]:
+    found: list[tuple[tuple[bool, int], RouteEntry]] = []
     seen: set[str] = set()
     # a route counts by the most specific of its names
     for hostname in _covering(domain):
@@ -132,7 +132,7 @@ def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[Entry,
             if route.metadata.key not in seen:
                 seen.add(route.metadata.key)
                 found.extend(
-                    (_specificity(hostname), Entry(route, number, index))
+                    (_specificity(hostname), RouteEntry(route, number, index))
                     for number, rule in enumerate(route.spec.rules)
                     for index in range(len(effective_matches(rule)))
                 )
@@ -153,7 +153,7 @@ def _specificity(domain: str) -> tuple[bool, int]:
     return not domain.startswith(ANY_HOST), len(domain)
 
 
-def _precedence(specificity: tuple[bool, int], entry: Entry) -> tuple[object, ...]:
+def _precedence(specificity: tuple[bool, int], entry: RouteEntry) -> tuple[object, ...]:
     """What is smaller decides first."""
     match, created = entry.match, entry.route.metadata.creation_timestamp
     headers, parameters = conditions(match)

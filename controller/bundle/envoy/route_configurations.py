@@ -104,7 +104,7 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     """The route configuration of ``group``, as a resource of xDS."""
     # CORS is decided before extproc is called: there must be a route for every request
     if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
-        return _Group(group, snapshot, memo).configuration()
+        return _ListenerGroup(group, snapshot, memo).configuration()
     # models alone, for every host
     removed = (*_OWN_HEADERS, *NOT_FOR_ENGINES)
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
@@ -121,7 +121,7 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     return _configuration(group.route_config_name, [host, fallback])
 
 
-class _Group:
+class _ListenerGroup:
     """A group of listeners with HTTPRoutes or several hosts."""
 
     def __init__(self, group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> None:

@@ -75,7 +75,7 @@ def pool_name(text: str) -> str:
     return _NOT_IN_NAMES.sub("-", text.lower()).strip("-.")[:200] or "epp"
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _ListedEndpoint(msgspec.Struct, frozen=True):
     """One of ``endpoints``; other fields are ignored, as in llm-d. ``port``: text there, a number will do."""
 
     name: str
@@ -111,7 +111,7 @@ def read_endpoints(file: str, text: str) -> ListedEndpoints:
     problems = []
     for index, one in enumerate(listed or ()):
         try:
-            entry = msgspec.convert(one, _Entry)
+            entry = msgspec.convert(one, _ListedEndpoint)
             address = _address(entry)
         except (msgspec.ValidationError, ValueError) as error:
             problems.append(f"endpoints[{index}]: {error}")
@@ -124,7 +124,7 @@ def read_endpoints(file: str, text: str) -> ListedEndpoints:
     return ListedEndpoints(tuple(found[address] for address in sorted(found)), tuple(problems))
 
 
-def _address(entry: _Entry) -> str:
+def _address(entry: _ListedEndpoint) -> str:
     """Raises ValueError."""
     try:
         is_ip6 = ipaddress.ip_address(entry.address).version == 6

@@ -70,7 +70,7 @@ class _KeptRole(msgspec.Struct, rename="camel"):
     worker_replicas: Workers = 0
 
 
-class _Kept(msgspec.Struct):
+class _RevisionData(msgspec.Struct):
     """Of a ControllerRevision."""
 
     roles: Annotated[list[_KeptRole], msgspec.Meta(max_length=8)]
@@ -172,7 +172,7 @@ def _read(thing: Object) -> Revision | None:
     data, metadata = thing.get("data") or {}, thing["metadata"]
     try:
         # others may write such objects, and pods are made of them: the bounds of our own kind hold here, too
-        kept = msgspec.convert(data, _Kept)
+        kept = msgspec.convert(data, _RevisionData)
         found = _revision(data["roles"], kept.replicas)
     except msgspec.ValidationError:
         return None

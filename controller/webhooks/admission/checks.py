@@ -67,7 +67,7 @@ class Review(msgspec.Struct, frozen=True, rename="camel"):
         return f"{self.namespace}/{self.name}"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class AdmissionVerdict(msgspec.Struct, frozen=True):
     """``refused``: why the object is refused, empty if it is admitted. ``warnings``: shown to the user."""
 
     refused: str = ""
@@ -86,7 +86,7 @@ def read_review(body: bytes) -> Review:
     return _DECODER.decode(body).request
 
 
-def admission_response(review: Review, verdict: Verdict) -> bytes:
+def admission_response(review: Review, verdict: AdmissionVerdict) -> bytes:
     """The body of the answer."""
     response: dict[str, Any] = {"uid": review.uid, "allowed": not verdict.refused}
     if verdict.refused:
@@ -218,15 +218,15 @@ def counted_as(kind: str) -> str:
     return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
 
 
-def review_object(review: Review, known: Known, check_picker: PickerCheck) -> Verdict:
+def review_object(review: Review, known: Known, check_picker: PickerCheck) -> AdmissionVerdict:
     """``known``: the informers' copies of the cluster's objects, by kind and key."""
     if review.new is None:
-        return Verdict(warnings=tuple(users_of(review.kind.kind, review.key, known)))
+        return AdmissionVerdict(warnings=tuple(users_of(review.kind.kind, review.key, known)))
     mistakes = list(_mistakes(review, review.new, known, check_picker))
     warnings = list(_warnings(review.kind.kind, review.key, review.new, known, check_picker))
     if mistakes and _asks_for_something_new(review):
-        return Verdict(refused="; ".join(mistakes), warnings=tuple(warnings))
-    return Verdict(warnings=(*mistakes, *warnings))
+        return AdmissionVerdict(refused="; ".join(mistakes), warnings=tuple(warnings))
+    return AdmissionVerdict(warnings=(*mistakes, *warnings))
 
 
 def _asks_for_something_new(review: Review) -> bool:

@@ -11,21 +11,21 @@ import aiohttp
 from aiohttp import web
 
 from bench.micro.instant_engine import prefilled, serve
-from bench.micro.legs import Load, Memory, Report, Round, figures_of, markdown
+from bench.micro.legs import LegCost, LegReport, Memory, Round, figures_of, markdown
 from bench.micro.sidecar import PREFILLER, prefill_body
 from bench.micro.sidecar import serve as serve_sidecar
 from bench.stack.processes import free_ports
 from tests.waiting import eventually
 
 
-def round_of(prefill_ms: float, whole: Load, gateway: Load, sidecar: Load) -> Round:
+def round_of(prefill_ms: float, whole: LegCost, gateway: LegCost, sidecar: LegCost) -> Round:
     return Round(prefill_ms, {"whole": whole, "gateway": gateway, "sidecar": sidecar})
 
 
 ROUNDS = [
-    round_of(0.5, Load(2.0, 400, 500, 300), Load(4.5, 900, 1000, 320), Load(6.5, 1400, 10_500, 310)),
-    round_of(0.5, Load(2.0, 400, 500, 300), Load(3.5, 800, 1000, 320), Load(4.5, 1400, 5_500, 310)),
-    round_of(1.0, Load(2.0, 400, 500, 300), Load(4.5, 600, 1000, 320), Load(5.0, 1200, 5_500, 310)),
+    round_of(0.5, LegCost(2.0, 400, 500, 300), LegCost(4.5, 900, 1000, 320), LegCost(6.5, 1400, 10_500, 310)),
+    round_of(0.5, LegCost(2.0, 400, 500, 300), LegCost(3.5, 800, 1000, 320), LegCost(4.5, 1400, 5_500, 310)),
+    round_of(1.0, LegCost(2.0, 400, 500, 300), LegCost(4.5, 600, 1000, 320), LegCost(5.0, 1200, 5_500, 310)),
 ]
 
 
@@ -52,7 +52,7 @@ def test_memory_is_a_multiple_of_the_bodies() -> None:
 
 def test_the_table_has_a_line_for_each_size() -> None:
     memory = {"gateway": Memory(2**20, 3 * 2**20, 200), "sidecar": Memory(2**20, 2 * 2**20)}
-    report = Report(0.5, 0.25, [figures_of(100_000, ROUNDS)], memory, {100_000: ROUNDS})
+    report = LegReport(0.5, 0.25, [figures_of(100_000, ROUNDS)], memory, {100_000: ROUNDS})
     text = markdown(report)
     assert "| 100 KB | 1.50 | 2.00 | 400 | 1,000 | 500 | 5,000 | 0.50 | 0.40 | 0.10 |" in text
     assert "200 at the same time: 1 MiB before, at most 3 MiB" in text

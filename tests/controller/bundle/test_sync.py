@@ -607,7 +607,7 @@ async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last
         before = (out / "eds" / "default" / "one.json").read_text()
         (config / "a.yaml").write_text(good.replace("10.0.0.1:8000", "nowhere"))
         await until(lambda: "'nowhere' is not an address" in log.read_text())
-        assert "the last good bundle stays" in log.read_text()
+        assert "the last good bundle stays: a.yaml" in log.read_text()
         assert (out / "eds" / "default" / "one.json").read_text() == before
 
         (config / "a.yaml").write_text(good)

@@ -124,6 +124,17 @@ def test_a_gateway_that_takes_no_virtual_keys_gets_none(folder: Path, admin: Key
         admin.create(asked(), "me")
 
 
+def test_without_a_gateway_config_the_refusal_has_the_document_to_write(folder: Path, admin: KeyAdmin) -> None:
+    (folder / "all.yaml").write_text(
+        CONFIG.replace("GatewayConfig", "ModelAccessPolicy").partition("authentication")[0]
+        + 'rules: [{from: [{tenants: [acme]}], models: ["*"]}]'
+    )
+    with pytest.raises(KeyRefused) as refused:
+        admin.create(asked(), "me")
+    (folder / "gateway.yaml").write_text(str(refused.value).partition("a file with ")[2])
+    assert admin.create(asked(), "me").key.startswith("sk-")
+
+
 def test_who_revokes_learns_that_a_broken_directory_keeps_the_key(
     folder: Path, admin: KeyAdmin, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from controller.bundle.envoy.authentication import reports_value
 from controller.usage.follow import Position
 from controller.usage.ingest import Counts
-from controller.usage.queries import BadQuery, Report, query_of, run
+from controller.usage.queries import BadQuery, UsageReport, query_of, run
 from controller.usage.reports import as_csv, as_json, as_table, completions_page, costs_page
 from controller.usage.rows import row_of
 from controller.usage.server import Database, Reports, pages
@@ -241,7 +241,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Reports do not end before this, unless they are grouped by route."""
     event, real = threading.Event(), Database.run
 
-    def slow(self: Database, query: Query) -> Report:
+    def slow(self: Database, query: Query) -> UsageReport:
         assert query.groups == ("route",) or event.wait(60)
         return real(self, query)
 
@@ -306,7 +306,7 @@ async def refusals(asked: Sequence[asyncio.Task[ClientResponse]], most: int) -> 
     return found
 
 
-def report_of(store: SqlStore, **parameters: str) -> Report:
+def report_of(store: SqlStore, **parameters: str) -> UsageReport:
     with store.engine.connect() as connection:
         return run(connection, query_of({name: [value] for name, value in {**DAY, **parameters}.items()}, NOON_S))
 
@@ -390,8 +390,8 @@ _ODD = st.sampled_from(
     )
 )
 def test_whatever_is_asked_for_is_a_query_or_a_parameter_that_is_named(names: dict[str, list[str]]) -> None:
-    def nothing(query: Query) -> Report:
-        return Report(query, "requests", (), (), None)
+    def nothing(query: Query) -> UsageReport:
+        return UsageReport(query, "requests", (), (), None)
 
     for make in (
         lambda: as_json(nothing(query_of(names, NOON_S))),

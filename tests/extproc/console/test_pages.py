@@ -241,6 +241,46 @@ async def test_a_manager_that_is_gone_is_named_at_once() -> None:
     assert all(one["error"]["message"].startswith("No answer of the manager: ") for _, one in found)
 
 
+@pytest.mark.parametrize("leader", [0, 1])
+async def test_of_the_replicas_of_a_name_the_one_that_leads_is_shown(
+    leader: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One name with two addresses, as a headless Service has them; the other answers 503."""
+    port, own = free_ports(2)
+    addresses = ["127.0.0.1", "127.0.0.2"]
+    resolve = asyncio.get_running_loop().getaddrinfo
+
+    async def resolved(host: str, number: int, **kind: int) -> list[Any]:
+        found = [await resolve(one, number, **kind) for one in (addresses if host == "manager.test" else [host])]
+        return [one for each in found for one in each]
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.transport.get_extra_info("sockname")[0] != addresses[leader]:  # type: ignore[union-attr] # open
+            return web.Response(status=503, text="this replica does not lead")
+        return web.json_response({"asked": request.host})
+
+    app = web.Application()
+    app.add_routes([web.get("/decisions", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    for one in addresses:
+        await web.TCPSite(runner, one, port).start()
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+    manager = f"http://manager.test:{port}"
+    async with demo().served(own, Place(("127.0.0.1", own), manager=manager)) as url:
+        found = await status_and_answer(f"{url}/decisions")
+    await runner.cleanup()
+    assert found == (200, {"asked": f"manager.test:{port}"})
+
+
+async def test_a_manager_whose_name_nobody_knows_is_named() -> None:
+    port = free_ports(1)[0]
+    async with demo().served(port, Place(("127.0.0.1", port), manager="http://nobody.invalid:1")) as url:
+        status, answer = await status_and_answer(f"{url}/decisions")
+    assert status == 502
+    assert "nobody.invalid" in answer["error"]["message"]
+
+
 async def test_a_manager_that_hangs_holds_four_requests_and_neither_usage_nor_the_state() -> None:
     port = free_ports(1)[0]
     async with hanging_manager() as manager, usage_api(b'{"data": []}') as (api, _):

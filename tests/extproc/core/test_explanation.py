@@ -30,6 +30,7 @@ from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
+from extproc.llmd.files import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.runtime.pages import ExplainPage
@@ -70,7 +71,10 @@ def core_of(*, configured: bool) -> Core:
         else CONFIG
     )
     return Core(
-        load_snapshot({"all.yaml": config, "epp.yaml": PICKER.encode()}), rng=random.Random(0), ticket_prefix="t"
+        load_snapshot({"all.yaml": config, "epp.yaml": PICKER.encode()}),
+        rng=random.Random(0),
+        ticket_prefix="t",
+        make_picker=PickerFactory(),
     )
 
 

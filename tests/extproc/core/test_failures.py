@@ -28,8 +28,9 @@ from extproc.core.effects import (
 from extproc.core.record import Head, Outcome
 from extproc.core.states import State
 from extproc.errors import BadRequest, InternalError, NoEndpoint
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN, PluginType
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
+from extproc.scheduling.registry import PluginType
 from tests.extproc.conftest import in_some_state
 
 if TYPE_CHECKING:
@@ -115,7 +116,11 @@ def test_a_request_goes_without_the_plugins_that_fail_and_each_is_told(flow_cont
     core = core_of(SERVER + flow_control + LIMITED)
     pool = core.pools["default/llama"]
     text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: scores}, {type: admits}]\n"
-    known = {**BUILT_IN, "scores": PluginType("scorer", Raises), "admits": PluginType("admitter", Raises)}
+    known = {
+        **BUILT_IN,
+        "scores": PluginType("scorer", Raises, is_external=True),
+        "admits": PluginType("admitter", Raises, is_external=True),
+    }
     pool.update(pool.spec, picker_from_text("epp.yaml", text, known).picker)
     own, effects = arrive(core)
 

@@ -14,6 +14,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Head
 from extproc.errors import Shed
+from extproc.llmd.files import PickerFactory
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect
@@ -56,7 +57,7 @@ plugins:
 
 def core_of(plugins: str, gates: str = "", flow_control: str = "") -> Core:
     files = {"a.yaml": DIRECTORY.encode(), "epp.yaml": (PICKER % (gates, plugins) + flow_control).encode()}
-    return Core(load_snapshot(files), rng=random.Random(1), ticket_prefix="t")
+    return Core(load_snapshot(files), rng=random.Random(1), ticket_prefix="t", make_picker=PickerFactory())
 
 
 def table_of(core: Core) -> EndpointTable:

@@ -16,6 +16,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision
 from extproc.core.peers import EventBatch, RequestStarted
 from extproc.core.record import Attachment, Head
+from extproc.llmd.files import PickerFactory
 from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
 from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG
@@ -44,7 +45,13 @@ def snapshot_of(plugins: str, config: bytes = SERVER) -> Snapshot:
 
 
 def core_of(plugins: str, *, seed: int = 0, machine: str | None = None) -> Core:
-    return Core(snapshot_of(plugins), rng=random.Random(seed), ticket_prefix=f"t{seed}", machine=machine)
+    return Core(
+        snapshot_of(plugins),
+        rng=random.Random(seed),
+        ticket_prefix=f"t{seed}",
+        make_picker=PickerFactory(),
+        machine=machine,
+    )
 
 
 def sent(core: Core, now: float = 0.0, *, is_trusted: bool = False, **headers: str) -> Decision:
@@ -193,7 +200,7 @@ schedulingProfiles:
 def test_prefill_and_decode_have_tokens_of_their_own() -> None:
     snapshot = snapshot_of(PAIR, DISAGGREGATED)
     assert session_headers(snapshot) == ("x-session-token", "x-session-token-prefill")
-    core = Core(snapshot, rng=random.Random(3), ticket_prefix="t")
+    core = Core(snapshot, rng=random.Random(3), ticket_prefix="t", make_picker=PickerFactory())
     seen = set()
     for _ in range(12):
         one = sent(core).assignment
@@ -303,12 +310,14 @@ metadata: {name: secret}
 spec: {model: other, scrapeInterval: 0s, endpoints: [{address: "10.0.7.7:8000"}]}
 """
     )
-    core = Core(snapshot_of(TOKENS, both), rng=random.Random(0), ticket_prefix="t")
+    core = Core(snapshot_of(TOKENS, both), rng=random.Random(0), ticket_prefix="t", make_picker=PickerFactory())
     assert {forged(core, "10.0.7.7:8000") for _ in range(40)} == {FIRST, SECOND, THIRD}
 
 
 def test_a_forged_token_leads_past_no_filter_behind_it() -> None:
-    core = Core(snapshot_of(LABELLED_AFTER, LABELLED), rng=random.Random(0), ticket_prefix="t")
+    core = Core(
+        snapshot_of(LABELLED_AFTER, LABELLED), rng=random.Random(0), ticket_prefix="t", make_picker=PickerFactory()
+    )
     assert {forged(core, SECOND) for _ in range(20)} == {SECOND}
     # refused: filters apply in their order, and nothing is left
     assert {forged(core, THIRD) for _ in range(20)} == {None}
@@ -318,7 +327,10 @@ def test_a_forged_token_leads_past_no_queue() -> None:
     full = b"model: llama-3.1-8b\n  flowControl:"
     full += b" {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}}"
     core = Core(
-        snapshot_of(TOKENS, SERVER.replace(b"model: llama-3.1-8b", full)), rng=random.Random(0), ticket_prefix="t"
+        snapshot_of(TOKENS, SERVER.replace(b"model: llama-3.1-8b", full)),
+        rng=random.Random(0),
+        ticket_prefix="t",
+        make_picker=PickerFactory(),
     )
     assert forged(core, THIRD) == THIRD
     assert {forged(core, THIRD), forged(core, THIRD)} == {FIRST, SECOND}

@@ -18,6 +18,7 @@ from extproc.core.record import Head
 from extproc.errors import NoEndpoint
 from extproc.feeds import directory
 from extproc.feeds.directory import DirectoryFeed, endpoints_in_envoy
+from extproc.llmd.files import PickerFactory
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
 from tests.extproc.conftest import CONFIG
@@ -105,7 +106,7 @@ class Watched:
         self.file.write_bytes(CONFIG)
         followed = ConfigDirectory(directory)
         snapshot = followed.read()
-        self.core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+        self.core = Core(snapshot, rng=random.Random(0), ticket_prefix="t", make_picker=PickerFactory())
         self.metrics = Metrics(self.core.pools.values, lambda: 0.0, lambda: 0.0)
         self.now = 0.0
         # what Envoy answers, the last for ever; None: there is none
@@ -173,6 +174,7 @@ async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
     assert watched.names() == ["chat", "sql"]
     assert watched.feed.report.files == in_use
     assert "all.yaml" in watched.feed.report.refused
+    assert not any("\n" in one.getMessage() for one in caplog.records)
 
     watched.file.write_bytes(CONFIG)
     await watched.until(lambda: watched.sample("attache_config_valid") == 1)

@@ -21,6 +21,7 @@ from extproc.engines.metrics import LoraState
 from extproc.feeds import engines
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper, back_off_s
+from extproc.llmd.files import PickerFactory
 from extproc.metrics.registry import Metrics
 from tests.certificates import Authority
 from tests.waiting import eventually
@@ -100,7 +101,10 @@ async def scraped(
     address = f"127.0.0.1:{runner.addresses[0][1]}"
     endpoints = ", ".join(f'{{address: "{one}"}}' for one in (address, *more))
     core = Core(
-        load_snapshot({"a.yaml": config.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t"
+        load_snapshot({"a.yaml": config.format(endpoints=endpoints).encode()}),
+        rng=random.Random(0),
+        ticket_prefix="t",
+        make_picker=PickerFactory(),
     )
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from extproc.endpoints.table import EndpointTable
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
 from tests.extproc.scheduling.plugins.views import view_of
 

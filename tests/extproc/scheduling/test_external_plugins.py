@@ -14,11 +14,12 @@ import pytest
 
 from extproc.api.errors import ConfigInvalid
 from extproc.errors import NoEndpoint, Shed
-from extproc.llmd.profiles import BuiltPicker, picker_from_text
-from extproc.llmd.registry import BUILT_IN, Kind, PluginType, installed_plugins
+from extproc.llmd.files import BuiltPicker, picker_from_text
+from extproc.llmd.types import BUILT_IN, installed_plugins
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Pick, View
 from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
+from extproc.scheduling.registry import Kind, PluginType
 from extproc.scheduling.sessions import SessionNote
 from tests.extproc.scheduling.plugins.views import view_of
 from tests.plugin_package import HEAD, install_plugin
@@ -52,7 +53,7 @@ def plugin(kind: Kind, does: Callable[..., Any], **more: object) -> PluginType:
 
 def built(theirs: PluginType, more: str = "") -> BuiltPicker:
     text = f"{HEADER}plugins:\n- {{type: theirs}}\n{more}"
-    return picker_from_text("epp.yaml", text, {**BUILT_IN, "theirs": theirs})
+    return picker_from_text("epp.yaml", text, {**BUILT_IN, "theirs": msgspec.structs.replace(theirs, is_external=True)})
 
 
 def raises(*_: object) -> object:

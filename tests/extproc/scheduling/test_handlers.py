@@ -13,8 +13,8 @@ import pytest
 from extproc.api.errors import ConfigInvalid
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import BadRequest
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

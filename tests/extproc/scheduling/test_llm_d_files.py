@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from extproc.api.load import load_snapshot
-from extproc.llmd.pickers import picker_notes, pickers_for
+from extproc.llmd.files import PickerFactory, picker_notes
+from extproc.scheduling.pickers_for import pickers_for
 
 SERVER = b"""
 apiVersion: attache.dev/v1alpha1
@@ -259,6 +260,6 @@ def test_a_file_is_loaded_and_what_has_no_effect_is_told(what: str, version: str
     text, told = FILES[what]
     files = {"server.yaml": SERVER, "epp.yaml": f"apiVersion: {version}\nkind: EndpointPickerConfig{text}".encode()}
     snapshot = load_snapshot(files)
-    assert set(pickers_for(snapshot, {})) == {"default/llama"}
+    assert set(pickers_for(snapshot, {}, PickerFactory())) == {"default/llama"}
     notes = "\n".join(picker_notes(snapshot, tries_plugins=True))
     assert [one for one in told if one not in notes] == []

@@ -12,8 +12,8 @@ from extproc.api.model_server import ModelServerSpec
 from extproc.api.picker_config import refuse_files
 from extproc.api.quantities import Duration
 from extproc.engines.metrics import MetricsReader
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
 from extproc.scheduling.metrics_source import USUAL_NAMES, MetricsSource, scrape_config_of
 
 SPEC = ModelServerSpec(model="m", metrics_port=9, metrics_path="/a", connection=EngineConnection(tls=EngineTls()))

@@ -7,10 +7,11 @@ import pytest
 
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import Loader, load_snapshot
-from extproc.llmd.pickers import picker_notes, pickers_for
+from extproc.llmd.files import PickerFactory, picker_notes
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.pickers import PrefillDecodePairs, RoundRobin
+from extproc.scheduling.pickers_for import pickers_for
 
 SERVERS = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -33,7 +34,7 @@ def files(servers: str = SERVERS, epp: str = EPP) -> dict[str, bytes]:
 
 
 def test_every_server_has_a_picker() -> None:
-    made = pickers_for(load_snapshot(files()), {})
+    made = pickers_for(load_snapshot(files()), {}, PickerFactory())
     assert isinstance(made["default/turns"].picker, RoundRobin)
     assert isinstance(made["default/llm-d"].picker, ConfiguredPicker)
 
@@ -50,23 +51,25 @@ def test_every_server_has_a_picker() -> None:
 @pytest.mark.parametrize("loader", [None, Loader()])
 def test_changes_that_do_not_concern_a_picker_keep_it(servers: str, epp: str, loader: Loader | None) -> None:
     read = load_snapshot if loader is None else loader.load
-    before = pickers_for(read(files()), {})
-    after = pickers_for(read(files(servers, epp)), before)
+    before = pickers_for(read(files()), {}, PickerFactory())
+    after = pickers_for(read(files(servers, epp)), before, PickerFactory())
     assert {key: made.picker for key, made in after.items()} == {key: made.picker for key, made in before.items()}
     assert all(after[key].picker is before[key].picker for key in before)
 
 
 def test_a_changed_file_makes_the_pickers_new_that_name_it() -> None:
-    before = pickers_for(load_snapshot(files()), {})
-    after = pickers_for(load_snapshot(files(epp=EPP.replace("random-picker", "max-score-picker"))), before)
+    before = pickers_for(load_snapshot(files()), {}, PickerFactory())
+    after = pickers_for(
+        load_snapshot(files(epp=EPP.replace("random-picker", "max-score-picker"))), before, PickerFactory()
+    )
     assert after["default/turns"].picker is before["default/turns"].picker
     assert "MaxScore" in repr(after["default/llm-d"].picker)
 
 
 def test_another_picker_or_pairs_make_a_new_one() -> None:
-    before = pickers_for(load_snapshot(files()), {})
+    before = pickers_for(load_snapshot(files()), {}, PickerFactory())
     turned = SERVERS.replace("picker: RoundRobin", "pdGroup: {prefillLabels: {r: p}, decodeLabels: {r: d}}")
-    after = pickers_for(load_snapshot(files(turned)), before)
+    after = pickers_for(load_snapshot(files(turned)), before, PickerFactory())
     assert type(after["default/turns"].picker).__name__ == "PrefillDecodePairs"
 
 
@@ -84,17 +87,17 @@ def test_how_pairs_decide_is_configured(group: str, engine: str, decider: object
     turned = SERVERS.replace(
         "picker: RoundRobin", f"engine: {engine}, pdGroup: {{prefillLabels: {{r: p}}, decodeLabels: {{r: d}}{group}}}"
     )
-    picker = pickers_for(load_snapshot(files(turned)), {})["default/turns"].picker
+    picker = pickers_for(load_snapshot(files(turned)), {}, PickerFactory())["default/turns"].picker
     assert isinstance(picker, PrefillDecodePairs)
     assert picker.decide == decider
 
 
 def test_the_mistakes_of_all_pickers_are_told_once_each_and_nothing_is_made() -> None:
     more = SERVERS + "---\n" + SERVERS.split("---\n")[1].replace("llm-d", "other")
-    before = pickers_for(load_snapshot(files(more)), {})
+    before = pickers_for(load_snapshot(files(more)), {}, PickerFactory())
     kept = dict(before)
     with pytest.raises(ConfigInvalid) as caught:
-        pickers_for(load_snapshot(files(more, EPP.replace("queue-scorer", "queue-scorr"))), before)
+        pickers_for(load_snapshot(files(more, EPP.replace("queue-scorer", "queue-scorr"))), before, PickerFactory())
     assert [one.path for one in caught.value.mistakes] == ["plugins[0].type"]
     assert before == kept
 

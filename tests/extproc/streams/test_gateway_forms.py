@@ -22,6 +22,7 @@ import pytest
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.states import State
+from extproc.llmd.files import PickerFactory
 from extproc.metrics.registry import Metrics
 from extproc.ports import listen
 from extproc.rpc.server import Call
@@ -96,7 +97,12 @@ async def never(*_: object) -> Any:  # noqa: ANN401 - nothing is waited for here
 
 @asynccontextmanager
 async def served(answer_to: Any = never, *, pool: bytes = POOL, **options: object) -> AsyncIterator[Server]:  # noqa: ANN401
-    core = Core(load_snapshot({"pool.yaml": pool, "epp.yaml": EPP}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(
+        load_snapshot({"pool.yaml": pool, "epp.yaml": EPP}),
+        rng=random.Random(0),
+        ticket_prefix="t",
+        make_picker=PickerFactory(),
+    )
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
     context = shell(core, metrics, pool="default/pool", **options)
 

@@ -76,7 +76,7 @@ class _Statuses(msgspec.Struct, frozen=True):
     file_status: list[_Status] = msgspec.field(name="FileStatus")
 
 
-class _Listed(msgspec.Struct, frozen=True):
+class _DirectoryListing(msgspec.Struct, frozen=True):
     statuses: _Statuses = msgspec.field(name="FileStatuses")
 
 
@@ -130,7 +130,7 @@ class HdfsSource:
         path = f"{self._place.path.rstrip('/')}/{folder}".rstrip("/") or "/"
         answer = await self._transfer.document(HttpRequest(self._url(path, op="LISTSTATUS")))
         try:
-            return msgspec.json.decode(answer.body, type=_Listed).statuses.file_status
+            return msgspec.json.decode(answer.body, type=_DirectoryListing).statuses.file_status
         except msgspec.DecodeError as error:
             raise Unavailable(
                 f"{self._place.authority} answers LISTSTATUS with something else", is_temporary=False

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.agents.downloader.archives import check_symlink
-from controller.agents.downloader.cache import Entry, EntryState, next_step, read_marker, to_evict
+from controller.agents.downloader.cache import EntryState, EvictionCandidate, next_step, read_marker, to_evict
 from controller.agents.downloader.core.errors import ContentRefused, UriInvalid
 from controller.agents.downloader.core.fetch_plan import (
     Checksum,
@@ -256,7 +256,7 @@ def test_a_marker_that_was_cut_short_is_none() -> None:
 
 ENTRIES = st.lists(
     st.builds(
-        Entry,
+        EvictionCandidate,
         key=st.integers(0, 10**6).map(str),
         size=st.integers(0, 100),
         used_at_s=st.floats(0, 100),
@@ -270,7 +270,7 @@ ENTRIES = st.lists(
 
 @given(ENTRIES, st.integers(0, 300), st.integers(0, 100))
 def test_eviction_takes_the_least_recent_that_nobody_holds_and_no_more_than_needed(
-    entries: list[Entry], limit: int, needed: int
+    entries: list[EvictionCandidate], limit: int, needed: int
 ) -> None:
     gone = to_evict(entries, limit=limit, needed=needed, keep="7")
     by_key = {one.key: one for one in entries}

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.bundle.envoy.hosts import Entry, Host, conditions, hosts_of, path_prefix
+from controller.bundle.envoy.hosts import Host, RouteEntry, conditions, hosts_of, path_prefix
 from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
 from extproc.api.matches import covers_domain
@@ -51,7 +51,7 @@ def path_holds(match: PathMatch, path: str) -> bool:
     return wanted == [""] or has[: len(wanted)] == wanted
 
 
-def as_envoy_does(hosts: Sequence[Host], asked: Asked) -> Entry | None:
+def as_envoy_does(hosts: Sequence[Host], asked: Asked) -> RouteEntry | None:
     """The most specific domain, then its first entry that holds."""
     exact = [host for host in hosts if host.domain == asked.host]
     wildcards = [host for host in hosts if host.domain[:2] == "*." and asked.host.endswith(host.domain[1:])]
@@ -72,13 +72,13 @@ def more_specific(pattern: str | None) -> tuple[int, int]:
     return (0 if text.startswith("*") else len(text)), len(text)
 
 
-def by_the_book(listeners: Sequence[Listener], routes: Sequence[HTTPRoute], asked: Asked) -> Entry | None:
+def by_the_book(listeners: Sequence[Listener], routes: Sequence[HTTPRoute], asked: Asked) -> RouteEntry | None:
     """The spec's words, for one request: its listener, the matches that hold, the best of them."""
     fitting = [one for one in listeners if matches_host(one.hostname, asked.host)]
     if not fitting:
         return None
     listener = max(fitting, key=lambda one: more_specific(one.hostname))
-    best: tuple[tuple[object, ...], Entry] | None = None
+    best: tuple[tuple[object, ...], RouteEntry] | None = None
     for route in routes:
         refs = route.spec.parent_refs
         if refs and all(ref.section_name not in (None, listener.name) for ref in refs):
@@ -90,7 +90,7 @@ def by_the_book(listeners: Sequence[Listener], routes: Sequence[HTTPRoute], aske
             for number, match in enumerate(rule.matches):
                 if not holds(match, asked):
                     continue
-                entry = Entry(route, rule_number, number)
+                entry = RouteEntry(route, rule_number, number)
                 rank = (*max(map(more_specific, names), default=(0, 0)), *rank_of(match))
                 if best is None or rank > best[0] or (rank == best[0] and comes_before(entry, best[1])):
                     best = rank, entry
@@ -107,7 +107,7 @@ def rank_of(match: HTTPRouteMatch) -> tuple[object, ...]:
     return order, prefix, match.method is not None, len(headers), len(parameters)
 
 
-def comes_before(entry: Entry, other: Entry) -> bool:
+def comes_before(entry: RouteEntry, other: RouteEntry) -> bool:
     mine, theirs = entry.route.metadata, other.route.metadata
     if mine.creation_timestamp != theirs.creation_timestamp:
         if mine.creation_timestamp is None or theirs.creation_timestamp is None:

@@ -17,7 +17,8 @@ from controller.kube.resources import key_of
 from extproc.api.load import load_directory, load_snapshot
 from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import object_key
-from extproc.llmd.pickers import InstalledPlugins, picker_notes, pickers_for
+from extproc.llmd.files import InstalledPlugins, PickerFactory, picker_notes
+from extproc.scheduling.pickers_for import pickers_for
 from tests.examples import examples
 from tests.kube_objects import Object, picker_config, pod, resource, route, secret, server
 
@@ -504,6 +505,6 @@ def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     assert outcome == fresh
     if not outcome.refused:
         # as extproc reads it, plugins included
-        pickers_for(snapshot(outcome), {})
+        pickers_for(snapshot(outcome), {}, PickerFactory())
     kinds = ("ModelServer", "ModelRoute", "ModelAccessPolicy")
     assert {key for key in state if key[0] in kinds} <= outcome.statuses.keys()

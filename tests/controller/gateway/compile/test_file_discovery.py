@@ -21,7 +21,7 @@ from controller.gateway.picker_role import read_text
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 
 CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1

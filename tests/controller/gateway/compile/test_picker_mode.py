@@ -15,7 +15,7 @@ from controller.gateway.compile.picker_mode import (
     PickerOutcome,
 )
 from extproc.api.load import load_snapshot
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from tests.controller.gateway.compile.test_pools import pool
 from tests.kube_objects import Object, picker_config, pod
 

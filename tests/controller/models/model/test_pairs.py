@@ -16,7 +16,7 @@ from controller.models.model_infer import names
 from controller.models.runtimes.legs import OWN_LEGS
 from extproc.api.load import load_snapshot
 from extproc.api.model_server import Connector as OwnConnector
-from extproc.llmd.pickers import InstalledPlugins
+from extproc.llmd.files import InstalledPlugins
 from tests.kube_objects import resource
 from tests.model_infer_cluster import Cluster
 

@@ -9,8 +9,14 @@ import msgspec
 import pytest
 
 from controller.kube.resources import key_of
-from controller.webhooks.admission.checks import Verdict, admission_response, counted_as, read_review, review_object
-from extproc.llmd.pickers import InstalledPlugins
+from controller.webhooks.admission.checks import (
+    AdmissionVerdict,
+    admission_response,
+    counted_as,
+    read_review,
+    review_object,
+)
+from extproc.llmd.files import InstalledPlugins
 from tests.kube_objects import Object, picker_config, resource, route, server
 
 if TYPE_CHECKING:
@@ -50,7 +56,7 @@ def budgeted(limited: str, *accelerators: str) -> Object:
     return {**made, "spec": {**made["spec"], "budget": {"accelerators": {limited: 8}}}}
 
 
-def judged(thing: Object, *others: Object, old: Object | None = None, deleted: bool = False) -> Verdict:
+def judged(thing: Object, *others: Object, old: Object | None = None, deleted: bool = False) -> AdmissionVerdict:
     known: dict[str, dict[str, Object]] = {}
     for one in others:
         known.setdefault(one["kind"], {})[key_of(one)] = one
@@ -167,7 +173,7 @@ def test_what_another_object_may_mend_is_a_warning(thing: Object, others: Sequen
     ],
 )
 def test_what_is_right_is_taken_without_a_word(thing: Object, others: Sequence[Object]) -> None:
-    assert judged(thing, *others) == Verdict()
+    assert judged(thing, *others) == AdmissionVerdict()
 
 
 def test_one_thing_is_scaled_by_one_binding() -> None:
@@ -177,9 +183,9 @@ def test_one_thing_is_scaled_by_one_binding() -> None:
     assert refused == "ModelInfer a decode is scaled by AutoscalingPolicyBinding default/first already; " + (
         "one thing has one owner"
     )
-    assert judged(binding("first", target("a", role="decode")), first, policy, old=first) == Verdict()
+    assert judged(binding("first", target("a", role="decode")), first, policy, old=first) == AdmissionVerdict()
     elsewhere = {**first, "metadata": {**first["metadata"], "namespace": "blue"}}
-    assert judged(binding("second", target("a", role="decode")), elsewhere, policy) == Verdict()
+    assert judged(binding("second", target("a", role="decode")), elsewhere, policy) == AdmissionVerdict()
 
 
 def test_who_only_labels_what_is_wrong_already_is_warned() -> None:
@@ -196,7 +202,9 @@ def test_who_only_labels_what_is_wrong_already_is_warned() -> None:
 
 def test_who_deletes_what_is_used_is_warned() -> None:
     assert "ModelRoute default/llama still names it" in judged(server(), route(), deleted=True).warnings[0]
-    assert judged(server(), route("chat", "other"), route("llama", namespace="blue"), deleted=True) == Verdict()
+    assert (
+        judged(server(), route("chat", "other"), route("llama", namespace="blue"), deleted=True) == AdmissionVerdict()
+    )
     policy = resource("AutoscalingPolicy", "default", {})
     assert "still names it" in judged(policy, binding("b", target("a")), deleted=True).warnings[0]
 
@@ -204,13 +212,18 @@ def test_who_deletes_what_is_used_is_warned() -> None:
 def test_answers_are_as_the_api_server_wants_them() -> None:
     request = {"uid": "u", "kind": {"kind": "ModelServer"}, "operation": "CREATE"}
     review = read_review(msgspec.json.encode({"request": request}))
-    found = msgspec.json.decode(admission_response(review, Verdict(refused="wrong", warnings=("x" * 300, "y"))))
+    found = msgspec.json.decode(
+        admission_response(review, AdmissionVerdict(refused="wrong", warnings=("x" * 300, "y")))
+    )
     response = found["response"]
     assert (found["apiVersion"], found["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     assert (response["uid"], response["allowed"], response["status"]["code"]) == ("u", False, 422)
     assert response["status"]["message"] == "wrong"
     assert [len(one) for one in response["warnings"]] == [256, 1]
-    assert msgspec.json.decode(admission_response(review, Verdict()))["response"] == {"uid": "u", "allowed": True}
+    assert msgspec.json.decode(admission_response(review, AdmissionVerdict()))["response"] == {
+        "uid": "u",
+        "allowed": True,
+    }
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"request": {"uid": "u"}}', b"[1]"])
@@ -254,12 +267,15 @@ def test_kinds_that_nobody_registered_share_one_name_in_metrics() -> None:
     ],
 )
 def test_models_and_runtimes_are_held_to_what_they_mean(right: Object, wrong: Object, words: str) -> None:
-    assert judged(right) == Verdict()
+    assert judged(right) == AdmissionVerdict()
     assert words in judged(wrong).refused
 
 
 def test_a_model_with_base_references_is_judged_with_them_later() -> None:
-    assert judged(resource("Model", "m", {"uri": "hf://a/b", "aliases": ["m"], "baseRefs": ["shared"]})) == Verdict()
+    assert (
+        judged(resource("Model", "m", {"uri": "hf://a/b", "aliases": ["m"], "baseRefs": ["shared"]}))
+        == AdmissionVerdict()
+    )
 
 
 def infer(*roles: dict[str, Any], name: str = "llama") -> Object:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.dialects import DIALECTS
 from extproc.engines.metrics import EngineReport, MetricsReader
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
 from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from tests.extproc.scheduling.plugins.views import view_of
 

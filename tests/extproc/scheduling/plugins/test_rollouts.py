@@ -9,8 +9,8 @@ import pytest
 
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import NoEndpoint
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
 from extproc.scheduling.plugins.handlers import EndpointPin
 from tests.extproc.scheduling.plugins.views import view_of
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from extproc.endpoints.table import EndpointConfig
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN
 from extproc.scheduling.plugins.label_plugins import (
     NearnessToPeer,
     NearPeer,

@@ -11,7 +11,9 @@ import pytest
 
 from extproc.engines.metrics import LoraState
 from extproc.errors import BadRequest
-from extproc.llmd.older_types import (
+from extproc.scheduling.framework import NamedScorer, Profile
+from extproc.scheduling.plugins.load_scorers import Queue
+from extproc.scheduling.plugins.older_types import (
     DecisionTree,
     HeaderBasedTesting,
     LeastKvCache,
@@ -20,8 +22,6 @@ from extproc.llmd.older_types import (
     LowQueue,
     SloAwareProfile,
 )
-from extproc.scheduling.framework import NamedScorer, Profile
-from extproc.scheduling.plugins.load_scorers import Queue
 from extproc.scheduling.plugins.selectors import MaxScore
 from tests.extproc.scheduling.plugins.views import view_of
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins by their configured names: llm-d's, Kthena's, ours, and other packages'.
+"""The types that an EndpointPickerConfig may name: plugins, and what has no part in picks here.
 
 ``ACCEPTED`` are types of llm-d without effect here: they name what is always on or configured elsewhere (data
 producers, parsers, metric sources and extractors, header handlers, flow control). ``NOT_BUILT`` are types that are
@@ -10,33 +10,20 @@ query would be sent to an engine.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentIdentity
-from extproc.llmd import older_types
-from extproc.scheduling import metrics_source
-from extproc.scheduling.external_plugins import raised_at
-from extproc.scheduling.plugins import (
-    affinity,
-    attributes,
-    clusters,
-    filters,
-    handlers,
-    label_plugins,
-    latency,
-    reporters,
-    selectors,
-)
-from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.reasons import NO_ENCODE_STAGE
+from extproc.scheduling.registry import PLUGIN_TYPES, external_plugins, types_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from importlib.metadata import EntryPoint
+
+    from extproc.api.picker_config import EndpointPickerConfig
+    from extproc.scheduling.registry import PluginType
 
 _NO_ENCODE_STAGE: Final = f"nothing: {NO_ENCODE_STAGE}"
 # The replacement of each type here.
@@ -166,6 +153,9 @@ ACCEPTED_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
+_TIER: Final = "approx-prefix-cache-producer"
+# As in llm-d, of a producer that names no size and does not take it from the engines.
+_BLOCK_TOKENS: Final = 16
 # Of drafts, so that nobody knows which parameters they take.
 _DRAFTS: Final = frozenset(
     {
@@ -188,135 +178,6 @@ NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
         "reserve-endpoint": "disagg-profile-handler, which picks both endpoints of a pair at once",
     }
 )
-Kind = Literal[
-    "filter",
-    "scorer",
-    "filter and scorer",
-    "picker",
-    "decider",
-    "profile handler",
-    "admitter",
-    "screener",
-    "reporter",
-    "flow control",
-    "data source",
-    "accepted",
-]
-# A package that brings plugins lists them in this group: each a name and a PluginType.
-ENTRY_POINTS: Final = "attache.scheduling"
-_FILTERS: Final = {
-    # llm-d's
-    "session-affinity-filter": affinity.SessionAffinityFilter,
-    "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
-    "utilization-detector": filters.SaturationFilter,
-    "concurrency-detector": filters.Concurrency,
-    "utilization-filter": filters.Utilization,
-    "topology-affinity-filter": label_plugins.TopologyAffinityFilter,
-    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
-    "slo-headroom-tier-filter": latency.SloHeadroomTier,
-    "label-selector-filter": label_plugins.LabelSelector,
-    "by-label-selector": label_plugins.LabelSelector,
-    "by-label": label_plugins.ByLabel,
-    "prefill-filter": label_plugins.PrefillRole,
-    "decode-filter": label_plugins.DecodeRole,
-    "encode-filter": label_plugins.EncodeRole,
-    "multicluster-session-affinity-filter": clusters.ClusterSession,
-    "header-based-testing-filter": older_types.HeaderBasedTesting,
-    "low-queue-filter": older_types.LowQueue,
-    "least-queue-filter": older_types.LeastQueue,
-    "least-kv-cache-filter": older_types.LeastKvCache,
-    "lora-affinity-filter": older_types.LoraSoftAffinity,
-    "decision-tree-filter": older_types.DecisionTree,
-    # Kthena's, and ours
-    "lora-affinity": filters.LoraLoaded,
-    "lora-loaded-filter": filters.LoraLoaded,
-    "least-request-filter": filters.LeastRequestFilter,
-    "model-loaded-filter": filters.ModelLoaded,
-    "healthy-filter": filters.Healthy,
-    "subset-hint-filter": filters.SubsetHint,
-}
-_SCORERS: Final = {
-    # llm-d's
-    "queue-scorer": load.Queue,
-    "running-requests-size-scorer": load.RunningRequests,
-    "active-request-scorer": load.ActiveRequests,
-    "load-aware-scorer": load.LoadAware,
-    "token-load-scorer": load.TokenLoad,
-    "lmetric-scorer": load.LMetric,
-    "kv-cache-utilization-scorer": load.KvCacheUtilization,
-    "kv-cache-scorer": load.KvCacheUtilization,  # its name before llm-d 0.3
-    "kvcache-aware-scorer": load.PrecisePrefixCache,
-    "prefix-cache-scorer": load.PrefixCacheScorer,
-    "precise-prefix-cache-scorer": load.PrecisePrefixCache,
-    "no-hit-lru-scorer": load.NoHitLru,
-    "lora-affinity-scorer": affinity.LoraAffinity,
-    "session-affinity-scorer": affinity.SessionAffinity,
-    "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
-    "topology-affinity-scorer": label_plugins.TopologyAffinityScorer,
-    "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
-    "latency-scorer": latency.LatencyScorer,
-    "endpoint-attribute-weight-scorer": label_plugins.AttributeWeight,
-    "slo-aware-routing": older_types.SloAwareRouting,
-    "slo-scorer": older_types.SloAwareRouting,
-    "thunder-agent": affinity.ThunderAgent,
-    "latency-observation-scorer-hub": clusters.ClusterLatency,
-    "multicluster-kv-cache-utilization-scorer": clusters.ClusterKvCache,
-    "multicluster-prefix-cache-scorer": clusters.ClusterPrefixCache,
-    "multicluster-queue-scorer": clusters.ClusterQueue,
-    "multicluster-topology-scorer": clusters.ClusterTopology,
-    # Kthena's, and ours
-    "least-request": load.LeastRequestScorer,
-    "least-request-scorer": load.LeastRequestScorer,
-    "least-latency": latency.LeastLatency,
-    "least-latency-scorer": latency.LeastLatency,
-    "gpu-usage": load.KvCacheUtilization,
-    "prefix-cache": load.PrefixCacheScorer,
-    "kvcache-aware": load.PrecisePrefixCache,
-    "random": latency.RandomScore,
-    "random-scorer": latency.RandomScore,
-    "cost-scorer": latency.CostScorer,
-}
-_PICKERS: Final = {
-    # llm-d's
-    "max-score-picker": selectors.MaxScore,
-    "max-score": selectors.MaxScore,
-    "random-picker": selectors.Random,
-    "weighted-random-picker": selectors.WeightedRandom,
-    # ours
-    "power-of-two-picker": selectors.PowerOfTwoSelector,
-    "softmax-picker": selectors.Softmax,
-}
-_HANDLERS: Final = {
-    "single-profile-handler": handlers.SingleProfile,
-    "single-profile": handlers.SingleProfile,
-    "header-profile-handler": handlers.HeaderProfile,
-    "data-parallel-profile-handler": handlers.DataParallel,
-    "header-phase-profile-handler": handlers.HeaderPhase,
-    "disagg-profile-handler": handlers.Disaggregation,
-    "pd-profile-handler": handlers.Disaggregation,
-    "ed-profile-handler": handlers.EncodeDecode,
-    "slo-aware-profile-handler": older_types.SloAwareProfile,
-}
-_DECIDERS: Final = {
-    "prefix-based-pd-decider": handlers.PrefixBasedDecider,
-    "always-disagg-pd-decider": handlers.AlwaysDecider,
-}
-_ADMITTERS: Final = {
-    "probabilistic-admitter": latency.ProbabilisticAdmitter,
-    "latency-slo-admitter": latency.LatencySloAdmitter,
-}
-_SCREENERS: Final = {
-    "disaggregatedset-rollout-screener": handlers.RolloutScreener,
-    "endpoint-pin-screener": handlers.EndpointPin,
-}
-_SOURCES: Final = {
-    label_plugins.EXTRACTOR_TYPE: label_plugins.TopologyExtractor,
-    "core-metrics-extractor": metrics_source.MetricsExtractor,
-    "metrics-data-source": metrics_source.MetricsSource,
-    "model-server-protocol-metrics": metrics_source.MetricsExtractor,  # its name in the Inference Extension up to 1.3
-    "label-producer": label_plugins.LabelProducer,
-    "session-id-producer": affinity.SessionIdProducer,
-}
 
 
 class AcceptedType(msgspec.Struct, frozen=True):
@@ -331,56 +192,38 @@ def _accepted(name: str) -> type:
     return msgspec.defstruct("AcceptedType", fields, frozen=True, forbid_unknown_fields=True)
 
 
-class PluginType(msgspec.Struct, frozen=True):
-    """A plugin is the struct of its parameters: ``cls`` is both. ``problem``: why it cannot be used, if it cannot."""
-
-    kind: Kind
-    cls: type
-    problem: str = ""
-
-
-def _all(kind: Kind, types: Mapping[str, type]) -> dict[str, PluginType]:
-    return {name: PluginType(kind, cls) for name, cls in types.items()}
-
-
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
-        **_all("accepted", {name: _accepted(name) for name in ACCEPTED}),
-        **_all("filter", _FILTERS),
-        **_all("scorer", _SCORERS),
-        **_all("filter and scorer", {"context-length-aware": label_plugins.ContextLength}),
-        **_all("picker", _PICKERS),
-        **_all("profile handler", _HANDLERS),
-        **_all("decider", _DECIDERS),
-        **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
-        **_all("admitter", _ADMITTERS),
-        **_all("screener", _SCREENERS),
-        **_all("data source", _SOURCES),
-        **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
+        **types_of("accepted", {name: _accepted(name) for name in ACCEPTED}),
+        **PLUGIN_TYPES,
+        **types_of("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }
 )
 
 
 def installed_plugins() -> Mapping[str, PluginType]:
-    """All that can be configured here. A package cannot take a name that is ours.
+    """All that can be configured here. A package cannot take a name that is ours."""
+    return MappingProxyType({**external_plugins(), **BUILT_IN})
 
-    One that cannot be loaded is a problem only for a file that names it.
+
+def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
+    """Tokens that each tier holds at an endpoint, by the name of its producer.
+
+    A producer is a tier if a plugin names it and its own parameters have a capacity. All others are the pool's own
+    index.
     """
-    theirs = {entry.name: _loaded(entry) for entry in entry_points(group=ENTRY_POINTS)}
-    return MappingProxyType({**theirs, **BUILT_IN})
+    named = {str((spec.parameters or {}).get("prefixMatchInfoProducerName")) for spec in config.plugins}
+    return MappingProxyType(
+        {
+            spec.called: _tokens(spec.parameters or {})
+            for spec in config.plugins
+            if spec.type == _TIER and spec.called in named and _tokens(spec.parameters or {})
+        }
+    )
 
 
-def _loaded(entry: EntryPoint) -> PluginType:
-    try:
-        found: object = entry.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told where a file names the plugin
-        problem = f"cannot be loaded: {type(error).__name__}: {error} ({raised_at(error)})"
-    else:
-        cls: object = found.cls if isinstance(found, PluginType) else None
-        if not isinstance(found, PluginType) or not isinstance(cls, type) or not issubclass(cls, msgspec.Struct):
-            problem = "is no plugin; make it PluginType(KIND, CLASS), where CLASS is a msgspec.Struct"
-        elif found.kind not in get_args(Kind):
-            problem = f"has the kind '{found.kind}'; write one of {', '.join(get_args(Kind))}"
-        else:
-            return found
-    return PluginType("accepted", AcceptedType, f"{entry.value} {problem}")
+def _tokens(parameters: Mapping[str, Any]) -> float:
+    blocks, size = parameters.get("lruCapacityPerServer"), parameters.get("blockSizeTokens") or _BLOCK_TOKENS
+    if parameters.get("autoTune", True) is not False or not isinstance(blocks, int) or not isinstance(size, int):
+        return 0.0
+    return float(max(0, blocks) * max(0, size))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An EndpointPickerConfig to the picker that it describes, or to every mistake in it.
+"""Mistakes in an EndpointPickerConfig: of its plugins, of their parameters, and of its references.
 
-Without settings in the file, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``. Each
-name must refer to a plugin or profile of the required kind. Producers, parsers, sources and policies with their
+Each name must refer to a plugin or profile of the required kind. Producers, parsers, sources and policies with their
 defaults need not be written down: their type names them. Source: llm-d-router ``pkg/epp/config``.
 """
 
@@ -14,39 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.decode import read_picker_file
-from extproc.api.errors import ConfigInvalid
-from extproc.api.picker_config import PluginRef, ProfileSpec
 from extproc.api.picker_flow_control import FAIRNESS, ORDERS
-from extproc.api.quantities import decode_quantity
 from extproc.api.schema import check_shape, suggest
-from extproc.llmd.notes import notes_of, without_effect
-from extproc.llmd.registry import BUILT_IN, NOT_BUILT
-from extproc.scheduling.cache_estimator import tier_capacities
-from extproc.scheduling.external_plugins import Guard, failure, guard_plugin
-from extproc.scheduling.framework import (
-    ConfiguredPicker,
-    NamedFilter,
-    NamedScorer,
-    NeedsPlugins,
-    Profile,
-    SessionPlugin,
-)
-from extproc.scheduling.metrics_source import MetricsExtractor, MetricsSource, engine_names
-from extproc.scheduling.picker import PluginFailed
-from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.plugins.handlers import SingleProfile
-from extproc.scheduling.plugins.selectors import MaxScore
+from extproc.llmd.notes import taken
+from extproc.llmd.types import NOT_BUILT
+from extproc.scheduling.external_plugins import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Mistake, Path
-    from extproc.api.picker_config import BandSection, EndpointPickerConfig, PickerFile, PluginSpec
-    from extproc.llmd.registry import Kind, PluginType
-    from extproc.scheduling.framework import Selector
-    from extproc.scheduling.picker import Picker
-    from extproc.scheduling.plugins.handlers import EndpointPin, Rollout
+    from extproc.api.errors import Finding, Path
+    from extproc.api.picker_config import BandSection, EndpointPickerConfig, PluginSpec
+    from extproc.scheduling.registry import PluginType
 
 # Plugins that were named, and never used, by these parameters: llm-d does not resolve them either.
 _NEVER_READ: Final = frozenset({"prefixPluginName"})
@@ -88,7 +66,12 @@ _FILTER: Final = _Use("filter", lambda _, kind: kind in {"filter", "filter and s
 _PRODUCER: Final = _Use("producer", lambda _, kind: kind not in {"picker", "profile handler", "decider"})
 
 
-class References:
+def mistakes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> list[Finding]:
+    """All of them, with plugins of ``known`` types."""
+    return [*_check_plugins(config, known), *_References(config, known).check(), *_check_profiles(config, known)]
+
+
+class _References:
     """The references of one file. ``edges``: from plugins to those that their parameters name."""
 
     def __init__(self, config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> None:
@@ -241,41 +224,6 @@ def _circle(start: str, edges: Mapping[str, list[str]]) -> list[str]:
     return []
 
 
-class BuiltPicker(msgspec.Struct, frozen=True):
-    """The picker that a file describes, and notes on the parts without effect here."""
-
-    picker: ConfiguredPicker
-    notes: tuple[str, ...]
-
-
-def build_picker(file: PickerFile, known: Mapping[str, PluginType]) -> BuiltPicker:
-    """The picker of ``file`` with plugins of ``known`` types; raises ConfigInvalid with all mistakes."""
-    config = file.config
-    _refuse(file, [*_check_plugins(config, known), *References(config, known).check(), *_check_profiles(config, known)])
-    handlers = [index for index, spec in enumerate(config.plugins) if known[spec.type].kind == "profile handler"]
-    try:
-        picker = _build(config, known)
-        problem = picker.handler.needs(picker.profiles)
-    except PluginFailed as failed:
-        raise ConfigInvalid(failures(file, [failed])) from None
-    if problem:
-        _refuse(file, [(("plugins", handlers[0]) if handlers else ("schedulingProfiles",), problem)])
-    return BuiltPicker(picker, tuple(notes_of(config, known)))
-
-
-def failures(file: PickerFile, failed: Iterable[PluginFailed]) -> list[Mistake]:
-    """Of plugins of ``file`` that failed, each on the line that names it."""
-    places = {spec.called: index for index, spec in enumerate(file.config.plugins)}
-    return file.document.mistakes(
-        [(("plugins", places[one.plugin]), f"the plugin '{one.plugin}' fails: {one}") for one in failed]
-    )
-
-
-def picker_from_text(name: str, text: str, known: Mapping[str, PluginType]) -> BuiltPicker:
-    """The same of the file called ``name`` with this content."""
-    return build_picker(read_picker_file(name, text), known)
-
-
 def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[Finding]:
     names: set[str] = set()
     handlers = 0
@@ -293,17 +241,17 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
         handlers += known[spec.type].kind == "profile handler"
         if known[spec.type].kind == "profile handler" and handlers > 1:
             yield (*path, "type"), "a second profile handler; a file has one"
-        for place, message in _check_parameters(spec, known[spec.type].cls):
+        for place, message in _check_parameters(spec, known[spec.type]):
             yield (*path, "parameters", *place), message
 
 
-def _check_parameters(spec: PluginSpec, cls: type) -> list[Finding]:
+def _check_parameters(spec: PluginSpec, plugin: PluginType) -> list[Finding]:
     try:
-        return check_shape(_taken(spec, cls), cls)
+        return check_shape(taken(spec, plugin.cls), plugin.cls)
     except (Exception, SystemExit) as error:
-        if spec.type in BUILT_IN:
+        if not plugin.is_external:
             raise
-        return [((), f"'{spec.type}' cannot be made: {failure(spec.called, cls, error)}")]
+        return [((), f"'{spec.type}' cannot be made: {failure(spec.called, plugin.cls, error)}")]
 
 
 def _unknown(type_name: str, known: Mapping[str, PluginType]) -> str:
@@ -330,90 +278,3 @@ def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType
             pickers += kind == "picker"
             if pickers > 1:
                 yield (*path, "pluginRef"), "a second picker; a profile has one"
-
-
-def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> ConfiguredPicker:
-    external = {spec.called for spec in config.plugins if spec.type not in BUILT_IN}
-    parameters = {spec.called: _parameters(spec, known[spec.type].cls) for spec in config.plugins}
-    # plugins of ours may run filters of others
-    others = {
-        name: Guard(name, one) if name in external and hasattr(one, "keep") else one for name, one in parameters.items()
-    }
-    plugins: dict[str, tuple[Kind, Any]] = {}
-    for spec in config.plugins:
-        name, kind, plugin = spec.called, known[spec.type].kind, parameters[spec.called]
-        if name in external:
-            plugin = guard_plugin(name, kind, plugin, parameters)
-        elif isinstance(plugin, NeedsPlugins):
-            plugin = plugin.with_plugins(others)
-        plugins[name] = kind, plugin
-    # a file without profiles runs all its plugins in one, as llm-d does
-    specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
-    handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
-    screeners = [(name, plugin) for name, (kind, plugin) in plugins.items() if kind == "screener"]
-    for _, screener in screeners:
-        handler = screener.paired(handler)
-    usual = next((plugin for kind, plugin in plugins.values() if kind == "picker"), MaxScore())
-    keepers = [plugin.session_plugin() if isinstance(plugin, Guard) else plugin for _, plugin in plugins.values()]
-    default = PrefixAware(PrefixAwareParameters()) if external else None
-    return ConfiguredPicker(
-        handler=handler,
-        profiles={spec.name: _screened(_profile(spec, plugins, usual, default), screeners) for spec in specs},
-        deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
-        sessions=tuple(one for one in keepers if isinstance(one, SessionPlugin)),
-        reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
-        prefill_profile=getattr(handler, "prefill_name", ""),
-        admitters=tuple(plugin for kind, plugin in plugins.values() if kind == "admitter"),
-        metrics=tuple(
-            (metric.attribute_key, metric.metric_spec)
-            for plugin in parameters.values()
-            if isinstance(plugin, MetricsExtractor)
-            for metric in plugin.custom_metrics
-        ),
-        tiers=tier_capacities(config),
-        default=default,
-        source=next((one for one in parameters.values() if isinstance(one, MetricsSource)), None),
-        names=engine_names(one for one in parameters.values() if isinstance(one, MetricsExtractor)),
-    )
-
-
-def _parameters(spec: PluginSpec, cls: type) -> Any:  # noqa: ANN401 - plugins have no type in common
-    """Read as ``check_shape`` reads them. A plugin may refuse values that fit its fields one by one."""
-    return msgspec.convert(_taken(spec, cls), cls, dec_hook=decode_quantity, str_keys=True)
-
-
-def _taken(spec: PluginSpec, cls: type) -> dict[str, Any]:
-    """The parameters without those that have no effect here, which become notes."""
-    others = without_effect(cls)
-    return {key: value for key, value in (spec.parameters or {}).items() if key not in others}
-
-
-def _profile(
-    spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: Selector, default: Picker | None
-) -> Profile:
-    """``usual``: the picker of a profile that names none: one that the file declares, as in llm-d, else the best
-    score.
-    """
-    filters: list[NamedFilter] = []
-    scorers: list[NamedScorer] = []
-    choice = usual
-    for ref in spec.plugins:
-        kind, plugin = plugins[ref.plugin_ref]
-        if kind in {"filter", "filter and scorer"}:
-            filters.append(NamedFilter(ref.plugin_ref, plugin))
-        if kind in {"scorer", "filter and scorer"}:
-            scorers.append(NamedScorer(ref.plugin_ref, plugin, 1.0 if ref.weight is None else ref.weight))
-        if kind == "picker":
-            choice = plugin
-    return Profile(tuple(filters), tuple(scorers), choice, spec.name, default)
-
-
-def _screened(profile: Profile, screeners: Sequence[tuple[str, Rollout | EndpointPin]]) -> Profile:
-    """``profile`` after the screeners, which a file does not name in its profiles."""
-    before = tuple(NamedFilter(name, screener) for name, screener in screeners)
-    return msgspec.structs.replace(profile, filters=(*before, *profile.filters)) if before else profile
-
-
-def _refuse(file: PickerFile, findings: list[Finding]) -> None:
-    if findings:
-        raise ConfigInvalid(file.document.mistakes(findings))

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.llmd import profiles as picker_references
-from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import BUILT_IN, NOT_BUILT, installed_plugins
+from extproc.llmd import checks
+from extproc.llmd.files import picker_from_text
+from extproc.llmd.types import BUILT_IN, NOT_BUILT, installed_plugins
 from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
 from extproc.scheduling.plugins.load_scorers import PrefixCacheScorer, Queue, TokenLoad
@@ -205,7 +205,7 @@ def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypa
             return BUILT_IN["random-picker"]
 
     entries = [Entry("their-picker"), Entry("queue-scorer")]
-    monkeypatch.setattr("extproc.llmd.registry.entry_points", lambda **_: entries)
+    monkeypatch.setattr("extproc.scheduling.registry.entry_points", lambda **_: entries)
     assert installed_plugins()["their-picker"].kind == "picker"
     assert installed_plugins()["queue-scorer"].kind == "scorer"
 
@@ -311,6 +311,6 @@ def test_a_circle_of_a_thousand_is_told_in_a_few_lines() -> None:
 
 
 def test_long_chains_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picker_references, "_circle", lambda *_: pytest.fail("a chain with an end is no circle"))
+    monkeypatch.setattr(checks, "_circle", lambda *_: pytest.fail("a chain with an end is no circle"))
     chain = {f"t{n}": f"t{n + 1}" for n in range(2000)} | {"t1999": "end"}
     picker_from_text("epp.json", text_of(chain), BUILT_IN)
