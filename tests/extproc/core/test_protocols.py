@@ -238,3 +238,22 @@ def test_clients_and_steps_have_routes_of_one_name() -> None:
     assert server_of(INFER, STEPS_LISTENER) == "default/inner"
     with pytest.raises(UnknownPath):
         server_of(INFER)
+
+
+def test_budgets_of_the_gateway_charge_clients_and_not_the_steps_that_work_for_them() -> None:
+    gateway = """
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: gateway}
+spec: {steps: "127.0.0.1:8081", budgets: [{name: all, window: Month, max: {requests: 1}}]}
+"""
+    servers = {"v2": V2}
+    routes = {**IRIS, "inner": f"modelName: iris\ncallers: Steps\n{RULES}"}
+    core = Core(configuration(servers=servers, routes=routes, others=gateway), rng=random.Random(0), ticket_prefix="t")
+
+    def ask(listener: str) -> object:
+        head = Head("POST", INFER, {":path": INFER}, has_body=True, listener=listener)
+        return core.arrive(core.builder.by_model(head, b""), 0.0)[0]
+
+    assert [type(ask(STEPS_LISTENER)) for _ in range(3)] == [Decision] * 3
+    assert [type(ask("")) for _ in range(2)] == [Decision, RequestRefused]

@@ -22,6 +22,7 @@ from tests.controller.models.model.test_reconcile import (
 
 Plain = dict[str, Any]
 STEPS = {"transformer": {"image": "units"}, "explainer": {"image": "reasons"}}
+LORA = {"name": "sql", "uri": "hf://org/sql", "pinned": True}
 FORMAT = {"format": {"name": "sklearn"}}
 
 
@@ -165,3 +166,27 @@ def test_mistakes_change_nothing_and_say_what_to_write(spec: Plain, message: str
     assert plan.status is not None
     assert plan.status["failure"]["reason"] == "InvalidSpec"
     assert message in plan.status["failure"]["message"]
+
+
+def test_a_transformer_of_a_model_with_openais_api_has_that_too_and_no_protocol_of_kserve() -> None:
+    made = applied(reconcile(seen(model(transformer={"image": "units"}, adapters=[LORA]), []), NOW_S))
+    assert "protocol" not in made["ModelServer llama-transformer"]["spec"]
+    infer = made["ModelInfer llama-transformer"]["spec"]["template"]["roles"][0]["entryTemplate"]["spec"]
+    (container,) = infer["containers"]
+    assert not [one for one in container["args"] if one.startswith("--predictor_protocol")]
+    # weights and adapters are the engines'
+    assert infer.get("volumes", []) == []
+    assert made["ModelRoute llama-predictor"]["spec"]["loraAdapters"] == ["sql"]
+
+
+def test_a_colocated_transformer_is_what_requests_reach_and_the_engine_what_is_drained() -> None:
+    made = applied(reconcile(seen(iris(transformer={"image": "units", "colocated": True}), []), NOW_S))
+    assert not any("transformer" in name or "predictor" in name for name in made)
+    assert made["ModelServer llama-default"]["spec"]["workloadPort"] == {"port": 8080}
+    pod = made["ModelInfer llama-default"]["spec"]["template"]["roles"][0]["entryTemplate"]["spec"]
+    engine, beside = pod["containers"]
+    assert (engine["name"], beside["name"]) == ("engine", "transformer-container")
+    assert "--predictor_host=localhost:8000" in beside["args"]
+    assert engine["lifecycle"] == beside["lifecycle"]
+    (agent,) = [one for one in pod["initContainers"] if one["name"] == "agent"]
+    assert "--engine=http://127.0.0.1:8000" in agent["args"]
