@@ -114,7 +114,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Several listeners, with host names and TLS; ``listen`` then has no effect.
     listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))] = ()
     # Where transformers and explainers call predictors, ``ip:port``; without it, nowhere. Who reaches it needs no
-    # credentials and has no limits, and reaches the ModelRoutes of these callers alone. See "Transformers".
+    # credentials and has no limits, and reaches the ModelRoutes of these callers alone. See "Protocols".
     steps: NonEmpty | None = None
     admin: str = "127.0.0.1:9901"
     extproc: str = "127.0.0.1:9002"
