@@ -258,6 +258,8 @@ def _taken(
     gateway: GatewayConfigSpec, options: argparse.Namespace, listens: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     yield from ((one, "'listen' or 'listeners' of the GatewayConfig") for one in listens)
+    if gateway.steps is not None:
+        yield gateway.steps, "'steps' of the GatewayConfig"
     yield gateway.admin, "'admin' of the GatewayConfig"
     if options.bundle_metrics != "off":
         yield options.bundle_metrics, "--bundle-metrics"

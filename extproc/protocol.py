@@ -24,6 +24,8 @@ LIVE_PATH: Final = f"{SERVER_ROOT}/health/live"
 READY_PATH: Final = f"{SERVER_ROOT}/health/ready"
 REPOSITORY_PATH: Final = f"{SERVER_ROOT}/repository"
 READY_VERB: Final = "/ready"
+# Of V1: what explainers serve.
+EXPLAIN_VERB: Final = ":explain"
 # Its service over gRPC, and the calls that the gateway answers by itself.
 V2_SERVICE: Final = "/inference.GRPCInferenceService/"
 LIVE_CALL: Final = f"{V2_SERVICE}ServerLive"
@@ -530,7 +532,7 @@ class Api(enum.Enum):
     V1 = ApiSpec(
         protocol="V1",
         body="unread",
-        model_paths=ModelPaths(_V1_ROOT, {"": "GET", ":predict": "POST", ":explain": "POST"}),
+        model_paths=ModelPaths(_V1_ROOT, {"": "GET", ":predict": "POST", EXPLAIN_VERB: "POST"}),
         errors="text",
         reports_usage=False,
         owner="KServe",

@@ -117,6 +117,7 @@ CASES: Final = (
         {"ttft": "1s"},
     ),
     Case("a name to ask for", "ModelRoute", _route(), ("modelName",), None),
+    Case("steps have one listener", "ModelRoute", _route(callers="Steps"), ("parentRefs",), [{"name": "web"}]),
     Case("the rule without a match is last", "ModelRoute", _route(rules=[_MATCHED, _RULE]), ("rules", 0), _RULE),
     Case("a limit limits", "ModelRoute", _route(rateLimits=[{"requests": 1}]), ("rateLimits", 0), {"per": "User"}),
     Case(

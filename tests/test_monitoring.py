@@ -162,7 +162,7 @@ def test_every_port_with_metrics_is_scraped() -> None:
         spec = document["spec"]["template"]["spec"]
         for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
             # Envoy's own statistics are not ours, and these ports are for requests and probes
-            named |= {port["name"] for port in container["ports"]} - {"http", "grpc", "health", "webhooks"}
+            named |= {port["name"] for port in container["ports"]} - {"http", "grpc", "health", "webhooks", "steps"}
     of_gateways, of_manager = monitors("pod-monitor", "pod-monitor.yaml")
     assert {one["port"] for one in of_gateways["spec"]["podMetricsEndpoints"]} == named
     assert [one["port"] for one in of_manager["spec"]["podMetricsEndpoints"]] == ["metrics"]

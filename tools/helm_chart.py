@@ -270,7 +270,8 @@ def _mark_deployment(deployment: dict[str, Any], base: str) -> None:
 
 
 def _mark_service(service: dict[str, Any], base: str) -> None:
-    if base == "gateway":
+    # that of steps is for the cluster alone, wherever clients come from
+    if base == "gateway" and service["metadata"]["name"] == "attache-gateway":
         begin = "@@with .Values.gateway.serviceAnnotations@@"
         service["metadata"].update({begin: None, "annotations": "@toJson .@", "@@end@@": None})
         service["spec"].update(_each(".Values.gateway.service"))

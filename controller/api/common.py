@@ -27,6 +27,8 @@ TargetName = Annotated[str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]{0,26}[a-z0-9
 # Vendor prefixes do not distinguish names.
 _VENDORS: Final = frozenset({"amd", "google", "habana", "huawei", "intel", "nvidia"})
 _BETWEEN_WORDS: Final = re.compile(r"[-_ ]+")
+# Of a command line.
+Words = Annotated[tuple[str, ...], msgspec.Meta(max_length=200)]
 
 
 class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):

@@ -11,6 +11,7 @@ from controller.api.common import Layered, Positive, Replicas, ShortName
 from controller.api.model_infer import RolloutStrategy
 from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
+from controller.api.steps import Step, Transformer
 from extproc.api.model_server import NO_ENCODE_STAGE, ServingProtocol
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
@@ -232,6 +233,10 @@ class ModelFields(Layered, frozen=True):
     warm: bool = False
     # Run nothing, and keep the objects.
     stop: bool = False
+    # A server that requests pass first.
+    transformer: Transformer | None = None
+    # A server that answers ``:explain`` of V1.
+    explainer: Step | None = None
 
 
 class ModelSpec(ModelFields, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from controller.api.common import EnvVar, Layered, ObjectMetadata
+from controller.api.common import EnvVar, Layered, ObjectMetadata, Words
 from controller.api.statuses import Status
 from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
@@ -33,7 +33,6 @@ _PROTOCOLS: Final[Mapping[Engine, tuple[EndpointProtocol, ...]]] = MappingProxyT
 )
 Connector = Literal["NIXL", "LMCache", "Mooncake"]
 _Degree = Annotated[int, msgspec.Meta(ge=1, le=1024)]
-_Words = Annotated[tuple[str, ...], msgspec.Meta(max_length=200)]
 
 
 class Parallelism(Layered, frozen=True):
@@ -71,7 +70,7 @@ class EngineConfig(Layered, frozen=True):
     """
 
     image: NonEmpty | None = None
-    command: _Words | None = None
+    command: Words | None = None
     parallelism: Parallelism = Parallelism()
     nodes: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
     max_length: Annotated[int, msgspec.Meta(ge=1, le=100_000_000)] | None = None
@@ -79,7 +78,7 @@ class EngineConfig(Layered, frozen=True):
     kv_events: bool = False
     prompt_token_details: bool = False
     lora: LoraLimits = LoraLimits()
-    args: _Words = ()
+    args: Words = ()
     env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=keyed_by("name"))] = ()
     resources: dict[str, Any] | None = None
     drain_timeout: Duration = Duration("5m")

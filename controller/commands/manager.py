@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from controller.audit import add_audit_option, opened_audit
 from controller.autoscaler.export.keda_access import MOST_STREAMS
-from extproc.api.addresses import parse_address
+from extproc.api.addresses import is_hostname, parse_address
 from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SERVICE: Final = "attache-manager"
 __all__ = ["main", "parser"]
+_LARGEST_PORT: Final = 65535
 _API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
 
 
@@ -98,6 +99,15 @@ def _add_webhooks(made: argparse.ArgumentParser) -> None:
     add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
 
 
+def _host(text: str) -> str:
+    """It becomes an argument of programs, which take it for part of a URL."""
+    host, colon, port = text.partition(":")
+    is_known = is_hostname(host) or all(part.isdecimal() for part in host.split("."))
+    if not is_known or (colon and not (port.isdecimal() and 0 < int(port) <= _LARGEST_PORT)):
+        raise argparse.ArgumentTypeError(f"{text!a} is no address; write HOST or HOST:PORT")
+    return text
+
+
 def _add_work(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
     add("--no-work", action="store_true", help="other processes reconcile these kinds")
@@ -124,6 +134,15 @@ def _add_work(made: argparse.ArgumentParser) -> None:
         help=(
             "trust gateways of this namespace about engines of all namespaces (loads, and addresses of Models), and "
             "others only about their own; may be repeated; default: ours"
+        ),
+    )
+    add(
+        "--steps",
+        metavar="HOST[:PORT]",
+        type=_host,
+        help=(
+            "where transformers and explainers of Models reach a gateway, 'steps' of its GatewayConfig;"
+            " default: attache-gateway-steps.NAMESPACE.svc, in our namespace"
         ),
     )
     add("--no-scaling", action="store_true", help="other processes reconcile AutoscalingPolicyBindings")
@@ -376,7 +395,9 @@ def _leader(
         workers=options.workers,
         shared_namespace=client.access.namespace,
         gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
-        models=of_models.ModelSettings(image=image),
+        models=of_models.ModelSettings(
+            image=image, steps=options.steps or f"{of_models.STEPS_SERVICE}.{client.access.namespace}.svc"
+        ),
     )
     decisions = DecisionFunctions(model_infers.reconcile, models.reconcile)
     source = kopf_source(client, options.watch_namespace)

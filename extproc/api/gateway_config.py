@@ -113,6 +113,9 @@ class GatewayConfigSpec(Spec, frozen=True):
     listen: str = "127.0.0.1:8080"
     # Several listeners, with host names and TLS; ``listen`` then has no effect.
     listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))] = ()
+    # Where transformers and explainers call predictors, ``ip:port``; without it, nowhere. Who reaches it needs no
+    # credentials and has no limits, and reaches the ModelRoutes of these callers alone. See "Protocols".
+    steps: NonEmpty | None = None
     admin: str = "127.0.0.1:9901"
     extproc: str = "127.0.0.1:9002"
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
@@ -174,8 +177,7 @@ class GatewayConfig(DirectoryObject, frozen=True, kw_only=True):
 
 def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
     """Addresses parse, and authentication is well formed."""
-    yield from check_address(spec.listen, ("spec", "listen"))
-    yield from check_address(spec.admin, ("spec", "admin"))
+    yield from _check_addresses(spec)
     yield from _check_extproc_address(spec.extproc, ("spec", "extproc"))
     yield from check_duration(spec.message_timeout, ("spec", "messageTimeout"), longest_s=LONGEST_MESSAGE_S)
     yield from check_duration(spec.access_log_flush, ("spec", "accessLogFlush"))
@@ -201,6 +203,14 @@ def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
             yield ("spec", "usageLog", "costHeader"), "tells how much was cached, which cachedTokens: Hidden hides"
         if spec.usage_log.api is not None:
             yield from check_endpoint(spec.usage_log.api, ("spec", "usageLog", "api"))
+
+
+def _check_addresses(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    addresses = {"listen": spec.listen, "admin": spec.admin, **({} if spec.steps is None else {"steps": spec.steps})}
+    for name, one in addresses.items():
+        yield from check_address(one, ("spec", name))
+    if spec.steps is not None and spec.steps in {spec.admin, *(() if spec.listeners else (spec.listen,))}:
+        yield ("spec", "steps"), "is the address of another listener; write another port"
 
 
 def _check_log_file(file: str, path: Path) -> Iterator[Finding]:
@@ -235,6 +245,8 @@ def check_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
         if one.name in names:
             yield (*path, "name"), f"'{one.name}' is there already; give each listener a name of its own"
         names.add(one.name)
+        if one.address == spec.steps:
+            yield (*path, "address"), "is that of steps; write another port in one of them"
         if one.hostname is not None and not is_hostname(one.hostname.removeprefix("*.")):
             advice = "write a name such as api.example.com, which may begin with '*.'"
             yield (*path, "hostname"), f"'{one.hostname}' is no host name; {advice}"

@@ -16,7 +16,18 @@ from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.objectives import Slos, check_slo
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
-from extproc.api.spec import DirectoryObject, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
+from extproc.api.spec import (
+    STEPS_LISTENER,
+    DirectoryObject,
+    Name,
+    NonEmpty,
+    ParentReference,
+    Rule,
+    Spec,
+    exactly_one,
+    is_attached,
+    object_key,
+)
 from extproc.api.tiers import NO_CHOICE, Tiers, check_tiers
 
 if TYPE_CHECKING:
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_RETRY: Final = FallbackRetry()
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+_NO_PARENTS: Final = "parentRefs have no effect with callers: Steps; remove them"
 # What cannot be part of the path that conditions are compared with.
 _NOT_IN_PATHS: Final = re.compile(r"[\x00-\x20\x7f?#]")
 
@@ -114,6 +126,7 @@ class ModelRouteSpec(Spec, frozen=True):
             "(self.rules.all(one, has(one.modelMatch)) || !has(self.rules[self.rules.size() - 1].modelMatch))",
             "a rule without modelMatch always holds; write it last",
         ),
+        Rule("!has(self.callers) || self.callers != 'Steps' || !has(self.parentRefs)", _NO_PARENTS),
     )
 
     rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -131,12 +144,21 @@ class ModelRouteSpec(Spec, frozen=True):
     response_model: Literal["Requested", "Served"] = "Requested"
     # The guard of the GatewayConfig that each request must pass, after its limits and before its engine is chosen.
     guard: RouteGuard | None = None
+    # Whose requests it serves: those of clients, or those that transformers and explainers make for them, where the
+    # GatewayConfig says (steps). No client can reach the latter, whatever the model is called.
+    callers: Literal["Clients", "Steps"] = "Clients"
 
 
 class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
     """A ModelRoute document."""
 
     spec: ModelRouteSpec
+
+    def serves(self, listener: str | None) -> bool:
+        """Whether requests at the listener of that name are its. None: clients have a single one, without a name."""
+        if self.spec.callers == "Steps" or listener == STEPS_LISTENER:
+            return self.spec.callers == "Steps" and listener == STEPS_LISTENER
+        return listener is None or is_attached(self.spec.parent_refs, listener)
 
     def server_key(self, target: TargetModel | Fallback) -> str:
         """The ModelServer that ``target`` names: one of this route's own namespace."""
@@ -150,8 +172,7 @@ class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
     """A client can ask for it, every rule can be reached and has a target, and its expressions compile."""
-    if spec.model_name is None and not spec.lora_adapters:
-        yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
+    yield from _check_callers(spec)
     if spec.payload_log is not None:
         yield from check_payload_log(spec.payload_log, ("spec", "payloadLog"))
     yield from check_limits(spec.rate_limits)
@@ -172,6 +193,13 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
             yield from check_matches(rule.model_match, (*path, "modelMatch"))
         elif number < len(spec.rules) - 1:
             yield path, "has no modelMatch, so the rules after it are never reached; write it last"
+
+
+def _check_callers(spec: ModelRouteSpec) -> Iterator[Finding]:
+    if spec.model_name is None and not spec.lora_adapters:
+        yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
+    if spec.callers == "Steps" and spec.parent_refs:
+        yield ("spec", "parentRefs"), "have no effect with callers: Steps; remove them"
 
 
 def check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:

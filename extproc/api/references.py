@@ -12,7 +12,7 @@ from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer, check_no_references
 from extproc.api.schema import suggest
 from extproc.api.snapshot import access_restrictions
-from extproc.api.spec import is_attached, namespace_of, object_key
+from extproc.api.spec import STEPS_LISTENER, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,17 +30,13 @@ def check_names(found: Sequence[tuple[Document, Any]], what: str) -> Iterator[Mi
 
 def check_model_names(found: DirectoryObjects) -> Iterator[Mistake]:
     """On each listener, only one ModelRoute serves a model or adapter of a name."""
-    listeners: Sequence[str | None] = found.listeners or [None]
+    listeners: Sequence[str | None] = [*(found.listeners or (None,)), STEPS_LISTENER]
     # check_names reports two routes with one name
     routes = [next(same) for _, same in groupby(found.of(ModelRoute), key=lambda one: one[1].metadata.key)]
     said: set[tuple[str, int, str]] = set()
     for listener in listeners:
-        attached = [
-            (document, route)
-            for document, route in routes
-            if listener is None or is_attached(route.spec.parent_refs, listener)
-        ]
-        where = "" if listener is None else f" of the listener '{listener}'"
+        attached = [(document, route) for document, route in routes if route.serves(listener)]
+        where = "" if listener in (None, STEPS_LISTENER) else f" of the listener '{listener}'"
 
         def shown(name: str, where: str = where) -> str:
             return f"the model or adapter '{name}'{where}"

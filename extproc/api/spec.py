@@ -17,6 +17,8 @@ NAME: Final = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\Z"
 NAMESPACE: Final = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
 # With the namespace and name of its Gateway in front, if it is one's: ``default/web/https``.
 LISTENER: Final = r"^[a-z0-9]([-a-z0-9./]{0,198}[a-z0-9])?\Z"
+# The name of the listener of transformers and explainers; others have no capitals.
+STEPS_LISTENER: Final = "Steps"
 NO_CONTROL: Final = r"^[^\x00-\x1f\x7f]*\Z"
 # What a client can send as a token of the header ``authorization``.
 KEY: Final = r"^[\x21-\x7e]*\Z"

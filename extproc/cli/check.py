@@ -123,6 +123,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *missing_descriptors(snapshot, hard_limit()),
             *forgotten_prompts(snapshot),
             *truncated_caches(snapshot),
+            *_without_steps(snapshot),
             *_unreadable_files(snapshot, directory),
             *_notes(snapshot),
         ]
@@ -248,6 +249,17 @@ def _unreached(snapshot: Snapshot) -> Iterator[str]:
                 f"HTTPRoute {route.metadata.key}: no listener that it is attached to takes its hostnames "
                 f"({', '.join(hosts)}); change hostnames, or the listener's hostname"
             )
+
+
+def _without_steps(snapshot: Snapshot) -> Iterator[str]:
+    """Routes of transformers and explainers that nothing can call."""
+    if snapshot.gateway.steps is None:
+        for route in snapshot.routes:
+            if route.spec.callers == "Steps":
+                yield (
+                    f"ModelRoute {route.metadata.key}: callers: Steps has no effect, as the GatewayConfig does not say"
+                    " where they call; write steps: 127.0.0.1:8081, or leave callers out"
+                )
 
 
 def _fits(pattern: str, name: str) -> bool:

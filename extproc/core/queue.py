@@ -97,11 +97,12 @@ class AdmissionController:
         self.budgets = {
             route.metadata.key: BudgetsOf(
                 [CompiledBudget(route.metadata.key, one, accounts) for one in route.spec.budgets],
-                of_gateway,
+                # what a step asks for was charged to the client that it works for
+                of_gateway if route.serves(None) else (),
                 of_keys=of_keys,
             )
             for route in snapshot.routes
-            if route.spec.budgets
+            if route.spec.budgets or route.spec.callers == "Steps"
         }
         before, self.gates = self.gates, {}
         for name, pool in pools.items():

@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_SUBJECT, Caller, Subject
-from extproc.api.spec import namespace_of
+from extproc.api.spec import STEPS_LISTENER, namespace_of
 from extproc.core.record import Arrival, Candidates, Head
 from extproc.core.usage import usage_of_unread
 from extproc.errors import (
@@ -173,8 +173,8 @@ class RequestBuilder:
         return model if model is None or caller_access is None or caller_access.may_list(name) else None
 
     def _access_of(self, head: Head) -> CallerAccess | None:
-        """None if every caller may use everything."""
-        if not self._authorizer.restricts:
+        """None if every caller may use everything. A step calls for a client that has been admitted already."""
+        if not self._authorizer.restricts or head.listener == STEPS_LISTENER:
             return None
         return CallerAccess(self._authorizer, self._routing, self._subject_of(head), head)
 
@@ -405,8 +405,15 @@ class RequestBuilder:
         return frozenset(one.protocol for one in self._open_destinations(model, head))
 
     def is_ready(self, model: str, protocol: str, head: Head, now: float) -> bool:
-        """Whether an engine could serve the caller's requests for ``model`` now."""
-        pools = [self.pools.get(one.server) for one in self._open_destinations(model, head) if one.protocol == protocol]
+        """Whether an engine could serve the caller's requests for ``model`` now. Of several rules with the protocol the
+        one counts that takes the probe's path: an explainer makes no predictions.
+        """
+        speaking = [one for one in self._open_destinations(model, head) if one.protocol == protocol]
+        try:
+            own = self._routing.targets(model, head.headers, head.path, listener=head.listener).destinations
+        except UnknownModel:
+            own = ()
+        pools = [self.pools.get(one.server) for one in [one for one in speaking if one in own] or speaking]
         return any(pool is not None and pool.is_ready(now) for pool in pools)
 
     def has_ready(self, protocol: str, now: float) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes
 
 from extproc.errors import BadRequest, MethodNotAllowed, UnknownPath
-from extproc.protocol import MODEL_ROOTS, PATH_APIS, Api
+from extproc.protocol import EXPLAIN_VERB, MODEL_ROOTS, PATH_APIS, Api
 from extproc.request.model import InferenceRequest, ModelPath
 
 _SHOWN_CHARACTERS: Final = 100
@@ -97,6 +97,11 @@ def path_request(path: ModelPath, protocol: str) -> InferenceRequest:
 def wrong_protocol(model: str, protocol: str, path: str) -> UnknownPath:
     """The refusal of a request in another protocol than that of the model's engines."""
     shown = model[:_SHOWN_CHARACTERS]
+    if path.endswith(EXPLAIN_VERB):
+        return UnknownPath(
+            f"'{shown}' has no explainer; ask for predictions, or let a rule of its ModelRoute send"
+            f" {EXPLAIN_VERB} to a ModelServer of protocol V1."
+        )
     advice = "; ".join(_examples(shown, protocol)) or "name it in the body of a chat, or of what its engines serve"
     return UnknownPath(f"{path[:_SHOWN_CHARACTERS]} is not of the protocol of '{shown}', {protocol}; {advice}.")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.api.fallback import Fallback, FallbackRetry
 from extproc.api.matches import compile_expression
-from extproc.api.spec import is_attached
+from extproc.api.spec import STEPS_LISTENER
 from extproc.errors import UnknownModel
 from extproc.routing.tiers import CompiledTiers, compile_tiers
 
@@ -186,11 +186,9 @@ class RoutingTable:
         }
         compiled = list(self.compiled.values())
         # by listener; "": of all listeners, of which the first route for a name counts
-        self._served = {"": _serve(found for _, found in compiled)}
-        for one in snapshot.gateway.listeners:
-            self._served[one.name] = _serve(
-                found for route, found in compiled if is_attached(route.spec.parent_refs, one.name)
-            )
+        self._served = {"": _serve(found for route, found in compiled if route.serves(None))}
+        for name in (STEPS_LISTENER, *(one.name for one in snapshot.gateway.listeners)):
+            self._served[name] = _serve(found for route, found in compiled if route.serves(name))
         self._adapters: dict[str, frozenset[str]] = {}
         # ModelServers that routes ask for their own model, not for adapters alone
         self.asked_by_model: set[str] = set()

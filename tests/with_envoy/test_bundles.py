@@ -30,11 +30,12 @@ NAMES = sorted(folder.name for folder in BUNDLES.iterdir())
 def copy_of(name: str, directory: Path) -> Path:
     """The golden bundle where this machine may have it: its own path replaced, and the addresses that it listens on."""
     shutil.copytree(BUNDLES / name, directory)
-    listen, admin = free_ports(2)
+    listen, admin, steps = free_ports(3)
     for file in directory.rglob("*.json"):
         text = file.read_text().replace(GOLDEN_PATH, str(directory)).replace("/var/lib/attache/", f"{directory}/")
         text = text.replace('"address": "0.0.0.0"', '"address": "127.0.0.1"')
         text = text.replace('"port_value": 8080', f'"port_value": {listen}')
+        text = text.replace('"port_value": 8081', f'"port_value": {steps}')
         file.write_text(text.replace('"port_value": 9901', f'"port_value": {admin}'))
     return directory
 

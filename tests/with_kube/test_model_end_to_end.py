@@ -8,6 +8,7 @@ import contextlib
 import io
 import sys
 import tarfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -34,6 +35,7 @@ from controller.kube.resources import (
     NODES,
     PODS,
     SERVICES,
+    SERVING_RUNTIMES,
 )
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
@@ -45,7 +47,6 @@ from tests.with_kube.test_gateway_role import IMPATIENT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from controller.kube.resources import Resource
     from tests.with_kube.kubes import Kube
@@ -75,22 +76,55 @@ spec:
     disaggregation: {prefill: 2, decode: 2}
 """
 
+# The simulated engine as a server of V1, and a program in front of it and beside it.
+SUMS = """
+apiVersion: attache.dev/v1alpha1
+kind: ServingRuntime
+metadata: {name: sums}
+spec:
+  engine: Custom
+  protocol: V1
+  supports: [{name: sums, autoSelect: true}]
+  agent: {enabled: false}
+  config: {image: attache/engine-sim}
+  arguments: [{args: ["--port={port}", "--model={name}"]}]
+  pod: {containers: [{name: engine, readinessProbe: {tcpSocket: {port: http}, periodSeconds: 1}}]}
+"""
+STEPPED = f"""
+apiVersion: attache.dev/v1alpha1
+kind: Model
+metadata: {{name: llama}}
+spec:
+  uri: file:///models/llama
+  format: {{name: sums}}
+  transformer: &step
+    image: python
+    command: [{sys.executable}, {Path(__file__).parent / "step_server.py"}]
+    args: [--host=0.0.0.0, --predictor_host=STEPS]
+    replicas: 2
+    drainTimeout: 2s
+  explainer:
+    <<: *step
+    replicas: 1
+"""
+
 
 class Site(msgspec.Struct, frozen=True):
-    """A cluster with a gateway, the manager and a node. ``url``: of Envoy. ``weights``: a URI, and how often it was
-    asked.
+    """A cluster with a gateway, the manager and a node. ``url``: of Envoy. ``steps``: where transformers call.
+    ``weights``: a URI, and how often it was asked.
     """
 
     client: Client
     namespace: str
     url: str
+    steps: str
     weights: str
     downloads: list[str]
 
     async def create(self, text: str) -> None:
-        made = yaml.safe_load(text.replace("URI", self.weights))
+        made = yaml.safe_load(text.replace("URI", self.weights).replace("STEPS", self.steps))
         made["metadata"]["namespace"] = self.namespace
-        await self.client.create(MODELS, made)
+        await self.client.create(MODELS if made["kind"] == "Model" else SERVING_RUNTIMES, made)
 
     async def status(self) -> dict[str, Any]:
         found: dict[str, Any] = (await self.client.get(MODELS, "llama", self.namespace)).get("status") or {}
@@ -158,10 +192,10 @@ async def weights_server() -> AsyncIterator[tuple[str, list[str]]]:
 
 
 @contextlib.asynccontextmanager
-async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> AsyncIterator[str]:
-    """The gateway role, extproc and Envoy for a namespace; the URL of Envoy."""
-    listen, admin, grpc, metrics, reports = (f"127.0.0.1:{port}" for port in free_ports(5))
-    spec = {"listen": listen, "admin": admin, "extproc": grpc}
+async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> AsyncIterator[tuple[str, str]]:
+    """The gateway role, extproc and Envoy for a namespace; the URL of Envoy, and its address for steps."""
+    listen, admin, grpc, metrics, reports, steps = (f"127.0.0.1:{port}" for port in free_ports(6))
+    spec = {"listen": listen, "admin": admin, "extproc": grpc, "steps": steps}
     metadata = {"name": "main", "namespace": namespace}
     await client.create(
         GATEWAY_CONFIGS,
@@ -189,7 +223,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
             await processes.start("bundle", [*python, *words])
             await eventually((bundle / "bootstrap.json").exists, timeout_s=PATIENCE_S)
             await processes.start("envoy", envoy_command(bundle))
-            yield f"http://{listen}"
+            yield f"http://{listen}", steps
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -214,10 +248,10 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
     async with (
         weights_server() as (uri, asked),
         running_nodes(client, [node], tmp_path / "pods", timing=QUICK),
-        gateway(client, kube, namespace, tmp_path) as url,
+        gateway(client, kube, namespace, tmp_path) as (url, steps),
         managing(kube.admin, namespace, decide=reconcile),
     ):
-        yield Site(client, namespace, url, uri, asked)
+        yield Site(client, namespace, url, steps, uri, asked)
         for model in (await client.list(MODELS, namespace)).items:
             await client.delete(MODELS, model["metadata"]["name"], namespace)
         for infer in (await client.list(MODEL_INFERS, namespace)).items:
@@ -301,3 +335,54 @@ async def test_prefill_and_decode_in_two_groups_of_four_pods_answer(site: Site) 
         return await site.tokens("decode", "external_kv_transfer") >= whole
 
     await eventually(is_transferred, timeout_s=PATIENCE_S, pause_s=0.2)
+
+
+async def test_a_transformer_and_an_explainer_in_pods_of_their_own_serve_and_scale_in_without_a_failure(
+    site: Site,
+) -> None:
+    await site.create(SUMS)
+    await site.create(STEPPED)
+    await site.until_ready()
+    assert {one["type"]: one["status"] for one in (await site.status())["conditions"]}["TransformerReady"] == "True"
+    async with httpx.AsyncClient(base_url=site.url, timeout=60) as http:
+
+        async def ask(verb: str) -> tuple[int, dict[str, Any]]:
+            answer = await http.post(f"/v1/models/llama:{verb}", json={"instances": [[1, 2], [4]]})
+            return answer.status_code, answer.json()
+
+        async def is_served() -> bool:
+            return [(await ask(one))[0] for one in ("predict", "explain")] == [200, 200]
+
+        await eventually(is_served, timeout_s=PATIENCE_S, pause_s=0.2)
+        assert await ask("predict") == (200, {"predictions": [4.0, 5.0]})
+        assert await ask("explain") == (200, {"explanations": ["sum 3.0", "sum 4.0"]})
+
+        # one transformer less, under load
+        failed, is_over = list[object](), asyncio.Event()
+
+        async def load() -> None:
+            while not is_over.is_set():
+                if (got := await ask("predict"))[0] != 200:
+                    failed.append(got)
+
+        clients = [asyncio.create_task(load()) for _ in range(3)]
+        await site.client.merge_patch(MODELS, "llama", site.namespace, {"spec": {"transformer": {"replicas": 1}}})
+
+        async def is_one() -> bool:
+            pods = (await site.client.list(PODS, site.namespace, labels="attache.dev/backend=transformer")).items
+            return len(pods) == 1
+
+        await eventually(is_one, timeout_s=PATIENCE_S, pause_s=0.2)
+        is_over.set()
+        await asyncio.gather(*clients)
+        assert failed == []
+
+        # without the transformer the engines answer, and nothing of it stays
+        patch = {"spec": {"transformer": None, "explainer": None}}
+        await site.client.merge_patch(MODELS, "llama", site.namespace, patch)
+
+        async def is_gone() -> bool:
+            counts = [await site.count(one) for one in (MODEL_INFERS, MODEL_SERVERS, MODEL_ROUTES)]
+            return counts == [1, 1, 1] and await ask("predict") == (200, {"predictions": [3.0, 4.0]})
+
+        await eventually(is_gone, timeout_s=PATIENCE_S, pause_s=0.2)

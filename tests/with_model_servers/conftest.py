@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bench.stack.stack import Stack
 
 _SERVER: Final = Path(__file__).parent / "kserve_server.py"
+_STEPS: Final = Path(__file__).parent / "kserve_steps.py"
 _TRAIN: Final = Path(__file__).parent / "train.py"
 _TRAIN_TREES: Final = Path(__file__).parent / "train_trees.py"
 
@@ -85,6 +86,15 @@ class ModelServers(msgspec.Struct, frozen=True):
         await self.processes.start(name, [required("KSERVE"), str(_SERVER), *here])
         return await self._once_ready(name, http, name)
 
+    async def start_step(self, name: str, step: str, model: str, predictor: str) -> str:
+        """Likewise, a transformer or an explainer, with the arguments that a Model gives it."""
+        http, grpc = free_ports(2)
+        words = [required("KSERVE"), str(_STEPS), "--step", step, f"--model_name={model}", f"--http_port={http}"]
+        words += [f"--predictor_host={predictor}", "--predictor_protocol=v1", "--predictor_use_ssl=false"]
+        words += ["--predictor_request_timeout_seconds=20", f"--grpc_port={grpc}"]
+        await self.processes.start(name, words)
+        return await self._once_ready(name, http, model)
+
     async def _once_ready(self, name: str, port: int, model: str) -> str:
         async with httpx.AsyncClient(timeout=60) as http:
 
@@ -120,13 +130,17 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mod
 
 
 @asynccontextmanager
-async def gateway_to(directory: Path, *documents: Mapping[str, object]) -> AsyncIterator[Stack]:
-    """Envoy and extproc, which follow ``configure``. Beside the models of a test they serve a simulated engine."""
+async def gateway_to(
+    directory: Path, *documents: Mapping[str, object], gateway: Mapping[str, object] | None = None
+) -> AsyncIterator[Stack]:
+    """Envoy and extproc, which follow ``configure``. Beside the models of a test they serve a simulated engine.
+    ``gateway``: fields of the GatewayConfig.
+    """
     try:
         envoy_binary()
     except EnvoyMissing as error:
         not_tested("ENVOY", str(error))
-    async with running_stack(directory, EngineFlags(count=1), watch=True) as stack:
+    async with running_stack(directory, EngineFlags(count=1), watch=True, gateway=gateway) as stack:
         configure(stack, *documents)
         yield stack
 
@@ -142,14 +156,15 @@ def configure(stack: Stack, *documents: Mapping[str, object]) -> None:
 def server(name: str, protocol: str, model: str, *endpoints: str, draining: str = "") -> dict[str, object]:
     """A ModelServer. ``draining``: which of the addresses is."""
     listed = [{"address": one, **({"draining": True} if one == draining else {})} for one in endpoints]
-    return _document("ModelServer", name, {"model": model, "protocol": protocol, "endpoints": listed})
+    return document("ModelServer", name, {"model": model, "protocol": protocol, "endpoints": listed})
 
 
 def route(model: str, **weights: int) -> dict[str, object]:
     """A ModelRoute to ModelServers by weight."""
     targets = [{"modelServerName": name, "weight": weight} for name, weight in weights.items()]
-    return _document("ModelRoute", f"{model}-route", {"modelName": model, "rules": [{"targetModels": targets}]})
+    return document("ModelRoute", f"{model}-route", {"modelName": model, "rules": [{"targetModels": targets}]})
 
 
-def _document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+    """Any object."""
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}

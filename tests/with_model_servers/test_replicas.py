@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import httpx
 import pytest
@@ -14,6 +14,7 @@ from tests.waiting import eventually
 from tests.with_model_servers.conftest import configure, gateway_to, route, server
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from bench.stack.stack import Stack
@@ -21,14 +22,29 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-_TENSOR: Final = {"name": "x", "shape": [1, 4], "datatype": "FP64", "data": [5.1, 3.5, 1.4, 0.2]}
+_ASKS: Final = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP64", "data": [5.1, 3.5, 1.4, 0.2]}]}
+
+
+def _is_setosa(answer: Any) -> bool:  # noqa: ANN401 - JSON
+    return bool(answer["outputs"][0]["data"] == [0])
 
 
 class Load:
-    """Four clients that ask again and again. ``failed``: what was not a good answer."""
+    """Four clients that ask again and again. ``failed``: what was not a good answer. ``path``, ``asks``: the request.
+    ``is_good``: of an answer.
+    """
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        path: str = "/v2/models/iris/infer",
+        asks: object = _ASKS,
+        is_good: Callable[[Any], bool] = _is_setosa,
+    ) -> None:
         self._url = url
+        self._path = path
+        self._asks = asks
+        self._is_good = is_good
         self._is_over = False
         self.good = 0
         self.failed = list[str]()
@@ -51,11 +67,11 @@ class Load:
     async def _ask_again(self) -> None:
         while not self._is_over:
             try:
-                answer = await self._http.post("/v2/models/iris/infer", json={"inputs": [_TENSOR]})
+                answer = await self._http.post(self._path, json=self._asks)
             except httpx.TransportError as error:
                 self.failed.append(repr(error))
                 continue
-            if answer.status_code == 200 and answer.json()["outputs"][0]["data"] == [0]:
+            if answer.status_code == 200 and self._is_good(answer.json()):
                 self.good += 1
             else:
                 self.failed.append(f"{answer.status_code} {answer.text}")

@@ -27,7 +27,7 @@ from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
 from controller.bundle.envoy.fallback import Chained, chained_servers
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
-from controller.bundle.envoy.listeners import listener_groups, listener_resources
+from controller.bundle.envoy.listeners import listener_groups, listener_resources, of_clients, of_steps
 from controller.bundle.envoy.model_routes import has_calls, routes_by_policy
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
@@ -139,6 +139,7 @@ class BundleWriter:
             *memo.get(key_set_clusters, gateway.authentication),
             *memo.get(collector_clusters, gateway.tracing),
         ]
+        views = [view for view in (of_clients(snapshot), of_steps(snapshot)) if view is not None]
         translates, translated_files = is_translated(snapshot.servers), dict[str, str]()
         if translates:
             own.append(memo.get(translator_cluster, self._directory))
@@ -149,14 +150,15 @@ class BundleWriter:
         self._clusters = own, clusters
         return {
             **{
-                group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
-                for group in listener_groups(gateway)
+                group.routes_file: resources_file([route_configuration(group, view, memo)])
+                for view in views
+                for group in listener_groups(view.gateway)
             },
             **translated_files,
             **memo.get(authentication_files, gateway.authentication),
             LISTENERS_FILE: memo.get(
                 self._listener,
-                gateway,
+                tuple(view.gateway for view in views),
                 longest_wait_s(snapshot),
                 *needs_of(snapshot.http_routes),
                 _times_streams(snapshot),
@@ -175,11 +177,16 @@ class BundleWriter:
         some = Backend(metadata=Metadata(name="some"), spec=BackendSpec(protocol=protocol))
         return backend_cluster(some, self._directory)
 
-    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
+    def _listener(self, gateways: tuple[GatewayConfigSpec, ...], longest_wait_s: float, *needs: bool) -> str:
+        """``gateways``: as clients see it, and as transformers and explainers do."""
         wanted = Needs(*needs)
-        found = listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=wanted)
+        found = [
+            one
+            for gateway in gateways
+            for one in listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=wanted)
+        ]
         if wanted.translates:
-            found.append(translated_listener(gateway, self._directory))
+            found.append(translated_listener(gateways[0], self._directory))
         return resources_file(found)
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:

@@ -48,6 +48,7 @@ from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FI
 from controller.bundle.envoy.usage_log import usage_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
+from extproc.api.spec import STEPS_LISTENER
 from extproc.protocol import (
     ACCESS_LOG_NAME,
     CALLER_CLIENT,
@@ -124,13 +125,41 @@ class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
         return f"{ROUTES_FOLDER}/{protocol}-{name.replace('/', '_').replace(':', '_')}.json"
 
 
+def of_clients(snapshot: Snapshot) -> Snapshot:
+    """What listeners of clients serve."""
+    routes = tuple(one for one in snapshot.routes if one.spec.callers == "Clients")
+    return snapshot if len(routes) == len(snapshot.routes) else msgspec.structs.replace(snapshot, routes=routes)
+
+
+def of_steps(snapshot: Snapshot) -> Snapshot | None:
+    """What the listener of transformers and explainers serves; None: there is none.
+
+    It knows no callers: the clients for which they work have been authenticated and charged, and their requests are in
+    the usage log.
+    """
+    if snapshot.gateway.steps is None:
+        return None
+    gateway = msgspec.structs.replace(
+        snapshot.gateway,
+        listeners=(Listener(name=STEPS_LISTENER, address=snapshot.gateway.steps),),
+        clients="Untrusted",
+        authentication=None,
+        cors=None,
+        usage_log=None,
+    )
+    routes = tuple(one for one in snapshot.routes if one.spec.callers == "Steps")
+    return msgspec.structs.replace(snapshot, gateway=gateway, routes=routes, http_routes=())
+
+
 def routes_files(snapshot: Snapshot) -> dict[str, str]:
     """The files with the route configurations of a gateway, each with the name of its subscription in Envoy's
     statistics.
     """
     found = {
         one.routes_file: f"http.{_STATISTICS}.rds.{_in_statistics(one.route_config_name)}"
-        for one in listener_groups(snapshot.gateway)
+        for view in (of_clients(snapshot), of_steps(snapshot))
+        if view is not None
+        for one in listener_groups(view.gateway)
     }
     if is_translated(snapshot.servers):
         found[TRANSLATED_ROUTES_FILE] = f"http.{TRANSLATED}.rds.{TRANSLATED}"

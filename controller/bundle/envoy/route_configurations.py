@@ -54,7 +54,6 @@ from controller.bundle.envoy.without_extproc import rerouted_as
 from extproc.api.addresses import parse_address
 from extproc.api.matches import ANY_HOST, covers_domain
 from extproc.api.session_affinity import session_headers
-from extproc.api.spec import is_attached
 from extproc.protocol import (
     BUDGET_HEADERS,
     CALLER_CLIENT,
@@ -143,7 +142,7 @@ class _ListenerGroup:
         }
 
     def _is_attached(self, route: ModelRoute, listener: Listener) -> bool:
-        return not self._are_named or is_attached(route.spec.parent_refs, listener.name)
+        return route.serves(listener.name if self._are_named else None)
 
     def configuration(self) -> dict[str, object]:
         others = self._other_domains()

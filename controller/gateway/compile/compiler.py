@@ -106,7 +106,8 @@ class Compiler:
     ) -> None:
         self._gateway = gateway
         self._sources: dict[str, dict[str, SourceObject]] = {kind: {} for kind in SOURCE_KINDS}
-        self._usable: frozenset[str] = frozenset()
+        # and whether steps have a listener, as of the last compilation of routes
+        self._usable: tuple[frozenset[str], bool] = frozenset(), False
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
         self._policy_sets = {kind: PolicySet(compile_all) for kind, compile_all in _POLICIES.items()}
@@ -140,9 +141,11 @@ class Compiler:
         self._servers.compile()
         usable = self._servers.usable
         self._routes_stale |= self._api.compile(usable, self._servers.pool_problems())
-        if self._routes_stale or usable != self._usable:
-            self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
-            self._routes_stale, self._usable = False, usable
+        has_steps = self._has_steps()
+        if self._routes_stale or (usable, has_steps) != self._usable:
+            routes = self._sources["ModelRoute"].values()
+            self._routes = compile_routes(routes, usable, self._api.listeners, has_steps=has_steps)
+            self._routes_stale, self._usable = False, (usable, has_steps)
         documents = dict(self._routing())
         served = self._served(documents)
         self._policies = {
@@ -210,6 +213,12 @@ class Compiler:
                 yield ("ModelRoute", key), route.document
         for key, document in self._api.routes():
             yield ("HTTPRoute", key), document
+
+    def _has_steps(self) -> bool:
+        """Whether the GatewayConfig in effect says where transformers and explainers call."""
+        config = self._config_in_effect()
+        decoded = None if config is None else config.decoded
+        return isinstance(decoded, GatewayConfig) and decoded.spec.steps is not None
 
     def _served(self, documents: Iterable[tuple[str, str]]) -> PolicyTargets:
         """What policies can be attached to."""

@@ -14,6 +14,7 @@ from controller.gateway.compile.policies import failure_mode
 from controller.gateway.compile.secrets import PointedObject, Pointer
 from controller.gateway.compile.sources import SourceObject, to_bytes
 from extproc.api import spec as patterns
+from extproc.api.addresses import parse_address
 from extproc.api.authentication import has_usable_key
 from extproc.api.decode import decode, read_key_store
 from extproc.api.documents import Document
@@ -63,6 +64,14 @@ class GatewayConfigs:
             return False
         authentication = config.decoded.spec.authentication
         return authentication is not None and bool(authentication.client_certificates)
+
+    def steps_port(self, key: str | None) -> int | None:
+        """Where Envoy listens for transformers and explainers; None: nowhere."""
+        config = self._sources.get(key or "")
+        if config is None or config.mistakes or not isinstance(config.decoded, GatewayConfig):
+            return None
+        address = config.decoded.spec.steps
+        return None if address is None else parse_address(address)[1]
 
 
 class SecretContent(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -20,7 +20,7 @@ from controller.kube.conditions import (
     holds,
 )
 from extproc.api.model_route import ModelRoute
-from extproc.api.spec import object_key
+from extproc.api.spec import STEPS_LISTENER, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,10 +29,16 @@ if TYPE_CHECKING:
     from controller.gateway.compile.sources import SourceObject
 
 
+_NO_STEPS: Final = fails(
+    "Programmed", "NoListener", "the GatewayConfig has no 'steps', where transformers and explainers call; write it"
+)
+
+
 class RouteResult(msgspec.Struct, frozen=True):
     """``document``: None if the route is not served. ``missing``: servers, by key, that a rule has no substitute for:
     requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners.
-    ``served``: those of them that serve it; the empty name where there is no Gateway.
+    ``served``: those of them that serve it; the empty name where there is no Gateway. A route of steps is served by
+    their own one, with and without Gateways.
     """
 
     document: bytes | None
@@ -44,10 +50,15 @@ class RouteResult(msgspec.Struct, frozen=True):
 
 
 def compile_routes(
-    routes: Iterable[SourceObject], servers: Collection[str], listeners: Listeners | None = None
+    routes: Iterable[SourceObject],
+    servers: Collection[str],
+    listeners: Listeners | None = None,
+    *,
+    has_steps: bool,
 ) -> dict[str, RouteResult]:
     """Every route by its key. ``servers``: keys of the ModelServers that can be used. ``listeners``: of Gateways; None
-    if there is no Gateway of ours, and then ``parentRefs`` have no effect.
+    if there is no Gateway of ours, and then ``parentRefs`` have no effect. ``has_steps``: the GatewayConfig says where
+    transformers and explainers call.
 
     Of two routes with one model name on one listener, the older one has it, as in the Gateway API. The other is not
     served at all: it would be served in part otherwise. A route that no listener serves takes no name from others.
@@ -60,7 +71,7 @@ def compile_routes(
         if problem:
             results[source.key] = _refused(source, "Invalid", problem)
             continue
-        found = _compile(source, servers, listeners)
+        found = _compile(source, servers, listeners, has_steps=has_steps)
         claims = {(listener, name): source.key for listener in found.served for name in _names(source)}
         taken = {name: owners[listener, name] for listener, name in sorted(claims.keys() & owners.keys())}
         if taken:
@@ -87,7 +98,9 @@ def _repeated(source: SourceObject) -> str:
     return f"{', '.join(repeated)} is there twice among modelName and loraAdapters" if repeated else ""
 
 
-def _compile(source: SourceObject, servers: Collection[str], listeners: Listeners | None) -> RouteResult:
+def _compile(
+    source: SourceObject, servers: Collection[str], listeners: Listeners | None, *, has_steps: bool
+) -> RouteResult:
     missing: set[str] = set()
     absent: list[str] = []
     rules = [_rule(source, rule, servers, missing, absent) for rule in source.spec["rules"]]
@@ -100,14 +113,16 @@ def _compile(source: SourceObject, servers: Collection[str], listeners: Listener
     named = frozenset(
         object_key(source.namespace, target["modelServerName"]) for rule in rules for target in rule["targetModels"]
     )
-    if listeners is None:
+    is_of_steps = isinstance(source.decoded, ModelRoute) and source.decoded.spec.callers == "Steps"
+    if listeners is None or is_of_steps:
+        programmed = holds("Programmed", IN_DIRECTORY) if has_steps or not is_of_steps else _NO_STEPS
         return _result(
             source,
             source.document(spec),
-            (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)),
+            (holds("Accepted", NO_MISTAKE), resolved, programmed),
             missing,
             named,
-            served=("",),
+            served=(STEPS_LISTENER if is_of_steps else "",),
         )
     parents, attached, served = _attach(source, listeners)
     statuses = _parents(parents, resolved)

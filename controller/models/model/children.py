@@ -24,9 +24,11 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
-from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, model_infer_spec, warmers
+from controller.models.model.pods import ADAPTERS_FILE, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.legs import own_leg
+from controller.models.runtimes.settings import AGENT_PORT
+from controller.models.runtimes.steps import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, named_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from controller.api.model import Backend, Disaggregation
+    from controller.api.serving_runtime import ServingRuntimeSpec
+    from controller.api.steps import Transformer
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
     from controller.models.runtimes.presets import Preset
 
@@ -145,7 +149,7 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     spec: dict[str, Any] = {
         "model": model.served_name,
         "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
-        "workloadPort": {"port": preset.port},
+        **_ports(model.spec.transformer, preset),
     }
     if made.protocol != "OpenAI":
         spec["protocol"] = made.protocol
@@ -174,6 +178,19 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     return spec
 
 
+def _ports(transformer: Transformer | None, preset: ServingRuntimeSpec) -> dict[str, Any]:
+    if transformer is None or not transformer.colocated:
+        return {"workloadPort": {"port": preset.port}}
+    metrics = {} if preset.metrics is None else {"metricsPort": preset.port}
+    return {"workloadPort": {"port": transformer.port}, **metrics}
+
+
+def step_server_spec(model: ResolvedModel, made: ResolvedBackend) -> dict[str, Any]:
+    """The ModelServer of a step. The gateway has repeated what the predictor refuses; once more would multiply it."""
+    step = dict(named_steps(model.spec))[made.backend.name]
+    return {**server_spec(model, made, {}), "trafficPolicy": {"timeout": str(step.timeout), "retry": {"attempts": 1}}}
+
+
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
     """Both engines of a pair are of one group and one revision: those of two versions may not understand each other."""
     found: dict[str, Any] = {
@@ -200,18 +217,36 @@ def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
 
 
 def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """ModelRoutes by name: one for the served name and the adapters, and one for each alias."""
-    rule = {
+    """ModelRoutes by name: one for the served name and the adapters, one by which steps call the predictor, and one for
+    each alias.
+    """
+    predictor = {
         "targetModels": [
             {"modelServerName": model.child(one.backend), "weight": weights[one.backend.name]} for one in model.backends
         ]
     }
-    shared: dict[str, Any] = {"rules": [rule]}
+    steps = {one.backend.name: [{"modelServerName": model.child(one.backend)}] for one in model.steps}
+    rules: list[dict[str, Any]] = (
+        [{"modelMatch": EXPLAIN_MATCH, "targetModels": steps[EXPLAINER]}] if EXPLAINER in steps else []
+    )
+    rules.append({"targetModels": steps[TRANSFORMER]} if TRANSFORMER in steps else predictor)
+    shared: dict[str, Any] = {"rules": rules}
     if model.spec.parent_refs:
         shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
     adapters = [one.name for one in model.spec.adapters]
     own = {"modelName": model.served_name, **shared}
-    yield model.name, {**own, "loraAdapters": adapters} if adapters else own
+    names = {"loraAdapters": adapters} if adapters else {}
+    yield model.name, {**own, **names}
+    if steps:
+        yield (
+            f"{model.name}-predictor",
+            {
+                "modelName": model.served_name,
+                **names,
+                "rules": [predictor],
+                "callers": "Steps",
+            },
+        )
     for alias in model.spec.aliases:
         yield alias_route(model.name, alias), {"modelName": alias, **shared}
 
@@ -305,6 +340,17 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
         spec = server_spec(model, made, start_times)
         yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
+    for made in model.steps:
+        name, labels = model.child(made.backend), {BACKEND: made.backend.name}
+        infer = {"spec": model_infer_spec(model.of_steps, made, settings)}
+        is_scaled_by_others = not model.spec.stop and not made.says_replicas
+        yield Child(
+            MODEL_INFERS,
+            _object(model, MODEL_INFERS, name, infer, labels),
+            (_REPLICAS,) if is_scaled_by_others else (),
+        )
+        server = {"spec": step_server_spec(model.of_steps, made)}
+        yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, server, labels))
 
 
 def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:

@@ -26,17 +26,25 @@ from controller.kube.resources import (
 from controller.models.runtimes import presets
 from controller.models.runtimes.layers import LayeredModel, NotMergeable, engine_config, merge_layers
 from controller.models.runtimes.mistakes import (
-    BATCHED_PORT,
     FILE_PATHS,
     different_blocks,
     mistakes,
     unsupported_features,
 )
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
-from controller.models.runtimes.settings import EngineSettings, Weights, format_of, unknown_settings, weights_of
+from controller.models.runtimes.settings import (
+    BATCHED_PORT,
+    EngineSettings,
+    Weights,
+    format_of,
+    unknown_settings,
+    weights_of,
+)
+from controller.models.runtimes.steps import own_steps, step_engine, taken_port
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
+    from controller.api.steps import Step
     from extproc.api.model_server import ServingProtocol
 
 # In the order of application; objects that are no longer desired are deleted in reverse order.
@@ -55,16 +63,21 @@ MODEL: Final = "attache.dev/model"
 BACKEND: Final = "attache.dev/backend"
 # On pods that serve nothing: ``warm`` on those that fetch weights ahead.
 PURPOSE: Final = "attache.dev/purpose"
+_NO_WEIGHTS: Final = Weights("", (), (), is_downloaded=False)
+# Of manifests/gateway, in front of the gateways' listener of steps.
+STEPS_SERVICE: Final = "attache-gateway-steps"
 RoleName = Literal["engine", "prefill", "decode"]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``:
-    directories of nodes that ``file://`` may name.
+    directories of nodes that ``file://`` may name. ``steps``: where transformers and explainers reach a gateway:
+    ``host`` or ``host:port``.
     """
 
     image: str = "attache"
     file_paths: tuple[str, ...] = FILE_PATHS
+    steps: str = f"{STEPS_SERVICE}.attache-system.svc"
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +128,8 @@ class ResolvedBackend(msgspec.Struct, frozen=True):
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """``spec``: merged over its base references. ``served_name``: the model's name at engines. ``to_zero``: of the
-    policy that it names, if it may have no engines; None otherwise.
+    policy that it names, if it may have no engines; None otherwise. ``steps``: its transformer and explainer, as far as
+    they have pods of their own.
     """
 
     name: str
@@ -127,6 +141,12 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights
     backends: tuple[ResolvedBackend, ...]
     to_zero: ScaleToZero | None = None
+    steps: tuple[ResolvedBackend, ...] = ()
+
+    @property
+    def of_steps(self) -> ResolvedModel:
+        """As its steps see it: without weights and adapters."""
+        return replace(self, weights=_NO_WEIGHTS, spec=replace(self.spec, adapters=()))
 
     def child(self, backend: Backend) -> str:
         """The name of what is made for a backend."""
@@ -176,7 +196,14 @@ def resolve(observed: ModelState) -> ResolvedModel | Unresolved:
         weights=weights,
         backends=tuple(backends),
         to_zero=_to_zero(spec, observed.policies),
+        steps=tuple(_step(name, step, backends[0], observed.settings.steps) for name, step in own_steps(spec)),
     )
+
+
+def _step(name: str, step: Step, of: ResolvedBackend, predictor: str) -> ResolvedBackend:
+    made = step_engine(name, step, of.roles[0].engine, predictor)
+    role = ResolvedRole("engine", 1, made.settings, (step.pod,))
+    return ResolvedBackend(made.backend, made.preset, (role,), says_replicas=step.replicas is not None)
 
 
 def _to_zero(spec: ModelSpec, policies: Sequence[Object]) -> ScaleToZero | None:
@@ -233,6 +260,7 @@ def _backend(
     ]
     if len(roles) > 1:
         wrong += different_blocks(*(role.engine.config for role in roles))
+    wrong += taken_port(layered.spec, preset)
     wrong += [
         f"{preset} has a rule with '{one}', which is no setting" for one in unknown_settings(preset.spec.arguments)
     ]

@@ -14,6 +14,7 @@ from controller.kube.resources import DAEMON_SETS, JOBS, Resource
 from controller.models.model.model_state import BACKEND, MODEL, PURPOSE
 from controller.models.runtimes.layers import strategic
 from controller.models.runtimes.settings import (
+    AGENT_PORT,
     CACHE_PATH,
     MODEL_PATH,
     MODELS,
@@ -23,6 +24,7 @@ from controller.models.runtimes.settings import (
     settings_of,
     words,
 )
+from controller.models.runtimes.steps import COLOCATED, TRANSFORMER, readiness, step_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from controller.models.runtimes.settings import Node
 
 Plain = dict[str, Any]
-AGENT_PORT: Final = 9000
 DOWNLOAD: Final = "download"
 ENGINE: Final = "engine"
 _AGENT: Final = "agent"
@@ -116,7 +117,10 @@ def _ours(
             volumes.append(cache_volume(model.spec.cache))
     return {
         "initContainers": init,
-        "containers": [_engine(model, made, role, node, drains=has_agent)],
+        "containers": [
+            _engine(model, made, role, node, drains=has_agent),
+            *(_colocated(model, made, drains=has_agent) if node == "entry" else ()),
+        ],
         "volumes": volumes,
         "terminationGracePeriodSeconds": _drain_s(config)
         + _AFTER_DRAIN_S
@@ -146,8 +150,36 @@ def _engine(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, nod
     container |= {name: value for name, value in (("env", env), ("resources", resources)) if value}
     if drains:
         # answers when nothing runs any more; the sidecar outlives this container
-        container["lifecycle"] = {"preStop": {"httpGet": {"path": "/drain", "port": AGENT_PORT}}}
+        container["lifecycle"] = _drains()
     return container
+
+
+def _colocated(model: ResolvedModel, made: ResolvedBackend, *, drains: bool) -> Iterator[Plain]:
+    """The transformer in an engine's pod."""
+    step = model.spec.transformer
+    if step is None or not step.colocated:
+        return
+    predictor = f"localhost:{made.preset.spec.port}"
+    found = step_engine(TRANSFORMER, step, made.roles[0].engine, predictor)
+    generated = words(found.preset.spec.arguments, settings_of(found.settings, "entry"))
+    config = found.settings.config
+    optional = (("command", list(step.command or ())), ("env", _env(config)), ("resources", step.resources))
+    container: Plain = {
+        "name": COLOCATED,
+        "image": step.image,
+        "args": [*generated.args, *step.args],
+        "ports": [{"name": TRANSFORMER, "containerPort": step.port}],
+        **readiness(step),
+        **{name: value for name, value in optional if value},
+    }
+    if drains:
+        # it calls the engine for as long as requests run there
+        container["lifecycle"] = _drains()
+    yield container
+
+
+def _drains() -> Plain:
+    return {"preStop": {"httpGet": {"path": "/drain", "port": AGENT_PORT}}}
 
 
 def _env(config: EngineConfig) -> list[Plain]:

@@ -275,18 +275,19 @@ def status_of(
 ) -> Status:
     """``owned``: what the Model has, by kind and name. ``taken``: objects of others that have names which it needs."""
     before = observed.thing.get("status") or {}
-    states = [_state(model, made_name, wanted, owned, observed.pods) for made_name in _names(model)]
+    states = [_state(model, made, wanted, owned, observed.pods) for made in model.backends]
+    steps = [_state(model, made, wanted, owned, observed.pods) for made in model.steps]
     phase = phase_of(states)
-    failure = next((one.failure for one in states if one.failure is not None), None)
+    failure = next((one.failure for one in (*states, *steps) if one.failure is not None), None)
     if taken:
         failure = ("NameTaken", _taken(taken))
     found: Status = {
         **phase_fields(phase, before, now_s),
         "replicas": sum(one.there for one in states),
         "readyReplicas": sum(one.ready for one in states),
-        "transitionStatus": "InvalidSpec" if taken else transition_of(states),
+        "transitionStatus": "InvalidSpec" if taken else transition_of([*states, *steps]),
         "backends": _backends(model, states, observed, before),
-        "conditions": _of_generation(_conditions(model, states, owned, taken, phase, failure), observed.thing),
+        "conditions": _of_generation(_conditions(model, states, steps, owned, taken, phase, failure), observed.thing),
         **_generation(observed.thing),
     }
     if failure is not None:
@@ -300,16 +301,11 @@ def _taken(names: Sequence[str]) -> str:
     return f"not of this Model, but there already: {', '.join(names)}; delete them, or name the Model otherwise"
 
 
-def _names(model: ResolvedModel) -> list[str]:
-    return [one.backend.name for one in model.backends]
-
-
 def _state(
-    model: ResolvedModel, backend: str, wanted: Sequence[Child], owned: Owned, pods: Sequence[Object]
+    model: ResolvedModel, made: ResolvedBackend, wanted: Sequence[Child], owned: Owned, pods: Sequence[Object]
 ) -> BackendState:
-    name = f"{model.name}-{backend}"
+    backend, name = made.backend.name, model.child(made.backend)
     infer = owned.get(("ModelInfer", name))
-    (made,) = (one for one in model.backends if one.backend.name == backend)
     mine = of_backend(pods, backend)
     failed = failure_of(mine)
     failure = (failed.reason, failed.message) if failed is not None else None
@@ -367,6 +363,7 @@ def _backends(
 def _conditions(
     model: ResolvedModel,
     states: Sequence[BackendState],
+    steps: Sequence[BackendState],
     owned: Owned,
     taken: Sequence[str],
     phase: str,
@@ -389,8 +386,17 @@ def _conditions(
         found.append(of_children("AutoscalingReady", "AutoscalingPolicyBinding", bindings))
     if model.spec.warm:
         found.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
-    is_reached = any(condition_of(one, "Available").get("status") == "True" for one in by_kind.get("ModelServer", ()))
-    return [*found, _ready(model, phase, failure, route, is_reached=is_reached)]
+    reached = {
+        one["metadata"]["name"]
+        for one in by_kind.get("ModelServer", ())
+        if condition_of(one, "Available").get("status") == "True"
+    }
+    of_steps = [
+        _step(made, one, is_reached=model.child(made.backend) in reached)
+        for made, one in zip(model.steps, steps, strict=True)
+    ]
+    is_reached = any(model.child(one.backend) in reached for one in model.backends)
+    return [*found, *of_steps, _ready(model, phase, failure, [route, *of_steps], is_reached=is_reached)]
 
 
 def _resolved(made: ResolvedBackend) -> str:
@@ -398,6 +404,17 @@ def _resolved(made: ResolvedBackend) -> str:
     wanted, found = made.backend.disaggregation, f"{made.backend.name}: {made.preset}"
     why = why_sidecar(made.preset.spec.engine, wanted) if wanted is not None else ""
     return f"{found} ({why}; run a sidecar that does)" if why else found
+
+
+def _step(made: ResolvedBackend, state: BackendState, *, is_reached: bool) -> Condition:
+    """Named as KServe names it: TransformerReady, ExplainerReady."""
+    type_ = f"{made.backend.name.capitalize()}Ready"
+    if not state.ready:
+        reason, message = state.failure or ("NotReady", "no replica is ready yet")
+        return condition(type_, False, reason, message)
+    if not is_reached:
+        return condition(type_, False, "NotAvailable", "no gateway has a replica of it yet")
+    return condition(type_, True, "Ready", "")
 
 
 def _infers(states: Sequence[BackendState]) -> Condition:
@@ -412,9 +429,12 @@ def _infers(states: Sequence[BackendState]) -> Condition:
 
 
 def _ready(
-    model: ResolvedModel, phase: str, failure: tuple[str, str] | None, route: Condition, *, is_reached: bool
+    model: ResolvedModel, phase: str, failure: tuple[str, str] | None, parts: Sequence[Condition], *, is_reached: bool
 ) -> Condition:
-    """Whether a request would be answered. ``is_reached``: a gateway has an engine of it."""
+    """Whether a request would be answered. ``parts``: that of the routes, then those of its steps. ``is_reached``: a
+    gateway has an engine of it.
+    """
+    route, *steps = parts
     if model.spec.stop:
         return condition("Ready", False, "Stopped", "spec.stop is true")
     if phase != "Loaded":
@@ -424,6 +444,9 @@ def _ready(
         return condition("Ready", False, route["reason"], f"no gateway serves it: {route['message']}")
     if not is_reached:
         return condition("Ready", False, "NotAvailable", "no gateway has an engine of it yet")
+    for one in steps:
+        if one["status"] != "True":
+            return condition("Ready", False, f"{one['type'].removesuffix('Ready')}NotReady", one["message"])
     return condition("Ready", True, "Serving", "")
 
 

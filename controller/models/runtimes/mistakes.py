@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
 from controller.models.runtimes.legs import own_leg, why_sidecar
 from controller.models.runtimes.presets import built_in
-from controller.models.runtimes.settings import gpus_of, uses_setting
+from controller.models.runtimes.settings import BATCHED_PORT, gpus_of, uses_setting
+from controller.models.runtimes.steps import mistakes_of_steps, own_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,8 +32,6 @@ LONGEST_NAME: Final = 63 - len("-9999-prefill-63-999")
 # Of vLLM and SGLang.
 _BLOCK_SIZES: Final = ("--block-size", "--page-size")
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-# Where an engine listens whose own port the batcher has, so that old and new pods of a rollout have the same port.
-BATCHED_PORT: Final = 9010
 # First words of paths that gateways serve.
 _RESERVED: Final = frozenset({"v1", "v2", "publishers"})
 
@@ -46,6 +45,14 @@ def mistakes(name: str, spec: ModelSpec, file_paths: Sequence[str] = FILE_PATHS)
     if all(one.weight == 0 for one in spec.backends):
         yield "the weight of every backend is 0, so no request could go anywhere; give one a positive weight"
     yield from _autoscaling(spec)
+    for step, _ in own_steps(spec):
+        yield from _too_long(f"{name}-{step}")
+    yield from mistakes_of_steps(spec)
+
+
+def _too_long(name: str) -> Iterator[str]:
+    if len(name) > LONGEST_NAME:
+        yield f"'{name}' is longer than {LONGEST_NAME} characters, and host names of pods begin with it; shorten it"
 
 
 def _autoscaling(spec: ModelSpec) -> Iterator[str]:
@@ -161,8 +168,7 @@ def _names(name: str, spec: ModelSpec) -> Iterator[str]:
             f"name the object otherwise and write servedName: {name}"
         )
     for backend in spec.backends:
-        if len(made := f"{name}-{backend.name}") > LONGEST_NAME:
-            yield f"'{made}' is longer than {LONGEST_NAME} characters, and host names of pods begin with it; shorten it"
+        yield from _too_long(f"{name}-{backend.name}")
     adapters = [one.name for one in spec.adapters]
     counts = Counter([spec.served_name or name, *spec.aliases, *adapters])
     for one, times in counts.items():

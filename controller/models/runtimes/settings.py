@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from controller.api.serving_runtime import Arguments
 
 MODEL_PATH: Final = "/mnt/models"
+# Of the runtime agent, beside the engine.
+AGENT_PORT: Final = 9000
+# Where an engine listens whose own port the batcher has, so that old and new pods of a rollout have the same port.
+BATCHED_PORT: Final = 9010
 NAMES: Final = frozenset(
     {
         *("name", "model", "port", "protocol", "format", "formatVersion", "tensor", "pipeline", "data", "expert"),

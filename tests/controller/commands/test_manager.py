@@ -32,3 +32,15 @@ def test_numbers_that_make_no_sense_are_refused(words: list[str], capsys: pytest
 def test_an_error_is_found_inside_groups() -> None:
     ended = HandlersEnded("ended")
     assert _innermost(ExceptionGroup("a", [ExceptionGroup("b", [ended])])) is ended
+
+
+@pytest.mark.parametrize("address", ["a b", "", "http://a", "a:0", "a:99999", "a:b", "a/b", "--x", "a:"])
+def test_an_address_of_steps_that_is_none_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--steps={address}"])
+    assert "write HOST or HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["gw.team.svc", "gw.team.svc:9012", "127.0.0.1:9012", "10.0.0.1"])
+def test_an_address_of_steps_is_taken_as_it_is(address: str) -> None:
+    assert parser().parse_args([f"--steps={address}"]).steps == address

@@ -232,3 +232,33 @@ def test_check_notes_that_the_collectors_authorities_cannot_be_read(
     assert main([str(tmp_path)]) == 0
     assert "tracing: " in (shown := "".join(capsys.readouterr()))
     assert "no spans are sent" in shown
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("steps: nowhere", "spec.steps: 'nowhere'"),
+        ("steps: 127.0.0.1:8080", "spec.steps: is the address of another listener"),
+        ("steps: 127.0.0.1:9901", "spec.steps: is the address of another listener"),
+        (
+            "steps: 0.0.0.0:80\n  listeners: [{name: a, address: '0.0.0.0:80'}]",
+            "spec.listeners[0].address: is that of steps",
+        ),
+    ],
+)
+def test_steps_have_an_address_of_their_own(spec: str, said: str) -> None:
+    text = f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec:\n  {spec}\n"
+    with pytest.raises(ConfigInvalid) as caught:
+        load_snapshot({"gateway.yaml": text.encode()})
+    assert said in str(caught.value)
+
+
+def test_check_says_that_steps_have_no_listener(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = "apiVersion: attache.dev/v1alpha1\nkind: "
+    (tmp_path / "all.yaml").write_text(
+        f"{head}ModelServer\nmetadata: {{name: s}}\nspec: {{model: m, endpoints: [{{address: '10.0.0.1:80'}}]}}\n---\n"
+        f"{head}ModelRoute\nmetadata: {{name: r}}\nspec:\n"
+        "  {modelName: m, callers: Steps, rules: [{targetModels: [{modelServerName: s}]}]}\n"
+    )
+    assert main([str(tmp_path)]) == 0
+    assert "ModelRoute default/r: callers: Steps has no effect" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.spec import STEPS_LISTENER
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.queue import usage_to_reserve
@@ -210,3 +211,56 @@ def test_what_was_learned_of_an_engine_without_work_is_forgotten() -> None:
     assert service_times(table, 10.0)[:3] == pytest.approx([0.015, 0.025, 0.02])
     learn_service_time(table, 0, engine_s=0.02, in_flight=4, now=10.0)
     assert table.service_s[0] == pytest.approx(0.01 + 0.1 * (0.005 - 0.01))
+
+
+EXPLAINED = {
+    "iris": "modelName: iris\nrules:\n"
+    "- {modelMatch: {uri: {regex: '/v1/models/.*:explain'}}, targetModels: [{modelServerName: explainer}]}\n"
+    "- targetModels: [{modelServerName: v1}]",
+    "inner": "modelName: iris\ncallers: Steps\nrules: [{targetModels: [{modelServerName: inner}]}]",
+}
+
+
+def explained(predictor: str) -> Core:
+    explainer = "model: iris\nprotocol: V1\n" + endpoints("10.0.0.3:80")
+    servers = {"v1": f"model: iris\nprotocol: V1\n{predictor}", "explainer": explainer, "inner": V2}
+    return core_of(servers=servers, routes=EXPLAINED)
+
+
+@pytest.mark.parametrize(("predictor", "ready"), [(endpoints("10.0.0.1:80"), True), ("endpoints: []", False)])
+def test_an_explainer_does_not_make_a_model_ready(predictor: str, ready: bool) -> None:
+    head = Head("GET", "/v1/models/iris", {}, has_body=False)
+    assert explained(predictor).builder.is_ready("iris", "V1", head, 0.0) is ready
+
+
+def test_clients_and_steps_have_routes_of_one_name() -> None:
+    core = explained(endpoints("10.0.0.1:80"))
+    assert [one.name for one in core.builder.models] == ["iris"]
+
+    def server_of(path: str, listener: str = "") -> str:
+        return core.builder.by_model(Head("POST", path, {}, has_body=True, listener=listener), b"").destination.server
+
+    assert server_of("/v1/models/iris:predict") == "default/v1"
+    assert server_of("/v1/models/iris:explain") == "default/explainer"
+    assert server_of(INFER, STEPS_LISTENER) == "default/inner"
+    with pytest.raises(UnknownPath):
+        server_of(INFER)
+
+
+def test_budgets_of_the_gateway_charge_clients_and_not_the_steps_that_work_for_them() -> None:
+    gateway = """
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: gateway}
+spec: {steps: "127.0.0.1:8081", budgets: [{name: all, window: Month, max: {requests: 1}}]}
+"""
+    servers = {"v2": V2}
+    routes = {**IRIS, "inner": f"modelName: iris\ncallers: Steps\n{RULES}"}
+    core = Core(configuration(servers=servers, routes=routes, others=gateway), rng=random.Random(0), ticket_prefix="t")
+
+    def ask(listener: str) -> object:
+        head = Head("POST", INFER, {":path": INFER}, has_body=True, listener=listener)
+        return core.arrive(core.builder.by_model(head, b""), 0.0)[0]
+
+    assert [type(ask(STEPS_LISTENER)) for _ in range(3)] == [Decision] * 3
+    assert [type(ask("")) for _ in range(2)] == [Decision, RequestRefused]

@@ -168,7 +168,13 @@ class GatewayApi:
         before = self._gateways
         needs_certificates = self._configs.needs_certificates(self.parameters.config)
         self._gateways = compile_gateways(
-            served, self._settings, published, self.parameters.problems, tls, needs_certificates=needs_certificates
+            served,
+            self._settings,
+            published,
+            self.parameters.problems,
+            tls,
+            needs_certificates=needs_certificates,
+            steps_port=self._configs.steps_port(self.parameters.config),
         )
         listeners = {key: one.listeners for key, one in self._gateways.items()}
         if listeners == {key: one.listeners for key, one in before.items()} and (self.listeners or not listeners):

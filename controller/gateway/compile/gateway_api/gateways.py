@@ -116,6 +116,9 @@ class Configs(Protocol):
     def needs_certificates(self, key: str | None) -> bool:
         """Whether callers are identified by client certificates."""
 
+    def steps_port(self, key: str | None) -> int | None:
+        """Where Envoy listens for transformers and explainers; None: nowhere."""
+
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: of the GatewayConfig in effect, None for the defaults. ``problems``: why Gateways, by key, cannot
@@ -338,14 +341,16 @@ def compile_gateways(
     tls: TlsCompiler,
     *,
     needs_certificates: bool,
+    steps_port: int | None = None,
 ) -> dict[str, GatewayResult]:
     """By key. ``gateways``: the oldest first. ``published``: addresses for statuses, if they are not the bound ones.
     ``problems``: of the parameters that Gateways refer to. ``needs_certificates``: callers are identified by client
-    certificates, so only listeners that require them are served.
+    certificates, so only listeners that require them are served. ``steps_port``: where Envoy listens for transformers
+    and explainers.
     """
     usable = [one for one in gateways if one.identity.key not in problems]
     assigned = assign(usable, settings, published)
-    claims = ListenerClaims()
+    claims = ListenerClaims(None if steps_port is None else steps_port - settings.port_offset)
     results = {}
     count = 0
     for gateway in gateways:

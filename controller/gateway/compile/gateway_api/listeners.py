@@ -217,12 +217,17 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
 class ListenerClaims:
     """Which ports and hosts of addresses are taken, by older Gateways that share an address."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_port: int | None = None) -> None:
+        """``steps_port``: that of transformers and explainers, which no Gateway can have."""
+        self._steps_port = steps_port
         self._protocols: dict[tuple[str, int], tuple[str, str]] = {}
         self._hosts: dict[tuple[str, int, str], str] = {}
 
     def conflict(self, address: str, listener: ListenerSpec) -> WantedCondition | None:
-        """The conflict of ``listener`` with an older Gateway's, if there is one."""
+        """The conflict of ``listener`` with an older Gateway's, or with that of steps, if there is one."""
+        if listener.port == self._steps_port:
+            message = f"port {listener.port} is that of transformers and explainers (steps of the GatewayConfig)"
+            return WantedCondition("Conflicted", "True", "ProtocolConflict", message)
         protocol, owner = self._protocols.get((address, listener.port), (listener.protocol, ""))
         if protocol != listener.protocol:
             message = f"port {listener.port} of {address} speaks {protocol} for the older {owner}"

@@ -236,6 +236,49 @@ def test_the_older_of_two_routes_has_the_name() -> None:
     assert "blue/old" in condition(outcome, "ModelRoute", "default/new", "Accepted")[2]
 
 
+def of_steps(name: str, *servers: str, namespace: str = "default", model: str = "", **metadata: object) -> Object:
+    made = route(name, *servers, namespace=namespace, model=model, **metadata)
+    made["spec"]["callers"] = "Steps"
+    return made
+
+
+def test_a_route_of_steps_shares_its_name_with_one_of_clients_and_with_no_other_of_steps() -> None:
+    config = resource("GatewayConfig", "gateway", {"steps": "0.0.0.0:9012"})
+    outcome = compiled(
+        config,
+        server(),
+        server(namespace="blue"),
+        route("clients", "llama", model="m"),
+        of_steps("steps", "llama", model="m", creationTimestamp="2026-01-01T00:00:00Z"),
+        of_steps("taken", "llama", model="m", namespace="blue"),
+        gateway="default/gateway",
+    )
+    found = snapshot(outcome)
+    assert {one.metadata.key: one.spec.callers for one in found.routes} == {
+        "default/clients": "Clients",
+        "default/steps": "Steps",
+    }
+    assert found.gateway.steps == "0.0.0.0:9012"
+    assert condition(outcome, "ModelRoute", "default/steps", "Programmed")[0] == "True"
+    assert condition(outcome, "ModelRoute", "blue/taken", "Accepted")[:2] == ("False", "Conflict")
+
+
+def test_a_route_of_steps_says_that_they_have_no_listener_until_they_have_one() -> None:
+    things = [resource("GatewayConfig", "gateway", {}), server(), of_steps("llama")]
+    compiler = feed(Compiler("default/gateway", check_picker=InstalledPlugins()), things)
+    wanted = ("False", "NoListener")
+    assert condition(compiler.compile(), "ModelRoute", "default/llama", "Programmed")[:2] == wanted
+    feed(compiler, [resource("GatewayConfig", "gateway", {"steps": "0.0.0.0:9012"}, generation=2)])
+    assert condition(compiler.compile(), "ModelRoute", "default/llama", "Programmed")[0] == "True"
+
+
+def test_a_route_of_steps_has_no_gateways() -> None:
+    made = of_steps("llama")
+    made["spec"]["parentRefs"] = [{"name": "web"}]
+    outcome = compiled(server(), made)
+    assert condition(outcome, "ModelRoute", "default/llama", "Accepted")[:2] == ("False", "Invalid")
+
+
 def test_a_refused_route_takes_no_names() -> None:
     broken = route("broken", model="m", creationTimestamp="2026-01-01T00:00:00Z")
     broken["spec"]["rules"] = []

@@ -36,7 +36,7 @@ from tests.gateway_objects import (
     service,
     tls_secret,
 )
-from tests.kube_objects import resource
+from tests.kube_objects import resource, route, server
 
 DEFINITION = "gatewayclasses.gateway.networking.k8s.io"
 TWO = GatewayApiSettings(bind=("10.0.0.1", "10.0.0.2"))
@@ -164,6 +164,19 @@ def test_gateways_that_share_an_address_share_ports_by_host_and_the_older_wins()
     assert listener_says(outcome, "odd", "second")["Conflicted"] == ("True", "ProtocolConflict")
     assert gateway_says(outcome, "second")["Accepted"] == ("True", "ListenersNotValid")
     assert gateway_says(outcome, "second")["Programmed"] == ("True", "Programmed")
+
+
+def test_no_gateway_has_the_port_of_steps_and_their_routes_need_no_gateway() -> None:
+    config = resource("GatewayConfig", "gateway", {"steps": "0.0.0.0:9012"})
+    predictor = route("predictor", "llama")
+    predictor["spec"]["callers"] = "Steps"
+    web = gateway("web", listener("own", 9012), listener("http"))
+    outcome = compiled(config, web, server(), predictor, config="default/gateway")
+    assert list(addresses(outcome)) == ["default/web/http"]
+    assert listener_says(outcome, "own")["Accepted"] == ("False", "ProtocolConflict")
+    assert snapshot(outcome).gateway.steps == "0.0.0.0:9012"
+    (found,) = snapshot(outcome).routes
+    assert (found.spec.callers, found.spec.parent_refs) == ("Steps", ())
 
 
 def test_of_conflicting_listeners_of_one_gateway_none_is_served() -> None:
