@@ -213,6 +213,7 @@ def test_usage_goes_with_every_other_value_of_the_gateway() -> None:
     } <= {*args["extproc"]}
     assert made["GatewayConfig/gateway"]["spec"] == {
         "listen": "0.0.0.0:8080",
+        "steps": "0.0.0.0:9012",
         "usageLog": {"path": "/var/lib/attache/usage.log", "api": "127.0.0.1:9009", "costHeader": True},
     }
 
