@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.commands.render import render_models
-from controller.models.runtimes.mistakes import BATCHED_PORT
+from controller.models.runtimes.settings import BATCHED_PORT
 
 Plain = dict[str, Any]
 
@@ -18,7 +18,7 @@ def runtime(**spec: object) -> Plain:
     own = {
         "engine": "Custom",
         "supports": [{"name": "sklearn"}],
-        "protocol": "V1",
+        "protocolVersions": ["V1"],
         "port": 8080,
         "config": {"image": "sklearnserver"},
         "agent": {"dialect": "MLServer"},
@@ -69,7 +69,7 @@ def test_the_built_in_mlserver_listens_where_it_is_told() -> None:
     [
         ([model(runtime="triton", batching={})], "write dynamic_batching"),
         ([model(runtime="vllm", batching={})], "only requests of V1 and V2 can be joined"),
-        ([runtime(protocol="TensorFlow"), model(batching={})], "only requests of V1 and V2 can be joined"),
+        ([runtime(protocolVersions=["TensorFlow"]), model(batching={})], "only requests of V1 and V2 can be joined"),
         ([runtime(agent={"enabled": False}), model(batching={})], "no sidecar"),
         ([runtime(arguments=[{"args": ["--http_port=8080"]}]), model(batching={})], "use {port}"),
         ([runtime(port=BATCHED_PORT), model(batching={})], "another port than"),
