@@ -103,6 +103,21 @@ CASES: Final = (
         0,
     ),
     Case(
+        "tiers choose without stickiness",
+        "ModelRoute",
+        _route(
+            rules=[
+                {
+                    "targetModels": [*_RULE["targetModels"], {"modelServerName": "b"}],
+                    "tiers": {},
+                    "sticky": "None",
+                }
+            ]
+        ),
+        ("rules", 0, "sticky"),
+        "User",
+    ),
+    Case(
         "a class is for someone",
         "ModelRoute",
         _route(

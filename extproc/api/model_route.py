@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
 
 
+# By what the requests of a rule are divided among its targets.
+Sticky = Literal["Session", "User", "Tenant", "None"]
+STICKY_TIERS: Final = "sticky has no effect with tiers, which choose for each request; leave one of them out"
 _DEFAULT_RETRY: Final = FallbackRetry()
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 # What cannot be part of the path that conditions are compared with.
@@ -68,6 +71,7 @@ class RouteRule(Spec, frozen=True):
         Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
         Rule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
         Rule("!has(self.retry) || has(self.fallback)", "retry has no effect without fallback"),
+        Rule("!has(self.tiers) || !has(self.sticky) || self.sticky == 'None'", STICKY_TIERS),
     )
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -77,6 +81,8 @@ class RouteRule(Spec, frozen=True):
     priority: Priority = 0
     # target time to first token of these requests, for the order Deadline
     ttft_target: Duration | None = None
+    # all requests of one session, user or tenant go to one target: the weights divide these, not requests
+    sticky: Sticky = "None"
     # the cheapest target that holds the objective is taken, and not one by weight
     tiers: Tiers | None = None
     # other ModelServers, in this order, for requests that the target cannot serve
@@ -162,16 +168,22 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
             yield from check_header_name(limit.header, ("spec", "rateLimits", index, "header"))
     for number, rule in enumerate(spec.rules):
         path: Path = ("spec", "rules", number)
-        if not any(target.weight for target in rule.target_models):
-            yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
-        if rule.tiers is not None:
-            yield from check_tiers(rule.tiers, (*path, "tiers"), sum(1 for one in rule.target_models if one.weight))
-        targets = [target.model_server_name for target in rule.target_models if target.weight]
-        yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
-        if rule.model_match is not None:
-            yield from check_matches(rule.model_match, (*path, "modelMatch"))
-        elif number < len(spec.rules) - 1:
+        yield from _check_rule(rule, path)
+        if rule.model_match is None and number < len(spec.rules) - 1:
             yield path, "has no modelMatch, so the rules after it are never reached; write it last"
+
+
+def _check_rule(rule: RouteRule, path: Path) -> Iterator[Finding]:
+    targets = [target.model_server_name for target in rule.target_models if target.weight]
+    if not targets:
+        yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
+    if rule.tiers is not None:
+        yield from check_tiers(rule.tiers, (*path, "tiers"), len(targets))
+        if rule.sticky != "None":
+            yield (*path, "sticky"), STICKY_TIERS
+    yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
+    if rule.model_match is not None:
+        yield from check_matches(rule.model_match, (*path, "modelMatch"))
 
 
 def check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:

@@ -126,6 +126,7 @@ class Explanation(msgspec.Struct, frozen=True):
     ``tenant``, ``user``, ``api_key``: who asks, by verified names; ``request_id``: the gateway's. ``trace_id``: of its
     trace, if it is sampled. Empty if unknown. ``budgets``: those that apply. ``tiers``: of its rule, if it has some.
     ``forecast``: of its TTFT, if its class refuses what would come too late. ``fallbacks``: those of its rule.
+    ``split``: why it goes to this target of its rule, in words; empty unless the split is sticky.
     """
 
     server: str
@@ -153,6 +154,7 @@ class Explanation(msgspec.Struct, frozen=True):
     guard: str = ""
     forecast: ForecastState | None = None
     fallbacks: tuple[FallbackState, ...] = ()
+    split: str = ""
 
 
 def explain_pick(
@@ -195,7 +197,23 @@ def explain_pick(
         guard=guarded,
         forecast=None if forecast is None else forecast_state(forecast),
         fallbacks=fallbacks,
+        split=split_of(arrival),
     )
+
+
+def split_of(arrival: Arrival) -> str:
+    """See ``Explanation.split``."""
+    targets = None if arrival.candidates is None else arrival.candidates.targets
+    if targets is None or targets.sticky is None:
+        return ""
+    what, caller = targets.sticky.by.lower(), arrival.caller
+    key = targets.sticky.key_of(arrival.head.headers, caller.tenant, caller.user)
+    if not key:
+        return f"the target of its rule was drawn by weight: the request names no {what}"
+    chosen = targets.servers[targets.sticky.choose(targets.servers, targets.weights, key)]
+    if chosen == arrival.destination.server:
+        return f"of the targets of its rule, all requests of its {what} go to this one"
+    return f"of the targets of its rule, requests of its {what} go to {chosen}, which cannot have this one now"
 
 
 def forecast_state(forecast: Forecast) -> ForecastState:
@@ -399,7 +417,7 @@ def to_text(one: Explanation) -> str:
     """For a terminal."""
     guarded = f"  the guard {one.guard}" if one.guard else ""
     if one.waits:
-        return f"{one.server}: {one.waits}" + (f"\n{guarded}" if guarded else "")
+        return "\n".join([f"{one.server}: {one.waits}", *_split_lines(one), *filter(None, (guarded,))])
     lines = [
         f"{one.server}: {one.addresses[0]}, then {', '.join(one.addresses[1:]) or 'nobody'}",
         *(f"  {sentence}" for sentence in (why_chosen(one),) if sentence),
@@ -412,6 +430,7 @@ def to_text(one: Explanation) -> str:
     lines += [f"  the plugin '{plugin}' fails, and counts nothing: {why}" for plugin, why in one.failed.items()]
     if guarded:
         lines.append(guarded)
+    lines += _split_lines(one)
     lines += map(_budget_line, one.budgets)
     lines += map(_tier_line, one.tiers)
     lines += [] if one.forecast is None else [_forecast_line(one.forecast)]
@@ -423,6 +442,10 @@ def to_text(one: Explanation) -> str:
     for profile in one.profiles:
         lines += ["", *_profile_lines(profile)]
     return "\n".join(lines)
+
+
+def _split_lines(one: Explanation) -> list[str]:
+    return [f"  {one.split}"] if one.split else []
 
 
 def _caller(one: Explanation) -> str:

@@ -42,6 +42,7 @@ from extproc.core.explanation import (
     explain_pick,
     forecast_state,
     silent_now,
+    split_of,
     tier_states,
     where_adapter_goes,
 )
@@ -399,6 +400,7 @@ class AdmissionPipeline:
                 tiers=tier_states(placement),
                 guard=guarded,
                 forecast=None if forecast is None else forecast_state(forecast),
+                split=split_of(arrival),
             )
         adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader

@@ -232,7 +232,7 @@ class RequestBuilder:
         try:
             protocols = [api.spec.protocol for api in path.apis]
             candidates = self._candidates(path.model, protocols, head, self._access_of(head))
-            destination = self._draw(candidates.targets)
+            destination = self._draw(candidates.targets, head)
             request = path_request(path, destination.protocol)
             return self._arrival(request, destination, head, b"", candidates)
         except Refusal as refusal:
@@ -298,7 +298,9 @@ class RequestBuilder:
         try:
             candidates = self._candidates_of(arrival)
             targets = None if candidates is None else candidates.targets.among(may_take)
-            return None if targets is None else self._moved(arrival, candidates, targets.draw(self._rng))
+            if targets is None:
+                return None
+            return self._moved(arrival, candidates, targets.draw(self._rng, self._split_key(targets, arrival.head)))
         except Refusal:
             # its route has left, or its caller may not use the other server: it stays where it is
             return None
@@ -374,7 +376,7 @@ class RequestBuilder:
         try:
             protocols = (_protocol_of(request),)
             candidates = self._candidates(request.model, protocols, head, self._access_of(head))
-            return self._arrival(request, self._draw(candidates.targets, request.api), head, body, candidates)
+            return self._arrival(request, self._draw(candidates.targets, head, request.api), head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
             raise
@@ -418,22 +420,30 @@ class RequestBuilder:
             if caller_access is None or caller_access.may(model, one):
                 yield one
 
-    def _draw(self, targets: Targets, api: Api | None = None) -> Destination:
+    def _split_key(self, targets: Targets, head: Head) -> bytes:
+        """By which the targets are split; empty: the request is drawn by itself."""
+        if targets.sticky is None:
+            return b""
+        subject = self._subject_of(head)
+        return targets.sticky.key_of(head.headers, subject.tenant, subject.user)
+
+    def _draw(self, targets: Targets, head: Head, api: Api | None = None) -> Destination:
         """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
         that has some. Where it does not take ``api``, one that does, or else one for which it is translated.
         """
-        found = targets.draw(self._rng)
+        key = self._split_key(targets, head)
+        found = targets.draw(self._rng, key)
         pool = self.pools.get(found.server)
         if pool is not None and api is not None and not _takes(pool.spec, api):
             for suits in (_takes, _engine_api):
                 others = targets.among(partial(self._suits, api, suits))
                 if others is not None:
-                    return self._draw(others)
+                    return self._draw(others, head)
             return found
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
         with_engines = targets.among(self._has_engines)
-        return found if with_engines is None else with_engines.draw(self._rng)
+        return found if with_engines is None else with_engines.draw(self._rng, key)
 
     def _suits(self, api: Api, suits: Callable[[ModelServerSpec, Api], object], destination: Destination) -> bool:
         return destination.server in self.pools and bool(suits(self.pools[destination.server].spec, api))

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ from extproc.api.fallback import Fallback, FallbackRetry
 from extproc.api.matches import compile_expression
 from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
+from extproc.routing.sticky import StickySplit
 from extproc.routing.tiers import CompiledTiers, compile_tiers
 
 if TYPE_CHECKING:
@@ -111,43 +113,45 @@ class ListedModel(msgspec.Struct, frozen=True):
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """The destinations of a rule, or some of them, with the running sums of their weights. ``protocol``: that all of
-    them speak, empty if they differ.
+    """The destinations of a rule, or some of them. ``protocol``: that all of them speak, empty if they differ.
+    ``sticky``: None if each request is drawn by itself.
     """
 
     destinations: tuple[Destination, ...]
-    cumulative_weights: tuple[int, ...]
+    weights: tuple[int, ...]
     protocol: str
+    sticky: StickySplit | None = None
 
-    def draw(self, rng: random.Random) -> Destination:
-        """One of them, by weight."""
+    @property
+    def servers(self) -> list[str]:
+        """The ModelServers of the destinations."""
+        return [one.server for one in self.destinations]
+
+    def draw(self, rng: random.Random, key: bytes = b"") -> Destination:
+        """One of them, by weight. ``key``: of the request, by ``sticky``; empty: it has none."""
         if len(self.destinations) == 1:
             return self.destinations[0]
-        drawn = rng.randrange(self.cumulative_weights[-1])
-        return next(one for one, bound in zip(self.destinations, self.cumulative_weights, strict=True) if drawn < bound)
+        if self.sticky is not None and key:
+            return self.destinations[self.sticky.choose(self.servers, self.weights, key)]
+        drawn, bounds = rng.randrange(sum(self.weights)), accumulate(self.weights)
+        return next(one for one, bound in zip(self.destinations, bounds, strict=True) if drawn < bound)
 
     def among(self, may: Callable[[Destination], bool]) -> Targets | None:
         """Those that ``may`` lets through, with their weights; None if there are none."""
         are_open = [may(one) for one in self.destinations]
         if all(are_open):
             return self
-        bounds = self.cumulative_weights
-        weights = [bound - before for before, bound in zip((0, *bounds), bounds, strict=False)]
-        found = [
-            (one, weight) for one, weight, is_open in zip(self.destinations, weights, are_open, strict=True) if is_open
-        ]
-        if not found:
-            return None
-        return _targets(tuple(one for one, _ in found), [weight for _, weight in found])
+        found = tuple(compress(self.destinations, are_open))
+        return _targets(found, compress(self.weights, are_open), self.sticky) if found else None
 
     def speaking(self, protocols: Collection[str]) -> Targets | None:
         """Those that speak one of ``protocols``; None if there are none."""
         return self if self.protocol in protocols else self.among(lambda one: one.protocol in protocols)
 
 
-def _targets(destinations: tuple[Destination, ...], weights: Iterable[int]) -> Targets:
+def _targets(destinations: tuple[Destination, ...], weights: Iterable[int], sticky: StickySplit | None) -> Targets:
     spoken = {one.protocol for one in destinations}
-    return Targets(destinations, tuple(accumulate(weights)), spoken.pop() if len(spoken) == 1 else "")
+    return Targets(destinations, tuple(weights), spoken.pop() if len(spoken) == 1 else "", sticky)
 
 
 class _Rule(msgspec.Struct, frozen=True):
@@ -278,7 +282,10 @@ def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -
 
 
 def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, adapter: str | None) -> _Rule:
-    targets = [target for target in rule.target_models if target.weight]
+    weights = Counter[str]()
+    for target in rule.target_models:
+        if target.weight:
+            weights[route.server_key(target)] += target.weight
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
     tiers = compile_tiers(rule)
 
@@ -298,8 +305,9 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, ada
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
-    destinations = tuple(destination(route.server_key(one), fallbacks) for one in targets)
-    return _Rule(compile_match(rule.model_match), _targets(destinations, [target.weight for target in targets]))
+    destinations = tuple(destination(server, fallbacks) for server in weights)
+    sticky = None if rule.sticky == "None" else StickySplit(rule.sticky, route.metadata.key)
+    return _Rule(compile_match(rule.model_match), _targets(destinations, weights.values(), sticky))
 
 
 def _compile_fallbacks(
