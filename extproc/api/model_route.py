@@ -14,6 +14,7 @@ from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guards import RouteGuard
 from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.objectives import Slos, check_slo
+from extproc.api.parameters import MostTokens, Parameters, check_parameters
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
 from extproc.api.spec import DirectoryObject, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
@@ -60,6 +61,10 @@ class TargetModel(Spec, frozen=True):
 
     model_server_name: Name
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
+    # as in the rule, for requests that go here; a field of both has this value
+    set_: Parameters = msgspec.field(default_factory=dict, name="set")
+    # as in the rule; the smaller one holds
+    max_output_tokens: MostTokens | None = None
 
 
 class RouteRule(Spec, frozen=True):
@@ -85,10 +90,22 @@ class RouteRule(Spec, frozen=True):
     sticky: Sticky = "None"
     # the cheapest target that holds the objective is taken, and not one by weight
     tiers: Tiers | None = None
+    # fields of the body, such as temperature, that engines get with these values, whatever the client writes
+    set_: Parameters = msgspec.field(default_factory=dict, name="set")
+    # of each answer: a client that asks for more, or sets no limit, gets this one
+    max_output_tokens: MostTokens | None = None
     # other ModelServers, in this order, for requests that the target cannot serve
     fallback: Annotated[tuple[Fallback, ...], msgspec.Meta(max_length=4)] = ()
     # how much fallbacks may take, and when an attempt is given up
     retry: FallbackRetry | None = None
+
+    @property
+    def sets(self) -> str:
+        """Which of ``set`` and ``maxOutputTokens`` it has, or a target of it; empty: none."""
+        holders: tuple[RouteRule | TargetModel, ...] = (self, *self.target_models)
+        found = ["set"] if any(one.set_ for one in holders) else []
+        found += ["maxOutputTokens"] if any(one.max_output_tokens for one in holders) else []
+        return " and ".join(found)
 
     @property
     def servers(self) -> tuple[TargetModel | Fallback, ...]:
@@ -182,6 +199,9 @@ def _check_rule(rule: RouteRule, path: Path) -> Iterator[Finding]:
         if rule.sticky != "None":
             yield (*path, "sticky"), STICKY_TIERS
     yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
+    yield from check_parameters(rule.set_, (*path, "set"))
+    for number, target in enumerate(rule.target_models):
+        yield from check_parameters(target.set_, (*path, "targetModels", number, "set"))
     if rule.model_match is not None:
         yield from check_matches(rule.model_match, (*path, "modelMatch"))
 

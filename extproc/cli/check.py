@@ -417,6 +417,8 @@ def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
                     f"{who}: requests of protocol {by_path[0]} have no tokens, as their bodies are not read; limit"
                     " requests"
                 )
+        for sets in sorted({rule.sets for rule in spec.rules} - {""}):
+            yield f"{who}: {sets} of a rule changes nothing in bodies that are not read, of protocol {by_path[0]}"
         if spec.guard is not None:
             yield f"{who}: the guard '{spec.guard.name}' gets no body, as that is not read with protocol {by_path[0]}"
 

@@ -28,10 +28,10 @@ from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
-from extproc.protocol import DEGRADED, SERVED_BY, Api
+from extproc.protocol import DEGRADED, SERVED_BY
 from extproc.request.form import read_form, with_fields
-from extproc.request.model import is_given
 from extproc.request.model_call import with_name
+from extproc.request.overrides import limits_above
 from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Assignment, Consideration, Pool
 
 
-_ABSENT: Final = msgspec.Raw(b"")
 _NO_PLAN: Final = "the fallbacks of a request could not be planned"
 
 
@@ -534,16 +533,11 @@ def shorter_answer(arrival: Arrival) -> dict[str, int]:
     most, request = arrival.destination.max_output_tokens, arrival.request
     if most is None or request.api is None or request.api.spec.body != "json":
         return {}
-    names = [name for name in request.api.spec.limits if "." not in name]
-    if not names or (request.max_output_tokens is not None and request.max_output_tokens <= most):
+    if not request.api.spec.limits or "." in request.api.spec.limits[0]:
         return {}
-    fields = fields_of(arrival.body, request.contents)
-    limits = {name: int(msgspec.json.decode(fields[name])) for name in names if is_given(fields.get(name, _ABSENT))}
-    if not limits and request.api is Api.COMPLETIONS:
-        # without a limit, its answers have 16 tokens
+    if request.max_output_tokens is not None and request.max_output_tokens <= most:
         return {}
-    # engines that have no limit take the last one
-    return {name: most for name, value in (limits or {names[-1]: most + 1}).items() if value > most}
+    return limits_above(request.api, fields_of(arrival.body, request.contents), most)
 
 
 def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:

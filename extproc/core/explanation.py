@@ -126,7 +126,8 @@ class Explanation(msgspec.Struct, frozen=True):
     ``tenant``, ``user``, ``api_key``: who asks, by verified names; ``request_id``: the gateway's. ``trace_id``: of its
     trace, if it is sampled. Empty if unknown. ``budgets``: those that apply. ``tiers``: of its rule, if it has some.
     ``forecast``: of its TTFT, if its class refuses what would come too late. ``fallbacks``: those of its rule.
-    ``split``: why it goes to this target of its rule, in words; empty unless the split is sticky.
+    ``split``: why it goes to this target of its rule, in words; empty unless the split is sticky. ``sets``: what its
+    rule or target sets in its body, or limits.
     """
 
     server: str
@@ -155,6 +156,7 @@ class Explanation(msgspec.Struct, frozen=True):
     forecast: ForecastState | None = None
     fallbacks: tuple[FallbackState, ...] = ()
     split: str = ""
+    sets: tuple[str, ...] = ()
 
 
 def explain_pick(
@@ -198,7 +200,14 @@ def explain_pick(
         forecast=None if forecast is None else forecast_state(forecast),
         fallbacks=fallbacks,
         split=split_of(arrival),
+        sets=sets_of(arrival),
     )
+
+
+def sets_of(arrival: Arrival) -> tuple[str, ...]:
+    """See ``Explanation.sets``."""
+    overrides = arrival.destination.overrides
+    return () if overrides is None else overrides.names
 
 
 def split_of(arrival: Arrival) -> str:
@@ -210,7 +219,7 @@ def split_of(arrival: Arrival) -> str:
     key = targets.sticky.key_of(arrival.head.headers, caller.tenant, caller.user)
     if not key:
         return f"the target of its rule was drawn by weight: the request names no {what}"
-    chosen = targets.servers[targets.sticky.choose(targets.servers, targets.weights, key)]
+    chosen = targets.stuck(targets.sticky, key).server
     if chosen == arrival.destination.server:
         return f"of the targets of its rule, all requests of its {what} go to this one"
     return f"of the targets of its rule, requests of its {what} go to {chosen}, which cannot have this one now"
@@ -417,7 +426,7 @@ def to_text(one: Explanation) -> str:
     """For a terminal."""
     guarded = f"  the guard {one.guard}" if one.guard else ""
     if one.waits:
-        return "\n".join([f"{one.server}: {one.waits}", *_split_lines(one), *filter(None, (guarded,))])
+        return "\n".join([f"{one.server}: {one.waits}", *_rule_lines(one), *filter(None, (guarded,))])
     lines = [
         f"{one.server}: {one.addresses[0]}, then {', '.join(one.addresses[1:]) or 'nobody'}",
         *(f"  {sentence}" for sentence in (why_chosen(one),) if sentence),
@@ -430,7 +439,7 @@ def to_text(one: Explanation) -> str:
     lines += [f"  the plugin '{plugin}' fails, and counts nothing: {why}" for plugin, why in one.failed.items()]
     if guarded:
         lines.append(guarded)
-    lines += _split_lines(one)
+    lines += _rule_lines(one)
     lines += map(_budget_line, one.budgets)
     lines += map(_tier_line, one.tiers)
     lines += [] if one.forecast is None else [_forecast_line(one.forecast)]
@@ -444,8 +453,9 @@ def to_text(one: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _split_lines(one: Explanation) -> list[str]:
-    return [f"  {one.split}"] if one.split else []
+def _rule_lines(one: Explanation) -> list[str]:
+    lines = [f"  {one.split}"] if one.split else []
+    return [*lines, f"  its rule sets {', '.join(one.sets)}"] if one.sets else lines
 
 
 def _caller(one: Explanation) -> str:

@@ -41,6 +41,7 @@ from extproc.core.explanation import (
     budget_states,
     explain_pick,
     forecast_state,
+    sets_of,
     silent_now,
     split_of,
     tier_states,
@@ -401,6 +402,7 @@ class AdmissionPipeline:
                 guard=guarded,
                 forecast=None if forecast is None else forecast_state(forecast),
                 split=split_of(arrival),
+                sets=sets_of(arrival),
             )
         adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader

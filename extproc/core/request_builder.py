@@ -42,6 +42,8 @@ from extproc.request.body_parser import api_by_body, no_body, parse_body, steeri
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
 from extproc.request.model_call import api_of_call, check_headers, read_call, refuse_repository_call
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
+from extproc.request.overrides import changes_by
+from extproc.request.rewrite import fields_of, with_changes
 from extproc.routing.resolve import Destination, RoutingTable
 from extproc.translate.order import engine_api
 
@@ -337,9 +339,11 @@ class RequestBuilder:
     def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
         """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
         pool, salt, engine_api = self._place(arrival.request, to, arrival.head, arrival.caller, may_translate=True)
-        return msgspec.structs.replace(
+        found = msgspec.structs.replace(
             arrival, destination=to, pool=pool, cache_salt=salt, candidates=candidates, engine_api=engine_api
         )
+        # a fallback serves the request as it was for the target
+        return found if to.is_fallback or to.overrides == arrival.destination.overrides else _with_overrides(found)
 
     def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
         """The same request with the body that a guard has made of it; raises a Refusal."""
@@ -487,7 +491,8 @@ class RequestBuilder:
         caller = self._identities.caller(head.headers, namespace=namespace, is_trusted=head.is_trusted)
         may_translate = candidates is not None
         pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
-        return Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
+        found = Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
+        return found if destination.overrides is None else _with_overrides(found)
 
     def _place(
         self, request: InferenceRequest, destination: Destination, head: Head, caller: Caller, *, may_translate: bool
@@ -508,6 +513,28 @@ class RequestBuilder:
             if to is None:
                 raise not_served(request, pool.spec, head)
         return pool, self._isolation.salt(request, pool.spec, caller, head.headers), to
+
+
+def _with_overrides(arrival: Arrival) -> Arrival:
+    """The request as its destination is to have it, in place of one that another destination had; raises a Refusal."""
+    restored = _with_fields(arrival, arrival.replaced)
+    overrides = arrival.destination.overrides
+    changes = {} if overrides is None else changes_by(overrides, restored.request, restored.body)
+    given = fields_of(restored.body, restored.request.contents) if changes else {}
+    # copies: a view would keep the whole body
+    replaced = {name: msgspec.Raw(bytes(given[name])) if name in given else None for name in changes}
+    return msgspec.structs.replace(_with_fields(restored, changes), replaced=replaced)
+
+
+def _with_fields(arrival: Arrival, fields: Mapping[str, msgspec.Raw | None]) -> Arrival:
+    """With these fields in its body; those that are None are removed."""
+    request = arrival.request
+    if not fields or request.api is None:
+        return arrival
+    present = {name: value for name, value in fields.items() if value is not None}
+    body = with_changes(arrival.body, dict(present), request.contents, without=fields.keys() - present.keys())
+    read = parse_body(request.api, body, arrival.head.headers)
+    return msgspec.structs.replace(arrival, request=read, body=body, is_changed=True)
 
 
 def _takes(spec: ModelServerSpec, api: Api | None) -> bool:

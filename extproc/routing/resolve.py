@@ -14,6 +14,7 @@ from extproc.api.fallback import Fallback, FallbackRetry
 from extproc.api.matches import compile_expression
 from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
+from extproc.request.overrides import Overrides
 from extproc.routing.sticky import StickySplit
 from extproc.routing.tiers import CompiledTiers, compile_tiers
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator
 
-    from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
+    from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch, TargetModel
     from extproc.api.snapshot import Snapshot
 
 # Over headers (lower-case names) and path; None always holds.
@@ -69,6 +70,8 @@ class Destination(msgspec.Struct, frozen=True):
     ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
+    ``overrides``: what requests get that go here, None: nothing, and of a fallback nothing beyond what its target had.
+    ``arm``: which of the targets with this ModelServer it is.
     ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
     answers, where that is less than clients may ask for. ``protocol``: that its engines speak. ``renames_answers``:
     answers have the name that the client asked for, and not this ``model``.
@@ -89,6 +92,8 @@ class Destination(msgspec.Struct, frozen=True):
     takes: tuple[str, ...] = ()
     max_output_tokens: int | None = None
     renames_answers: bool = False
+    overrides: Overrides | None = None
+    arm: int = 0
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -122,17 +127,17 @@ class Targets(msgspec.Struct, frozen=True):
     protocol: str
     sticky: StickySplit | None = None
 
-    @property
-    def servers(self) -> list[str]:
-        """The ModelServers of the destinations."""
-        return [one.server for one in self.destinations]
+    def stuck(self, sticky: StickySplit, key: bytes) -> Destination:
+        """The one of ``key``."""
+        names = [f"{one.server}#{one.arm}" if one.arm else one.server for one in self.destinations]
+        return self.destinations[sticky.choose(names, self.weights, key)]
 
     def draw(self, rng: random.Random, key: bytes = b"") -> Destination:
         """One of them, by weight. ``key``: of the request, by ``sticky``; empty: it has none."""
         if len(self.destinations) == 1:
             return self.destinations[0]
         if self.sticky is not None and key:
-            return self.destinations[self.sticky.choose(self.servers, self.weights, key)]
+            return self.stuck(self.sticky, key)
         drawn, bounds = rng.randrange(sum(self.weights)), accumulate(self.weights)
         return next(one for one, bound in zip(self.destinations, bounds, strict=True) if drawn < bound)
 
@@ -282,10 +287,10 @@ def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -
 
 
 def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, adapter: str | None) -> _Rule:
-    weights = Counter[str]()
+    # a ModelServer may stand there several times, with other parameters
+    arms = Counter[tuple[str, Overrides | None]]()
     for target in rule.target_models:
-        if target.weight:
-            weights[route.server_key(target)] += target.weight
+        arms[route.server_key(target), _compile_overrides(rule, target)] += target.weight
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
     tiers = compile_tiers(rule)
 
@@ -305,9 +310,22 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, ada
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
-    destinations = tuple(destination(server, fallbacks) for server in weights)
+    found, weights, count = list[Destination](), list[int](), Counter[str]()
+    for (server, overrides), weight in arms.items():
+        if weight:
+            own = destination(server, fallbacks)
+            found.append(msgspec.structs.replace(own, overrides=overrides, arm=count[server]))
+            weights.append(weight)
+        count[server] += 1
     sticky = None if rule.sticky == "None" else StickySplit(rule.sticky, route.metadata.key)
-    return _Rule(compile_match(rule.model_match), _targets(destinations, weights.values(), sticky))
+    return _Rule(compile_match(rule.model_match), _targets(tuple(found), weights, sticky))
+
+
+def _compile_overrides(rule: RouteRule, target: TargetModel) -> Overrides | None:
+    """None if requests go there as they are."""
+    fields = tuple((name, msgspec.json.encode(value)) for name, value in {**rule.set_, **target.set_}.items())
+    limits = [one for one in (rule.max_output_tokens, target.max_output_tokens) if one is not None]
+    return Overrides(fields, min(limits, default=None)) if fields or limits else None
 
 
 def _compile_fallbacks(

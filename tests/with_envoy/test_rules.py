@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -31,6 +32,15 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
     documents = [
         *(server(name[0], f"{name[0]}/model", [engine]) for name, engine in engines.items()),
         rules("sticky", {"targetModels": SPLIT, "sticky": "Session"}),
+        rules(
+            "set",
+            {
+                "targetModels": [{"modelServerName": "a", "set": {"seed": 7}}],
+                "set": {"temperature": 0.25},
+                "maxOutputTokens": 40,
+                "fallback": [{"modelServerName": "b"}],
+            },
+        ),
     ]
     async with running(tmp_path_factory.mktemp("rules") / "stack", documents, engines, log, workers=2) as found:
         yield found
@@ -46,6 +56,29 @@ async def served(gateway: Gateway, model: str, headers: Mapping[str, str], **fie
     assert answer.status_code == 200, answer.text
     ((name, _),) = gateway.log
     return name
+
+
+def got(engine: Engine) -> dict[str, object]:
+    """The last body."""
+    found: dict[str, object] = json.loads(engine.got[-1])
+    return found
+
+
+async def test_an_engine_reads_what_the_rule_sets_and_so_does_its_fallback(gateway: Gateway) -> None:
+    a1, b1 = gateway.engines["a1"], gateway.engines["b1"]
+    for content in ("hi", "x" * 200_000):
+        messages = [{"role": "user", "content": content}]
+        fields = {"messages": messages, "temperature": 2, "max_tokens": 1000, "user": "é"}
+        assert await served(gateway, "set", {}, **fields) == "a1"
+        sent = {**fields, "temperature": 0.25, "max_tokens": 40, "seed": 7}
+        assert got(a1) == {**sent, "model": "a/model"}
+        a1.does = 503
+        answer = await gateway.ask("set", **fields)
+        a1.does = 200
+        assert answer.status_code == 200
+        assert answer.headers["x-attache-served-by"] == "default/b"
+        assert "x-attache-degraded" not in answer.headers
+        assert got(b1) == {**sent, "model": "b/model"}
 
 
 async def test_a_session_stays_with_its_server_whichever_worker_decides(gateway: Gateway) -> None:

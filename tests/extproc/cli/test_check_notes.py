@@ -426,3 +426,13 @@ def test_what_needs_a_body_that_is_not_read(check: Check) -> None:
     assert "limit requests" in tokens
     assert "the guard 'pii' gets no body" in guard
     assert check(ModelServer=server) == []
+
+
+def test_parameters_of_bodies_that_are_not_read(check: Check) -> None:
+    rules = [{**RULES[0], "set": {"seed": 1}}]
+    closed = {"failureMode": "Close"}
+    (note,) = check(
+        ModelServer={**SERVER, "protocol": "V2"}, ModelRoute={"modelName": "m", "rules": rules}, GatewayConfig=closed
+    )
+    assert note.endswith("set of a rule changes nothing in bodies that are not read, of protocol V2")
+    assert check(ModelRoute={"modelName": "m", "rules": rules}) == []
