@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 
 from extproc.api.admission import Priority, RateLimit, check_limits
+from extproc.api.body_match import BodyCondition, TokenRange, check_body, check_range
 from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guards import RouteGuard
@@ -48,10 +49,22 @@ class StringMatch(Spec, frozen=True):
 
 
 class ModelMatch(Spec, frozen=True):
-    """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path."""
+    """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path.
+    ``body``: fields of the JSON body, by path, such as ``response_format.type``. ``input_tokens``: of the prompt, at 4
+    bytes a token; exact if the prompt is tokens. ``output_tokens``: the most that the client allows for an answer,
+    infinite if it sets no limit. Conditions on body and tokens hold for no request whose body is not read as JSON.
+    """
 
     headers: Annotated[dict[str, StringMatch], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
+    body: Annotated[dict[str, BodyCondition], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
+    input_tokens: TokenRange | None = None
+    output_tokens: TokenRange | None = None
+
+    @property
+    def reads_body(self) -> bool:
+        """Whether it has conditions on the body."""
+        return bool(self.body) or self.input_tokens is not None or self.output_tokens is not None
 
 
 class TargetModel(Spec, frozen=True):
@@ -98,6 +111,11 @@ class RouteRule(Spec, frozen=True):
     fallback: Annotated[tuple[Fallback, ...], msgspec.Meta(max_length=4)] = ()
     # how much fallbacks may take, and when an attempt is given up
     retry: FallbackRetry | None = None
+
+    @property
+    def reads_body(self) -> bool:
+        """Whether it has conditions on bodies."""
+        return self.model_match is not None and self.model_match.reads_body
 
     @property
     def sets(self) -> str:
@@ -212,6 +230,9 @@ def check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:
         yield from check_header_name(header, (*path, "headers", header))
         yield from _check_match(match, (*path, "headers", header))
         yield from _check_header_values(match, (*path, "headers", header))
+    yield from check_body(given.body, (*path, "body"))
+    yield from check_range(given.input_tokens, (*path, "inputTokens"))
+    yield from check_range(given.output_tokens, (*path, "outputTokens"))
     if given.uri is not None:
         yield from _check_match(given.uri, (*path, "uri"))
         yield from _check_paths(given.uri, (*path, "uri"))

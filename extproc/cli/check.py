@@ -395,6 +395,14 @@ def limits_without_identity(snapshot: Snapshot) -> Iterator[str]:
                 yield f"{what} is one limit for all clients together, as {missing[per]}, or write per: Route"
 
 
+def _rules_without_bodies(spec: ModelRouteSpec) -> Iterator[str]:
+    for number, rule in enumerate(spec.rules):
+        if rule.reads_body:
+            yield f"rules[{number}].modelMatch never holds, as bodies are not read of"
+        if rule.sets:
+            yield f"rules[{number}]: {rule.sets} changes nothing, as bodies are not read of"
+
+
 def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
     """Parts of ModelRoutes that need what is not read where the path names the model."""
     protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
@@ -417,8 +425,7 @@ def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
                     f"{who}: requests of protocol {by_path[0]} have no tokens, as their bodies are not read; limit"
                     " requests"
                 )
-        for sets in sorted({rule.sets for rule in spec.rules} - {""}):
-            yield f"{who}: {sets} of a rule changes nothing in bodies that are not read, of protocol {by_path[0]}"
+        yield from (f"{who}: {note} protocol {by_path[0]}" for note in _rules_without_bodies(spec))
         if spec.guard is not None:
             yield f"{who}: the guard '{spec.guard.name}' gets no body, as that is not read with protocol {by_path[0]}"
 

@@ -127,7 +127,7 @@ class Explanation(msgspec.Struct, frozen=True):
     trace, if it is sampled. Empty if unknown. ``budgets``: those that apply. ``tiers``: of its rule, if it has some.
     ``forecast``: of its TTFT, if its class refuses what would come too late. ``fallbacks``: those of its rule.
     ``split``: why it goes to this target of its rule, in words; empty unless the split is sticky. ``sets``: what its
-    rule or target sets in its body, or limits.
+    rule or target sets in its body, or limits. ``rule``: that holds for it, empty if its route has no other.
     """
 
     server: str
@@ -157,6 +157,7 @@ class Explanation(msgspec.Struct, frozen=True):
     fallbacks: tuple[FallbackState, ...] = ()
     split: str = ""
     sets: tuple[str, ...] = ()
+    rule: str = ""
 
 
 def explain_pick(
@@ -201,6 +202,7 @@ def explain_pick(
         fallbacks=fallbacks,
         split=split_of(arrival),
         sets=sets_of(arrival),
+        rule=arrival.destination.rule,
     )
 
 
@@ -454,7 +456,8 @@ def to_text(one: Explanation) -> str:
 
 
 def _rule_lines(one: Explanation) -> list[str]:
-    lines = [f"  {one.split}"] if one.split else []
+    lines = [f"  {one.rule} holds"] if one.rule else []
+    lines += [f"  {one.split}"] if one.split else []
     return [*lines, f"  its rule sets {', '.join(one.sets)}"] if one.sets else lines
 
 

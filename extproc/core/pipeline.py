@@ -403,6 +403,7 @@ class AdmissionPipeline:
                 forecast=None if forecast is None else forecast_state(forecast),
                 split=split_of(arrival),
                 sets=sets_of(arrival),
+                rule=arrival.destination.rule,
             )
         adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader

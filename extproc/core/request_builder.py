@@ -233,7 +233,7 @@ class RequestBuilder:
         """A request whose path names the model."""
         try:
             protocols = [api.spec.protocol for api in path.apis]
-            candidates = self._candidates(path.model, protocols, head, self._access_of(head))
+            candidates = self._candidates(path.model, protocols, head)
             destination = self._draw(candidates.targets, head)
             request = path_request(path, destination.protocol)
             return self._arrival(request, destination, head, b"", candidates)
@@ -334,7 +334,9 @@ class RequestBuilder:
         known, head = arrival.candidates, arrival.head
         if known is None or known.routing is self._routing:
             return known
-        return self._candidates(arrival.request.model, [_protocol_of(arrival.request)], head, self._access_of(head))
+        own = _with_fields(arrival, arrival.replaced)
+        protocols = [_protocol_of(arrival.request)]
+        return self._candidates(arrival.request.model, protocols, head, own.request, own.body)
 
     def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
         """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
@@ -379,18 +381,26 @@ class RequestBuilder:
             raise no_model()
         try:
             protocols = (_protocol_of(request),)
-            candidates = self._candidates(request.model, protocols, head, self._access_of(head))
+            candidates = self._candidates(request.model, protocols, head, request, body)
             return self._arrival(request, self._draw(candidates.targets, head, request.api), head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
             raise
 
     def _candidates(
-        self, model: str, protocols: Collection[str], head: Head, caller_access: CallerAccess | None
+        self,
+        model: str,
+        protocols: Collection[str],
+        head: Head,
+        request: InferenceRequest | None = None,
+        body: bytes = b"",
     ) -> Candidates:
-        """By the ModelRoutes, what is open to the caller and speaks one of ``protocols``; raises a Refusal."""
+        """By the ModelRoutes, what is open to the caller and speaks one of ``protocols``; raises a Refusal.
+        ``request``, ``body``: as the client sent them, None and empty if the body is not read.
+        """
+        caller_access = self._access_of(head)
         try:
-            targets = self._routing.targets(model, head.headers, head.path, listener=head.listener)
+            targets = self._routing.targets(model, head.headers, head.path, request, body, listener=head.listener)
         except UnknownModel:
             if caller_access is None or caller_access.may_see(model):
                 raise

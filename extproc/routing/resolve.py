@@ -15,6 +15,7 @@ from extproc.api.matches import compile_expression
 from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
 from extproc.request.overrides import Overrides
+from extproc.routing.body_match import BodyConditions, BodyReader, compile_body
 from extproc.routing.sticky import StickySplit
 from extproc.routing.tiers import CompiledTiers, compile_tiers
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch, TargetModel
     from extproc.api.snapshot import Snapshot
+    from extproc.request.model import InferenceRequest
 
 # Over headers (lower-case names) and path; None always holds.
 Condition = Callable[[Mapping[str, str], str], bool] | None
@@ -71,7 +73,8 @@ class Destination(msgspec.Struct, frozen=True):
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
     ``overrides``: what requests get that go here, None: nothing, and of a fallback nothing beyond what its target had.
-    ``arm``: which of the targets with this ModelServer it is.
+    ``rule``: its place and name, empty if the route has one rule alone. ``arm``: which of the targets with this
+    ModelServer it is.
     ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
     answers, where that is less than clients may ask for. ``protocol``: that its engines speak. ``renames_answers``:
     answers have the name that the client asked for, and not this ``model``.
@@ -94,6 +97,7 @@ class Destination(msgspec.Struct, frozen=True):
     renames_answers: bool = False
     overrides: Overrides | None = None
     arm: int = 0
+    rule: str = ""
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -160,14 +164,19 @@ def _targets(destinations: tuple[Destination, ...], weights: Iterable[int], stic
 
 
 class _Rule(msgspec.Struct, frozen=True):
+    """``body``: None if it has no conditions on bodies."""
+
     holds: Condition
     targets: Targets
+    body: BodyConditions | None = None
 
 
 class _Route(msgspec.Struct, frozen=True):
     name: str
     base_model: str
     rules: tuple[_Rule, ...]
+    # None if no rule has conditions on bodies
+    reader: BodyReader | None = None
 
 
 class _Served(msgspec.Struct, frozen=True):
@@ -242,19 +251,37 @@ class RoutingTable:
         for rule in () if route is None else route.rules:
             yield from rule.targets.destinations
 
-    def targets(self, model: str, headers: Mapping[str, str], path: str, *, listener: str = "") -> Targets:
-        """Those of the first matching rule; raises UnknownModel. ``listener``: that was asked; an empty name: the
-        routes of all.
+    def targets(
+        self,
+        model: str,
+        headers: Mapping[str, str],
+        path: str,
+        request: InferenceRequest | None = None,
+        body: bytes = b"",
+        *,
+        listener: str = "",
+    ) -> Targets:
+        """Those of the first matching rule; raises UnknownModel. ``request``, ``body``: None and empty if the body is
+        not read. ``listener``: that was asked; an empty name: the routes of all.
         """
         route = self._of(listener).routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
             message = f"The model '{shown}' does not exist; GET /v1/models lists those that do."
             raise UnknownModel(message, param="model")
+        tops = None
         for rule in route.rules:
-            if rule.holds is None or rule.holds(headers, path):
+            if rule.holds is not None and not rule.holds(headers, path):
+                continue
+            if rule.body is None:
                 return rule.targets
-        raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
+            if request is None or route.reader is None:
+                continue
+            tops = route.reader.read(request, body) if tops is None else tops
+            if tops is not None and rule.body.hold(request, tops):
+                return rule.targets
+        what = "headers and path" if route.reader is None else "headers, path and body"
+        raise UnknownModel(f"No rule of the route '{route.name}' takes this request's {what}.", param="model")
 
     def _of(self, listener: str) -> _Served:
         """A listener that is not configured any more serves nothing."""
@@ -282,11 +309,15 @@ def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
 
 
 def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -> _Route:
-    rules = tuple(_compile_rule(route, rule, served, adapter) for rule in route.spec.rules)
-    return _Route(route.metadata.key, route.spec.model_name or "", rules)
+    rules = tuple(_compile_rule(route, number, served, adapter) for number in range(len(route.spec.rules)))
+    conditions = [rule.body for rule in rules if rule.body is not None]
+    reader = BodyReader(set().union(*(one.tops for one in conditions))) if conditions else None
+    return _Route(route.metadata.key, route.spec.model_name or "", rules, reader)
 
 
-def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, adapter: str | None) -> _Rule:
+def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter: str | None) -> _Rule:
+    rule = route.spec.rules[number]
+    title = f"rules[{number}]{f' ({rule.name})' if rule.name else ''}" if len(route.spec.rules) > 1 else ""
     # a ModelServer may stand there several times, with other parameters
     arms = Counter[tuple[str, Overrides | None]]()
     for target in rule.target_models:
@@ -307,6 +338,7 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, ada
             fallbacks,
             protocol=protocol,
             renames_answers=route.spec.response_model == "Requested",
+            rule=title,
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
@@ -318,7 +350,8 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, ada
             weights.append(weight)
         count[server] += 1
     sticky = None if rule.sticky == "None" else StickySplit(rule.sticky, route.metadata.key)
-    return _Rule(compile_match(rule.model_match), _targets(tuple(found), weights, sticky))
+    targets = _targets(tuple(found), weights, sticky)
+    return _Rule(compile_match(rule.model_match), targets, compile_body(rule.model_match))
 
 
 def _compile_overrides(rule: RouteRule, target: TargetModel) -> Overrides | None:

@@ -33,6 +33,15 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
         *(server(name[0], f"{name[0]}/model", [engine]) for name, engine in engines.items()),
         rules("sticky", {"targetModels": SPLIT, "sticky": "Session"}),
         rules(
+            "body",
+            {
+                "modelMatch": {"body": {"response_format.type": {"text": "json_schema"}}},
+                "targetModels": [{"modelServerName": "a"}],
+            },
+            {"modelMatch": {"inputTokens": {"atLeast": 10_000}}, "targetModels": [{"modelServerName": "b"}]},
+            {"targetModels": [{"modelServerName": "c"}]},
+        ),
+        rules(
             "set",
             {
                 "targetModels": [{"modelServerName": "a", "set": {"seed": 7}}],
@@ -56,6 +65,16 @@ async def served(gateway: Gateway, model: str, headers: Mapping[str, str], **fie
     assert answer.status_code == 200, answer.text
     ((name, _),) = gateway.log
     return name
+
+
+async def test_rules_hold_by_what_the_body_says(gateway: Gateway) -> None:
+    long = [{"role": "user", "content": "word " * 9_000}]
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}
+    assert await served(gateway, "body", {}, **schema) == "a1"
+    assert await served(gateway, "body", {}, **schema, messages=long) == "a1"
+    assert await served(gateway, "body", {}, messages=long) == "b1"
+    for fields in ({}, {"response_format": {"type": "text"}}, {"response_format": "json_schema"}):
+        assert await served(gateway, "body", {}, **fields) == "c1"
 
 
 def got(engine: Engine) -> dict[str, object]:

@@ -267,7 +267,7 @@ def _by_path_of_route(route: ModelRoute, *servers: ModelServer) -> list[Plain]:
             targets = [
                 (server, weight) for server, weight in pairs if weight and server.spec.protocol == api.spec.protocol
             ]
-            for name in (route.spec.model_name, *route.spec.lora_adapters) if targets else ():
+            for name in (route.spec.model_name, *route.spec.lora_adapters) if targets and not rule.reads_body else ():
                 if name is not None:
                     renames = name == route.spec.model_name
                     made = _by_path_without_extproc(paths, name, rule, targets, renames=renames)
@@ -317,6 +317,9 @@ def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object
         pairs = [(next(remaining), target.weight) for target in rule.target_models]
         targets = [(server, weight) for server, weight in pairs if weight]
         fallbacks = [next(remaining) for _ in rule.fallback]
+        if rule.reads_body:
+            # Envoy does not know the fields
+            continue
         name = f"without-extproc/{route.metadata.key}/{number}"
         if route.spec.model_name is not None:
             match = _match_without_extproc(rule, [route.spec.model_name])

@@ -429,10 +429,11 @@ def test_what_needs_a_body_that_is_not_read(check: Check) -> None:
 
 
 def test_parameters_of_bodies_that_are_not_read(check: Check) -> None:
-    rules = [{**RULES[0], "set": {"seed": 1}}]
+    rules = [{**RULES[0], "set": {"seed": 1}, "modelMatch": {"body": {"tools": {"exists": True}}}}]
     closed = {"failureMode": "Close"}
-    (note,) = check(
+    never, nothing = check(
         ModelServer={**SERVER, "protocol": "V2"}, ModelRoute={"modelName": "m", "rules": rules}, GatewayConfig=closed
     )
-    assert note.endswith("set of a rule changes nothing in bodies that are not read, of protocol V2")
+    assert never.endswith("rules[0].modelMatch never holds, as bodies are not read of protocol V2")
+    assert nothing.endswith("rules[0]: set changes nothing, as bodies are not read of protocol V2")
     assert check(ModelRoute={"modelName": "m", "rules": rules}) == []
