@@ -122,6 +122,13 @@ CASES: Final = (
         ("rules", 0, "modelMatch", "outputTokens", "atMost"),
         4,
     ),
+    Case(
+        "a mirror is no target",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "mirror": {"modelServerName": "b"}}]),
+        ("rules", 0, "mirror", "modelServerName"),
+        _RULE["targetModels"][0]["modelServerName"],
+    ),
     Case("a positive weight", "ModelRoute", _route(), ("rules", 0, "targetModels", 0, "weight"), 0),
     Case(
         "tiers choose among two",

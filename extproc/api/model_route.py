@@ -14,6 +14,7 @@ from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guards import RouteGuard
 from extproc.api.matches import check_header_name, compile_expression
+from extproc.api.mirror import IS_TARGET, Mirror, check_mirror
 from extproc.api.objectives import Slos, check_slo
 from extproc.api.parameters import MostTokens, Parameters, check_parameters
 from extproc.api.payload_log import PayloadLog, check_payload_log
@@ -89,6 +90,10 @@ class RouteRule(Spec, frozen=True):
         Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
         Rule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
         Rule("!has(self.retry) || has(self.fallback)", "retry has no effect without fallback"),
+        Rule(
+            "!has(self.mirror) || !self.targetModels.exists(one, one.modelServerName == self.mirror.modelServerName)",
+            IS_TARGET,
+        ),
         Rule("!has(self.tiers) || !has(self.sticky) || self.sticky == 'None'", STICKY_TIERS),
     )
 
@@ -109,6 +114,8 @@ class RouteRule(Spec, frozen=True):
     max_output_tokens: MostTokens | None = None
     # other ModelServers, in this order, for requests that the target cannot serve
     fallback: Annotated[tuple[Fallback, ...], msgspec.Meta(max_length=4)] = ()
+    # copies of requests go to another ModelServer, too, while it has capacity to spare; their answers are dropped
+    mirror: Mirror | None = None
     # how much fallbacks may take, and when an attempt is given up
     retry: FallbackRetry | None = None
 
@@ -179,14 +186,15 @@ class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
 
     spec: ModelRouteSpec
 
-    def server_key(self, target: TargetModel | Fallback) -> str:
+    def server_key(self, target: TargetModel | Fallback | Mirror) -> str:
         """The ModelServer that ``target`` names: one of this route's own namespace."""
         return object_key(self.metadata.namespace, target.model_server_name)
 
     @property
     def server_keys(self) -> set[str]:
-        """All ModelServers that its requests can come to, fallbacks included."""
-        return {self.server_key(one) for rule in self.spec.rules for one in rule.servers}
+        """All ModelServers that its requests and copies of them can come to."""
+        named = [one for rule in self.spec.rules for one in (*rule.servers, rule.mirror) if one is not None]
+        return {self.server_key(one) for one in named}
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
@@ -217,6 +225,7 @@ def _check_rule(rule: RouteRule, path: Path) -> Iterator[Finding]:
         if rule.sticky != "None":
             yield (*path, "sticky"), STICKY_TIERS
     yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
+    yield from check_mirror(rule.mirror, [one.model_server_name for one in rule.target_models], path)
     yield from check_parameters(rule.set_, (*path, "set"))
     for number, target in enumerate(rule.target_models):
         yield from check_parameters(target.set_, (*path, "targetModels", number, "set"))

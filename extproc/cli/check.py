@@ -114,6 +114,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *tiers_without_effect(snapshot),
             *fallbacks_without_effect(snapshot),
             *circles_of_fallbacks(snapshot),
+            *mirrors_without_effect(snapshot),
             *doubtful_objectives(snapshot),
             *unsalted_messages(snapshot),
             *doubtful_pairs(snapshot),
@@ -532,6 +533,19 @@ def tiers_without_effect(snapshot: Snapshot) -> Iterator[str]:
                 control = {key: snapshot.flow_control_of(spec, route.metadata.namespace) for key, spec in found.items()}
                 for note in _tier_notes(rule, found, {key for key, one in control.items() if one is None}):
                     yield f"ModelRoute {route.metadata.key}: rules[{number}].tiers: {note}"
+
+
+def mirrors_without_effect(snapshot: Snapshot) -> Iterator[str]:
+    """Mirrors that no copy can go to."""
+    protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
+    for route in snapshot.routes:
+        for number, rule in enumerate(route.spec.rules):
+            protocol = "OpenAI" if rule.mirror is None else protocols.get(route.server_key(rule.mirror), "OpenAI")
+            if protocol != "OpenAI":
+                yield (
+                    f"ModelRoute {route.metadata.key}: rules[{number}].mirror: copies have JSON of protocol OpenAI, and"
+                    f" the ModelServer has protocol {protocol}; name another one"
+                )
 
 
 def fallbacks_without_effect(snapshot: Snapshot) -> Iterator[str]:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Assignment, Consideration, Pool
 
 
+_NO_COPY: Final = "the copy of a request could not be drawn"
 _NO_PLAN: Final = "the fallbacks of a request could not be planned"
 
 
@@ -64,11 +65,12 @@ def no_longer_served(server: str) -> NoEndpoint:
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """What a pick knows of its decision. ``whole``: see Decision."""
+    """What a pick knows of its decision. ``whole``, ``mirror``: see Decision."""
 
     adds_usage: bool
     explanation: Explanation | None = None
     whole: str = ""
+    mirror: str = ""
 
 
 class PlansAttempts(Protocol):
@@ -85,6 +87,18 @@ class PlansAttempts(Protocol):
         ...
 
 
+class DrawsCopies(Protocol):
+    """Draws copies of requests."""
+
+    def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
+        """The order of one, for Envoy; empty: there is none."""
+        ...
+
+    def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
+        """In words; empty if its rule has no mirror."""
+        ...
+
+
 class Dispatcher:
     """Ends an arrival or a wait: an engine gets the request, or it is refused. Owns the table's entries."""
 
@@ -94,6 +108,7 @@ class Dispatcher:
         accounts: Accounts,
         demand: DemandMeter,
         fallbacks: PlansAttempts,
+        mirrors: DrawsCopies,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -102,6 +117,7 @@ class Dispatcher:
         self._accounts = accounts
         self._demand = demand
         self._fallbacks = fallbacks
+        self.mirrors = mirrors
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
@@ -210,14 +226,18 @@ class Dispatcher:
             plan = with_fault(
                 out, _NO_PLAN, partial(self._fallbacks.plan, record, considered, now, base=base, body=body)
             )
-        pending = _pending(record, considered, base, constraints.whole, plan)
+        mirror = ""
+        if arrival.destination.mirror is not None:
+            draw = partial(self.mirrors.draw, arrival, record.attachment, considered, now)
+            mirror = with_fault(out, _NO_COPY, draw) or ""
+        pending = msgspec.structs.replace(_pending(record, considered, base, constraints.whole, plan), mirror=mirror)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
         assignment, pins = pool.commit(considered, now, output_tokens, ticket=record.ticket)
-        if is_beside:
-            # the prefill engine meets one alone
+        if is_beside or arrival.destination.is_copy:
+            # the prefill engine meets one alone; a copy is never sent again
             assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
         run = record.run = Run(
             pool,
@@ -264,7 +284,7 @@ class Dispatcher:
         if self._has_peers:
             out.append(Broadcast(started(record, run)))
         if leg is None or prefill is None:
-            return self.decide(record, run, pending, body=body)
+            return self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         if is_beside:
             beside = PrefillLeg(leg.address, "beside", 0.0)
             decision = self.decide(record, run, pending, body=body, leg=beside, is_leased=True)
@@ -292,7 +312,7 @@ class Dispatcher:
         arrival = record.arrived
         run.expected = expected_of_run(run, arrival.request)
         usage = None
-        if self.logs_usage:
+        if self.logs_usage and not arrival.destination.is_copy:
             usage = usage_of_run(record, run, arrival)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
@@ -322,6 +342,7 @@ class Dispatcher:
             path=changed_path(arrival),
             response_model=response_model(arrival, record.attachment, run.reserves),
             translation=_order_of(arrival),
+            mirror=pending.mirror,
         )
 
 

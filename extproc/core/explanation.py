@@ -158,6 +158,8 @@ class Explanation(msgspec.Struct, frozen=True):
     split: str = ""
     sets: tuple[str, ...] = ()
     rule: str = ""
+    # where a copy would go and how often, or why none would; empty if its rule has no mirror
+    mirror: str = ""
 
 
 def explain_pick(
@@ -458,7 +460,8 @@ def to_text(one: Explanation) -> str:
 def _rule_lines(one: Explanation) -> list[str]:
     lines = [f"  {one.rule} holds"] if one.rule else []
     lines += [f"  {one.split}"] if one.split else []
-    return [*lines, f"  its rule sets {', '.join(one.sets)}"] if one.sets else lines
+    lines += [f"  its rule sets {', '.join(one.sets)}"] if one.sets else []
+    return [*lines, f"  {one.mirror}"] if one.mirror else lines
 
 
 def _caller(one: Explanation) -> str:

@@ -414,7 +414,10 @@ class AdmissionPipeline:
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
         avoided, silent = avoided_now(pool, now), silent_now(pool, now)
         budgets = self._explain_budgets(arrival, now)
-        return msgspec.structs.replace(found, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets)
+        mirror = self._dispatcher.mirrors.describe(arrival, considered, now)
+        return msgspec.structs.replace(
+            found, mirror=mirror, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets
+        )
 
     def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
         budgets = self._admission.budgets_of(arrival.destination.route)

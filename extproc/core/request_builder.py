@@ -29,6 +29,8 @@ from extproc.errors import (
 from extproc.protocol import (
     APIS_BY_CALL,
     APIS_BY_PATH,
+    MIRROR,
+    MIRRORED_TENANT,
     MODEL_REWRITES,
     MODELS_PATH,
     REPOSITORY_PATH,
@@ -42,8 +44,9 @@ from extproc.request.body_parser import api_by_body, no_body, parse_body, steeri
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
 from extproc.request.model_call import api_of_call, check_headers, read_call, refuse_repository_call
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
-from extproc.request.overrides import changes_by
+from extproc.request.overrides import Overrides, changes_by
 from extproc.request.rewrite import fields_of, with_changes
+from extproc.routing.mirror import read_order
 from extproc.routing.resolve import Destination, RoutingTable
 from extproc.translate.order import engine_api
 
@@ -62,6 +65,9 @@ _VERSION: Final = "/v1"
 _REPOSITORY: Final = re.compile(f"{REPOSITORY_PATH.replace('/', '/+')}(/|$)")
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
+# Whose answers nobody reads: below all others.
+_COPY_PRIORITY: Final = -(2**31)
+_NOBODY: Final = Caller(tenant=MIRRORED_TENANT)
 
 
 class CallerAccess(msgspec.Struct, frozen=True):
@@ -265,6 +271,28 @@ class RequestBuilder:
         if is_pool and self._routing.serves_model(request.model):
             return self._routed(request, head, body)
         return self._direct(request, server, head, body)
+
+    def copy(self, head: Head, body: bytes) -> Arrival:
+        """A copy of a request, to the ModelServer that its order names; raises a Refusal. Nobody waits for its answer,
+        and nobody is charged.
+        """
+        admitted = self.admit(head)
+        try:
+            order = read_order(head.headers.get(MIRROR, ""))
+        except ValueError:
+            raise BadRequest("This listener has copies of requests alone.") from None
+        if isinstance(admitted, ModelPath) or admitted.spec.calls is not None:
+            raise BadRequest("The body of a copy must be JSON.")
+        request, pool = parse_body(admitted, body, head.headers), self.pools.get(order.server)
+        if pool is None:
+            raise NoEndpoint(f"The ModelServer '{order.server}' is not configured any more.")
+        overrides = None if order.most is None else Overrides(max_output_tokens=order.most)
+        destination = Destination(
+            order.server, pool.spec.model, priority=_COPY_PRIORITY, is_copy=True, overrides=overrides
+        )
+        place, salt, _ = self._place(request, destination, head, _NOBODY, may_translate=False)
+        found = Arrival(request, destination, place, head, body, _NOBODY, salt)
+        return found if overrides is None else _with_overrides(found)
 
     def _to_other_protocol(self, server: str, protocol: str, head: Head, body: bytes) -> Arrival:
         """To engines whose model is named by the path, or by a message of gRPC; raises a Refusal."""

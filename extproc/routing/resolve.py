@@ -16,6 +16,7 @@ from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
 from extproc.request.overrides import Overrides
 from extproc.routing.body_match import BodyConditions, BodyReader, compile_body
+from extproc.routing.mirror import CompiledMirror
 from extproc.routing.sticky import StickySplit
 from extproc.routing.tiers import CompiledTiers, compile_tiers
 
@@ -73,6 +74,7 @@ class Destination(msgspec.Struct, frozen=True):
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
     ``overrides``: what requests get that go here, None: nothing, and of a fallback nothing beyond what its target had.
+    ``mirror``: None without copies. ``is_copy``: it gets a copy, whose answer nobody reads.
     ``rule``: its place and name, empty if the route has one rule alone. ``arm``: which of the targets with this
     ModelServer it is.
     ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
@@ -98,6 +100,8 @@ class Destination(msgspec.Struct, frozen=True):
     overrides: Overrides | None = None
     arm: int = 0
     rule: str = ""
+    mirror: CompiledMirror | None = None
+    is_copy: bool = False
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -323,7 +327,8 @@ def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter
     for target in rule.target_models:
         arms[route.server_key(target), _compile_overrides(rule, target)] += target.weight
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
-    tiers = compile_tiers(rule)
+    tiers, given = compile_tiers(rule), rule.mirror
+    mirror = None if given is None else CompiledMirror(route.server_key(given), given.percent, given.max_output_tokens)
 
     def destination(server: str, fallbacks: Fallbacks | None) -> Destination:
         model, protocol = served[server]
@@ -339,6 +344,7 @@ def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter
             protocol=protocol,
             renames_answers=route.spec.response_model == "Requested",
             rule=title,
+            mirror=mirror,
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
