@@ -123,6 +123,13 @@ CASES: Final = (
         4,
     ),
     Case(
+        "retry goes with fallback",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "fallback": [{"modelServerName": "b"}], "retry": {"minConcurrency": 3}}]),
+        ("rules", 0, "fallback"),
+        None,
+    ),
+    Case(
         "a mirror is no target",
         "ModelRoute",
         _route(rules=[{**_RULE, "mirror": {"modelServerName": "b"}}]),
@@ -415,6 +422,13 @@ CASES: Final = (
         _server(pricing=[{"perHour": "1"}]),
         ("pricing", 0, "perRequest"),
         "1",
+    ),
+    Case(
+        "what is about prompts goes with OpenAI",
+        "ModelServer",
+        _server(protocol="OpenAI", cacheIsolation="Shared"),
+        ("protocol",),
+        "V2",
     ),
     Case(
         "tiers change rates",
