@@ -116,6 +116,15 @@ TRANSLATE: Final = "x-attache-translate"
 TRANSLATOR_CLUSTER: Final = "attache-translator"
 TRANSLATOR_SOCKET: Final = "translator.sock"
 TRANSLATED_SOCKET: Final = "translated.sock"
+# Of a request of which Envoy sends a copy to an engine of another ModelServer: what the copy is to be, as JSON
+# (``extproc.core.mirror``). The copy goes to a listener of Envoy's own, with a socket in the bundle's directory; gRPC
+# metadata of its streams, which clients cannot write, are what makes extproc believe the header.
+MIRROR: Final = "x-attache-mirror"
+MIRROR_KEY: Final = "x-attache-mirrored"
+MIRROR_CLUSTER: Final = "attache-mirror"
+MIRROR_SOCKET: Final = "mirror.sock"
+# The tenant of copies: no name that a tenant can have.
+MIRRORED_TENANT: Final = "(mirror)"
 # Of its answer, for clients: the fields of the request that its engines have not got.
 DROPPED_FIELDS: Final = "x-attache-dropped"
 # Of its answer, between that listener and the first one, which removes them and keeps the values as metadata: the

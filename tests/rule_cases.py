@@ -94,6 +94,48 @@ CASES: Final = (
         "1",
     ),
     Case("no kind of match", "ModelRoute", _route(rules=[_MATCHED]), ("rules", 0, "modelMatch", "headers", "x-a"), {}),
+    Case(
+        "one kind of condition on a field",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "modelMatch": {"body": {"stream": {"boolean": True}}}}]),
+        ("rules", 0, "modelMatch", "body", "stream", "atLeast"),
+        1,
+    ),
+    Case(
+        "a range of a field in order",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "modelMatch": {"body": {"n": {"atLeast": 1.5, "atMost": 2}}}}]),
+        ("rules", 0, "modelMatch", "body", "n", "atMost"),
+        1,
+    ),
+    Case(
+        "a range of tokens has an end",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "modelMatch": {"inputTokens": {"atMost": 9}}}]),
+        ("rules", 0, "modelMatch", "inputTokens", "atMost"),
+        None,
+    ),
+    Case(
+        "a range of tokens in order",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "modelMatch": {"outputTokens": {"atLeast": 5, "atMost": 9}}}]),
+        ("rules", 0, "modelMatch", "outputTokens", "atMost"),
+        4,
+    ),
+    Case(
+        "retry goes with fallback",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "fallback": [{"modelServerName": "b"}], "retry": {"minConcurrency": 3}}]),
+        ("rules", 0, "fallback"),
+        None,
+    ),
+    Case(
+        "a mirror is no target",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "mirror": {"modelServerName": "b"}}]),
+        ("rules", 0, "mirror", "modelServerName"),
+        _RULE["targetModels"][0]["modelServerName"],
+    ),
     Case("a positive weight", "ModelRoute", _route(), ("rules", 0, "targetModels", 0, "weight"), 0),
     Case(
         "tiers choose among two",
@@ -101,6 +143,21 @@ CASES: Final = (
         _route(rules=[{**_RULE, "targetModels": [*_RULE["targetModels"], {"modelServerName": "b"}], "tiers": {}}]),
         ("rules", 0, "targetModels", 1, "weight"),
         0,
+    ),
+    Case(
+        "tiers choose without stickiness",
+        "ModelRoute",
+        _route(
+            rules=[
+                {
+                    "targetModels": [*_RULE["targetModels"], {"modelServerName": "b"}],
+                    "tiers": {},
+                    "sticky": "None",
+                }
+            ]
+        ),
+        ("rules", 0, "sticky"),
+        "User",
     ),
     Case(
         "a class is for someone",
@@ -366,6 +423,13 @@ CASES: Final = (
         _server(pricing=[{"perHour": "1"}]),
         ("pricing", 0, "perRequest"),
         "1",
+    ),
+    Case(
+        "what is about prompts goes with OpenAI",
+        "ModelServer",
+        _server(protocol="OpenAI", cacheIsolation="Shared"),
+        ("protocol",),
+        "V2",
     ),
     Case(
         "tiers change rates",

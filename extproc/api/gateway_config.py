@@ -121,8 +121,8 @@ class GatewayConfigSpec(Spec, frozen=True):
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
     extproc_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Open: without extproc, Envoy balances over the engines. Close: it answers 503. If left out: Close where there are
-    # rateLimits, rules by tenant, caches that tenants do not share, models of tenants or keys, or virtualKeys, which
-    # Open would undo; else Open.
+    # rateLimits, rules by tenant or that set parameters, caches that tenants do not share, models of tenants or keys,
+    # or virtualKeys, which Open would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
     # The longest that Envoy waits for extproc's answer to one message; the longest hold is added for requests that are
     # held.

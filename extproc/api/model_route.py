@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 
 from extproc.api.admission import Priority, RateLimit, check_limits
+from extproc.api.body_match import BodyCondition, TokenRange, check_body, check_range
 from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guards import RouteGuard
 from extproc.api.matches import check_header_name, compile_expression
+from extproc.api.mirror import IS_TARGET, Mirror, check_mirror
 from extproc.api.objectives import Slos, check_slo
+from extproc.api.parameters import MostTokens, Parameters, check_parameters
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
 from extproc.api.spec import (
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
 
 
+# By what the requests of a rule are divided among its targets.
+Sticky = Literal["Session", "User", "Tenant", "None"]
+STICKY_TIERS: Final = "sticky has no effect with tiers, which choose for each request; leave one of them out"
 _DEFAULT_RETRY: Final = FallbackRetry()
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _NO_PARENTS: Final = "parentRefs have no effect with callers: Steps; remove them"
@@ -56,10 +62,22 @@ class StringMatch(Spec, frozen=True):
 
 
 class ModelMatch(Spec, frozen=True):
-    """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path."""
+    """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path.
+    ``body``: fields of the JSON body, by path, such as ``response_format.type``. ``input_tokens``: of the prompt, at 4
+    bytes a token; exact if the prompt is tokens. ``output_tokens``: the most that the client allows for an answer,
+    infinite if it sets no limit. Conditions on body and tokens hold for no request whose body is not read as JSON.
+    """
 
     headers: Annotated[dict[str, StringMatch], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
+    body: Annotated[dict[str, BodyCondition], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
+    input_tokens: TokenRange | None = None
+    output_tokens: TokenRange | None = None
+
+    @property
+    def reads_body(self) -> bool:
+        """Whether it has conditions on the body."""
+        return bool(self.body) or self.input_tokens is not None or self.output_tokens is not None
 
 
 class TargetModel(Spec, frozen=True):
@@ -69,6 +87,10 @@ class TargetModel(Spec, frozen=True):
 
     model_server_name: Name
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
+    # as in the rule, for requests that go here; a field of both has this value
+    set_: Parameters = msgspec.field(default_factory=dict, name="set")
+    # as in the rule; the smaller one holds
+    max_output_tokens: MostTokens | None = None
 
 
 class RouteRule(Spec, frozen=True):
@@ -80,6 +102,11 @@ class RouteRule(Spec, frozen=True):
         Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
         Rule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
         Rule("!has(self.retry) || has(self.fallback)", "retry has no effect without fallback"),
+        Rule(
+            "!has(self.mirror) || !self.targetModels.exists(one, one.modelServerName == self.mirror.modelServerName)",
+            IS_TARGET,
+        ),
+        Rule("!has(self.tiers) || !has(self.sticky) || self.sticky == 'None'", STICKY_TIERS),
     )
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -89,12 +116,33 @@ class RouteRule(Spec, frozen=True):
     priority: Priority = 0
     # target time to first token of these requests, for the order Deadline
     ttft_target: Duration | None = None
+    # all requests of one session, user or tenant go to one target: the weights divide these, not requests
+    sticky: Sticky = "None"
     # the cheapest target that holds the objective is taken, and not one by weight
     tiers: Tiers | None = None
+    # fields of the body, such as temperature, that engines get with these values, whatever the client writes
+    set_: Parameters = msgspec.field(default_factory=dict, name="set")
+    # of each answer: a client that asks for more, or sets no limit, gets this one
+    max_output_tokens: MostTokens | None = None
     # other ModelServers, in this order, for requests that the target cannot serve
     fallback: Annotated[tuple[Fallback, ...], msgspec.Meta(max_length=4)] = ()
+    # copies of requests go to another ModelServer, too, while it has capacity to spare; their answers are dropped
+    mirror: Mirror | None = None
     # how much fallbacks may take, and when an attempt is given up
     retry: FallbackRetry | None = None
+
+    @property
+    def reads_body(self) -> bool:
+        """Whether it has conditions on bodies."""
+        return self.model_match is not None and self.model_match.reads_body
+
+    @property
+    def sets(self) -> str:
+        """Which of ``set`` and ``maxOutputTokens`` it has, or a target of it; empty: none."""
+        holders: tuple[RouteRule | TargetModel, ...] = (self, *self.target_models)
+        found = ["set"] if any(one.set_ for one in holders) else []
+        found += ["maxOutputTokens"] if any(one.max_output_tokens for one in holders) else []
+        return " and ".join(found)
 
     @property
     def servers(self) -> tuple[TargetModel | Fallback, ...]:
@@ -160,14 +208,15 @@ class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
             return self.spec.callers == "Steps" and listener == STEPS_LISTENER
         return listener is None or is_attached(self.spec.parent_refs, listener)
 
-    def server_key(self, target: TargetModel | Fallback) -> str:
+    def server_key(self, target: TargetModel | Fallback | Mirror) -> str:
         """The ModelServer that ``target`` names: one of this route's own namespace."""
         return object_key(self.metadata.namespace, target.model_server_name)
 
     @property
     def server_keys(self) -> set[str]:
-        """All ModelServers that its requests can come to, fallbacks included."""
-        return {self.server_key(one) for rule in self.spec.rules for one in rule.servers}
+        """All ModelServers that its requests and copies of them can come to."""
+        named = [one for rule in self.spec.rules for one in (*rule.servers, rule.mirror) if one is not None]
+        return {self.server_key(one) for one in named}
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
@@ -183,15 +232,8 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
             yield from check_header_name(limit.header, ("spec", "rateLimits", index, "header"))
     for number, rule in enumerate(spec.rules):
         path: Path = ("spec", "rules", number)
-        if not any(target.weight for target in rule.target_models):
-            yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
-        if rule.tiers is not None:
-            yield from check_tiers(rule.tiers, (*path, "tiers"), sum(1 for one in rule.target_models if one.weight))
-        targets = [target.model_server_name for target in rule.target_models if target.weight]
-        yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
-        if rule.model_match is not None:
-            yield from check_matches(rule.model_match, (*path, "modelMatch"))
-        elif number < len(spec.rules) - 1:
+        yield from _check_rule(rule, path)
+        if rule.model_match is None and number < len(spec.rules) - 1:
             yield path, "has no modelMatch, so the rules after it are never reached; write it last"
 
 
@@ -202,12 +244,32 @@ def _check_callers(spec: ModelRouteSpec) -> Iterator[Finding]:
         yield ("spec", "parentRefs"), "have no effect with callers: Steps; remove them"
 
 
+def _check_rule(rule: RouteRule, path: Path) -> Iterator[Finding]:
+    targets = [target.model_server_name for target in rule.target_models if target.weight]
+    if not targets:
+        yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
+    if rule.tiers is not None:
+        yield from check_tiers(rule.tiers, (*path, "tiers"), len(targets))
+        if rule.sticky != "None":
+            yield (*path, "sticky"), STICKY_TIERS
+    yield from check_fallbacks(rule.fallback, rule.retry, path, targets)
+    yield from check_mirror(rule.mirror, [one.model_server_name for one in rule.target_models], path)
+    yield from check_parameters(rule.set_, (*path, "set"))
+    for number, target in enumerate(rule.target_models):
+        yield from check_parameters(target.set_, (*path, "targetModels", number, "set"))
+    if rule.model_match is not None:
+        yield from check_matches(rule.model_match, (*path, "modelMatch"))
+
+
 def check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:
     """Conditions that Envoy takes and that a request can meet."""
     for header, match in given.headers.items():
         yield from check_header_name(header, (*path, "headers", header))
         yield from _check_match(match, (*path, "headers", header))
         yield from _check_header_values(match, (*path, "headers", header))
+    yield from check_body(given.body, (*path, "body"))
+    yield from check_range(given.input_tokens, (*path, "inputTokens"))
+    yield from check_range(given.output_tokens, (*path, "outputTokens"))
     if given.uri is not None:
         yield from _check_match(given.uri, (*path, "uri"))
         yield from _check_paths(given.uri, (*path, "uri"))

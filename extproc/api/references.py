@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
     from extproc.api.documents import DirectoryObjects, Document
     from extproc.api.errors import Finding, Mistake, Path
+    from extproc.api.fallback import Fallback
     from extproc.api.gateway_config import GatewayConfig
     from extproc.api.http_route import BackendRef
+    from extproc.api.mirror import Mirror
+    from extproc.api.model_route import TargetModel
 
 
 def check_names(found: Sequence[tuple[Document, Any]], what: str) -> Iterator[Mistake]:
@@ -88,9 +91,12 @@ def check_target_models(route: ModelRoute, found: DirectoryObjects) -> Iterator[
     """Their ModelServers exist."""
     keys = found.keys["ModelServer"]
     for number, rule in enumerate(route.spec.rules):
-        for place, target in enumerate(rule.servers):
-            index = place - len(rule.target_models)
-            where = ("targetModels", place) if index < 0 else ("fallback", index)
+        named: list[tuple[TargetModel | Fallback | Mirror, Path]] = [
+            *((one, ("targetModels", place)) for place, one in enumerate(rule.target_models)),
+            *((one, ("fallback", place)) for place, one in enumerate(rule.fallback)),
+            *([] if rule.mirror is None else [(rule.mirror, ("mirror",))]),
+        ]
+        for target, where in named:
             if route.server_key(target) not in keys and not found.unread.may_hold(target.model_server_name):
                 path = ("spec", "rules", number, *where, "modelServerName")
                 yield path, _none_called("ModelServer", target.model_server_name, route.metadata.namespace, keys)

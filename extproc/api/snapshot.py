@@ -83,6 +83,9 @@ def decided_by_extproc(snapshot: Snapshot) -> list[str]:
             found.append(f"ModelRoute {route.metadata.key}: rateLimits")
         if route.spec.guard is not None and route.spec.guard.failure_mode == "Close":
             found.append(f"ModelRoute {route.metadata.key}: guard")
+        found += [
+            f"ModelRoute {route.metadata.key}: {sets}" for sets in {rule.sets for rule in route.spec.rules} if sets
+        ]
         matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
         if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
             found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")

@@ -114,6 +114,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *tiers_without_effect(snapshot),
             *fallbacks_without_effect(snapshot),
             *circles_of_fallbacks(snapshot),
+            *mirrors_without_effect(snapshot),
             *doubtful_objectives(snapshot),
             *unsalted_messages(snapshot),
             *doubtful_pairs(snapshot),
@@ -407,6 +408,14 @@ def limits_without_identity(snapshot: Snapshot) -> Iterator[str]:
                 yield f"{what} is one limit for all clients together, as {missing[per]}, or write per: Route"
 
 
+def _rules_without_bodies(spec: ModelRouteSpec) -> Iterator[str]:
+    for number, rule in enumerate(spec.rules):
+        if rule.reads_body:
+            yield f"rules[{number}].modelMatch never holds, as bodies are not read of"
+        if rule.sets:
+            yield f"rules[{number}]: {rule.sets} changes nothing, as bodies are not read of"
+
+
 def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
     """Parts of ModelRoutes that need what is not read where the path names the model."""
     protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
@@ -429,6 +438,7 @@ def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
                     f"{who}: requests of protocol {by_path[0]} have no tokens, as their bodies are not read; limit"
                     " requests"
                 )
+        yield from (f"{who}: {note} protocol {by_path[0]}" for note in _rules_without_bodies(spec))
         if spec.guard is not None:
             yield f"{who}: the guard '{spec.guard.name}' gets no body, as that is not read with protocol {by_path[0]}"
 
@@ -535,6 +545,19 @@ def tiers_without_effect(snapshot: Snapshot) -> Iterator[str]:
                 control = {key: snapshot.flow_control_of(spec, route.metadata.namespace) for key, spec in found.items()}
                 for note in _tier_notes(rule, found, {key for key, one in control.items() if one is None}):
                     yield f"ModelRoute {route.metadata.key}: rules[{number}].tiers: {note}"
+
+
+def mirrors_without_effect(snapshot: Snapshot) -> Iterator[str]:
+    """Mirrors that no copy can go to."""
+    protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
+    for route in snapshot.routes:
+        for number, rule in enumerate(route.spec.rules):
+            protocol = "OpenAI" if rule.mirror is None else protocols.get(route.server_key(rule.mirror), "OpenAI")
+            if protocol != "OpenAI":
+                yield (
+                    f"ModelRoute {route.metadata.key}: rules[{number}].mirror: copies have JSON of protocol OpenAI, and"
+                    f" the ModelServer has protocol {protocol}; name another one"
+                )
 
 
 def fallbacks_without_effect(snapshot: Snapshot) -> Iterator[str]:

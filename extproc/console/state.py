@@ -26,6 +26,7 @@ from extproc.scheduling.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from extproc.api.body_match import BodyCondition
     from extproc.api.model_route import ModelMatch, ModelRoute, StringMatch
     from extproc.core.core import Core
     from extproc.endpoints.health import EndpointHealth
@@ -614,8 +615,24 @@ def _match(match: ModelMatch | None) -> str:
         return ""
     words = [f"{name} {_condition(one)}" for name, one in match.headers.items()]
     words += [] if match.uri is None else [f"path {_condition(match.uri)}"]
+    words += [f"{path} {_field_condition(one)}" for path, one in match.body.items()]
+    tokens = (("input tokens", match.input_tokens), ("output tokens", match.output_tokens))
+    words += [f"{name} {_range(one.at_least, one.at_most)}" for name, one in tokens if one is not None]
     text = " and ".join(words)
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
+
+
+def _field_condition(one: BodyCondition) -> str:
+    if one.exists is not None:
+        return "exists" if one.exists else "is absent"
+    if one.boolean is not None:
+        return f"is {str(one.boolean).lower()}"
+    return f"is '{one.text}'" if one.text is not None else _range(one.at_least, one.at_most)
+
+
+def _range(at_least: float | None, at_most: float | None) -> str:
+    ends = (("at least", at_least), ("at most", at_most))
+    return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
 
 
 def _condition(match: StringMatch) -> str:

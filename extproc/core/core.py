@@ -24,6 +24,7 @@ from extproc.core.effects import AskGuard, BreakerChanged, Broadcast, Effect
 from extproc.core.fallback import FallbackBudgets, FallbackPlanner
 from extproc.core.feedback import apply_adapter_change, on_metrics
 from extproc.core.guards import GuardStopped
+from extproc.core.mirror import Mirrors
 from extproc.core.orphans import OrphanedRequests, process_of
 from extproc.core.peers import (
     AdapterChanged,
@@ -104,7 +105,7 @@ class Core:
         # whether anything depends on the caller
         self.asks_who = False
         # whether anything depends on the metadata that our bundle gives a stream
-        self.asks_origin = False
+        self.asks_origin = self._has_copies = False
         # whether the configuration has a usage log
         self.logs_usage = False
         # by the key of their ModelRoute; none without a sink
@@ -123,8 +124,9 @@ class Core:
         self.meter = DemandMeter(ticket_prefix)
         budgets = FallbackBudgets()
         fallbacks = FallbackPlanner(budgets, rng=rng)
+        self._mirrors = Mirrors(rng=rng)
         self._dispatcher = Dispatcher(
-            self._records, self._accounts, self.meter, fallbacks, rng=rng, has_peers=machine is not None
+            self._records, self._accounts, self.meter, fallbacks, self._mirrors, rng=rng, has_peers=machine is not None
         )
         self._pipeline = AdmissionPipeline(
             self._records,
@@ -187,7 +189,9 @@ class Core:
         self.logs_usage = self._dispatcher.logs_usage = gateway.usage_log is not None
         self._dispatcher.objectives = ObjectiveTable(snapshot)
         self.claims = authorizer.claims
-        self.asks_origin = bool(snapshot.http_routes or gateway.listeners or gateway.steps)
+        # Envoy may still send copies when no rule has a mirror any more
+        self._has_copies |= any(rule.mirror is not None for route in snapshot.routes for rule in route.spec.rules)
+        self.asks_origin = bool(snapshot.http_routes or gateway.listeners or gateway.steps) or self._has_copies
         self.builder = RequestBuilder(
             routing,
             identities,
@@ -197,6 +201,7 @@ class Core:
             self._rng,
             has_limits=self.admission.limits_any or bool(guards),
         )
+        self._mirrors.apply(self.builder)
         out = list[Effect]()
         self._pipeline.apply(self.builder, guards, now, out)
         return out

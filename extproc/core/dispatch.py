@@ -28,10 +28,10 @@ from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
-from extproc.protocol import DEGRADED, SERVED_BY, Api
+from extproc.protocol import DEGRADED, SERVED_BY
 from extproc.request.form import read_form, with_fields
-from extproc.request.model import is_given
 from extproc.request.model_call import with_name
+from extproc.request.overrides import limits_above
 from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Assignment, Consideration, Pool
 
 
-_ABSENT: Final = msgspec.Raw(b"")
+_NO_COPY: Final = "the copy of a request could not be drawn"
 _NO_PLAN: Final = "the fallbacks of a request could not be planned"
 
 
@@ -65,11 +65,12 @@ def no_longer_served(server: str) -> NoEndpoint:
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """What a pick knows of its decision. ``whole``: see Decision."""
+    """What a pick knows of its decision. ``whole``, ``mirror``: see Decision."""
 
     adds_usage: bool
     explanation: Explanation | None = None
     whole: str = ""
+    mirror: str = ""
 
 
 class PlansAttempts(Protocol):
@@ -86,6 +87,18 @@ class PlansAttempts(Protocol):
         ...
 
 
+class DrawsCopies(Protocol):
+    """Draws copies of requests."""
+
+    def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
+        """The order of one, for Envoy; empty: there is none."""
+        ...
+
+    def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
+        """In words; empty if its rule has no mirror."""
+        ...
+
+
 class Dispatcher:
     """Ends an arrival or a wait: an engine gets the request, or it is refused. Owns the table's entries."""
 
@@ -95,6 +108,7 @@ class Dispatcher:
         accounts: Accounts,
         demand: DemandMeter,
         fallbacks: PlansAttempts,
+        mirrors: DrawsCopies,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -103,6 +117,7 @@ class Dispatcher:
         self._accounts = accounts
         self._demand = demand
         self._fallbacks = fallbacks
+        self.mirrors = mirrors
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
@@ -211,14 +226,18 @@ class Dispatcher:
             plan = with_fault(
                 out, _NO_PLAN, partial(self._fallbacks.plan, record, considered, now, base=base, body=body)
             )
-        pending = _pending(record, considered, base, constraints.whole, plan)
+        mirror = ""
+        if arrival.destination.mirror is not None:
+            draw = partial(self.mirrors.draw, arrival, record.attachment, considered, now)
+            mirror = with_fault(out, _NO_COPY, draw) or ""
+        pending = msgspec.structs.replace(_pending(record, considered, base, constraints.whole, plan), mirror=mirror)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
         assignment, pins = pool.commit(considered, now, output_tokens, ticket=record.ticket)
-        if is_beside:
-            # the prefill engine meets one alone
+        if is_beside or arrival.destination.is_copy:
+            # the prefill engine meets one alone; a copy is never sent again
             assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
         run = record.run = Run(
             pool,
@@ -265,7 +284,7 @@ class Dispatcher:
         if self._has_peers:
             out.append(Broadcast(started(record, run)))
         if leg is None or prefill is None:
-            return self.decide(record, run, pending, body=body)
+            return self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         if is_beside:
             beside = PrefillLeg(leg.address, "beside", 0.0)
             decision = self.decide(record, run, pending, body=body, leg=beside, is_leased=True)
@@ -293,7 +312,7 @@ class Dispatcher:
         arrival = record.arrived
         run.expected = expected_of_run(run, arrival.request)
         usage = None
-        if self.logs_usage:
+        if self.logs_usage and not arrival.destination.is_copy:
             usage = usage_of_run(record, run, arrival)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
@@ -323,6 +342,7 @@ class Dispatcher:
             path=changed_path(arrival),
             response_model=response_model(arrival, record.attachment, run.reserves),
             translation=_order_of(arrival),
+            mirror=pending.mirror,
         )
 
 
@@ -534,16 +554,11 @@ def shorter_answer(arrival: Arrival) -> dict[str, int]:
     most, request = arrival.destination.max_output_tokens, arrival.request
     if most is None or request.api is None or request.api.spec.body != "json":
         return {}
-    names = [name for name in request.api.spec.limits if "." not in name]
-    if not names or (request.max_output_tokens is not None and request.max_output_tokens <= most):
+    if not request.api.spec.limits or "." in request.api.spec.limits[0]:
         return {}
-    fields = fields_of(arrival.body, request.contents)
-    limits = {name: int(msgspec.json.decode(fields[name])) for name in names if is_given(fields.get(name, _ABSENT))}
-    if not limits and request.api is Api.COMPLETIONS:
-        # without a limit, its answers have 16 tokens
+    if request.max_output_tokens is not None and request.max_output_tokens <= most:
         return {}
-    # engines that have no limit take the last one
-    return {name: most for name, value in (limits or {names[-1]: most + 1}).items() if value > most}
+    return limits_above(request.api, fields_of(arrival.body, request.contents), most)
 
 
 def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:

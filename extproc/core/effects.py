@@ -43,7 +43,7 @@ class Decision(msgspec.Struct, frozen=True):
     read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
     fallback at once. ``path``: in place of the client's, empty for that. ``response_model``: in answers, as JSON text;
     empty: they stay as they come. ``translation``: of the request for its engines, without headers; None: they get it
-    as it is.
+    as it is. ``mirror``: the order of a copy, empty: Envoy makes none.
     """
 
     ticket: str
@@ -71,6 +71,7 @@ class Decision(msgspec.Struct, frozen=True):
     path: str = ""
     response_model: str = ""
     translation: TranslationOrder | None = None
+    mirror: str = ""
 
     @property
     def held_s(self) -> float:

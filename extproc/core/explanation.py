@@ -126,6 +126,8 @@ class Explanation(msgspec.Struct, frozen=True):
     ``tenant``, ``user``, ``api_key``: who asks, by verified names; ``request_id``: the gateway's. ``trace_id``: of its
     trace, if it is sampled. Empty if unknown. ``budgets``: those that apply. ``tiers``: of its rule, if it has some.
     ``forecast``: of its TTFT, if its class refuses what would come too late. ``fallbacks``: those of its rule.
+    ``split``: why it goes to this target of its rule, in words; empty unless the split is sticky. ``sets``: what its
+    rule or target sets in its body, or limits. ``rule``: that holds for it, empty if its route has no other.
     """
 
     server: str
@@ -153,6 +155,11 @@ class Explanation(msgspec.Struct, frozen=True):
     guard: str = ""
     forecast: ForecastState | None = None
     fallbacks: tuple[FallbackState, ...] = ()
+    split: str = ""
+    sets: tuple[str, ...] = ()
+    rule: str = ""
+    # where a copy would go and how often, or why none would; empty if its rule has no mirror
+    mirror: str = ""
 
 
 def explain_pick(
@@ -195,7 +202,31 @@ def explain_pick(
         guard=guarded,
         forecast=None if forecast is None else forecast_state(forecast),
         fallbacks=fallbacks,
+        split=split_of(arrival),
+        sets=sets_of(arrival),
+        rule=arrival.destination.rule,
     )
+
+
+def sets_of(arrival: Arrival) -> tuple[str, ...]:
+    """See ``Explanation.sets``."""
+    overrides = arrival.destination.overrides
+    return () if overrides is None else overrides.names
+
+
+def split_of(arrival: Arrival) -> str:
+    """See ``Explanation.split``."""
+    targets = None if arrival.candidates is None else arrival.candidates.targets
+    if targets is None or targets.sticky is None:
+        return ""
+    what, caller = targets.sticky.by.lower(), arrival.caller
+    key = targets.sticky.key_of(arrival.head.headers, caller.tenant, caller.user)
+    if not key:
+        return f"the target of its rule was drawn by weight: the request names no {what}"
+    chosen = targets.stuck(targets.sticky, key).server
+    if chosen == arrival.destination.server:
+        return f"of the targets of its rule, all requests of its {what} go to this one"
+    return f"of the targets of its rule, requests of its {what} go to {chosen}, which cannot have this one now"
 
 
 def forecast_state(forecast: Forecast) -> ForecastState:
@@ -399,7 +430,7 @@ def to_text(one: Explanation) -> str:
     """For a terminal."""
     guarded = f"  the guard {one.guard}" if one.guard else ""
     if one.waits:
-        return f"{one.server}: {one.waits}" + (f"\n{guarded}" if guarded else "")
+        return "\n".join([f"{one.server}: {one.waits}", *_rule_lines(one), *filter(None, (guarded,))])
     lines = [
         f"{one.server}: {one.addresses[0]}, then {', '.join(one.addresses[1:]) or 'nobody'}",
         *(f"  {sentence}" for sentence in (why_chosen(one),) if sentence),
@@ -412,6 +443,7 @@ def to_text(one: Explanation) -> str:
     lines += [f"  the plugin '{plugin}' fails, and counts nothing: {why}" for plugin, why in one.failed.items()]
     if guarded:
         lines.append(guarded)
+    lines += _rule_lines(one)
     lines += map(_budget_line, one.budgets)
     lines += map(_tier_line, one.tiers)
     lines += [] if one.forecast is None else [_forecast_line(one.forecast)]
@@ -423,6 +455,13 @@ def to_text(one: Explanation) -> str:
     for profile in one.profiles:
         lines += ["", *_profile_lines(profile)]
     return "\n".join(lines)
+
+
+def _rule_lines(one: Explanation) -> list[str]:
+    lines = [f"  {one.rule} holds"] if one.rule else []
+    lines += [f"  {one.split}"] if one.split else []
+    lines += [f"  its rule sets {', '.join(one.sets)}"] if one.sets else []
+    return [*lines, f"  {one.mirror}"] if one.mirror else lines
 
 
 def _caller(one: Explanation) -> str:

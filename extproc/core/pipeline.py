@@ -41,7 +41,9 @@ from extproc.core.explanation import (
     budget_states,
     explain_pick,
     forecast_state,
+    sets_of,
     silent_now,
+    split_of,
     tier_states,
     where_adapter_goes,
 )
@@ -399,6 +401,9 @@ class AdmissionPipeline:
                 tiers=tier_states(placement),
                 guard=guarded,
                 forecast=None if forecast is None else forecast_state(forecast),
+                split=split_of(arrival),
+                sets=sets_of(arrival),
+                rule=arrival.destination.rule,
             )
         adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
@@ -409,7 +414,10 @@ class AdmissionPipeline:
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
         avoided, silent = avoided_now(pool, now), silent_now(pool, now)
         budgets = self._explain_budgets(arrival, now)
-        return msgspec.structs.replace(found, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets)
+        mirror = self._dispatcher.mirrors.describe(arrival, considered, now)
+        return msgspec.structs.replace(
+            found, mirror=mirror, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets
+        )
 
     def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
         budgets = self._admission.budgets_of(arrival.destination.route)

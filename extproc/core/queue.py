@@ -123,8 +123,8 @@ class AdmissionController:
 
     def limits_anything(self, arrival: Arrival) -> bool:
         """Whether any limit or budget may apply to the request."""
-        route = arrival.destination.route
-        return route in self.routes or bool(self.key_limits) or bool(self.budgets_of(route))
+        route, is_copy = arrival.destination.route, arrival.destination.is_copy
+        return not is_copy and (route in self.routes or bool(self.key_limits) or bool(self.budgets_of(route)))
 
     def charges(self, arrival: Arrival, usage: Usage, *, now: float, wall_s: float) -> list[Charge]:
         """What the request requires of its route's limits and of all budgets that apply to it."""

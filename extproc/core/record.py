@@ -115,8 +115,10 @@ class Arrival(msgspec.Struct, frozen=True):
     caller: Caller = ANONYMOUS_CALLER
     cache_salt: str | None = None
     candidates: Candidates | None = None
-    # a guard has made the body
+    # the body is not the client's: a guard has changed it, or the rule has
     is_changed: bool = False
+    # of the fields that its rule or target has set: the client's own values, None for those that it left out
+    replaced: Mapping[str, msgspec.Raw | None] = {}
     engine_api: Api | None = None
 
     @property

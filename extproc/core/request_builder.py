@@ -29,6 +29,8 @@ from extproc.errors import (
 from extproc.protocol import (
     APIS_BY_CALL,
     APIS_BY_PATH,
+    MIRROR,
+    MIRRORED_TENANT,
     MODEL_REWRITES,
     MODELS_PATH,
     REPOSITORY_PATH,
@@ -42,6 +44,9 @@ from extproc.request.body_parser import api_by_body, no_body, parse_body, steeri
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
 from extproc.request.model_call import api_of_call, check_headers, read_call, refuse_repository_call
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
+from extproc.request.overrides import Overrides, changes_by
+from extproc.request.rewrite import fields_of, with_changes
+from extproc.routing.mirror import read_order
 from extproc.routing.resolve import Destination, RoutingTable
 from extproc.translate.order import engine_api
 
@@ -60,6 +65,9 @@ _VERSION: Final = "/v1"
 _REPOSITORY: Final = re.compile(f"{REPOSITORY_PATH.replace('/', '/+')}(/|$)")
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
+# Whose answers nobody reads: below all others.
+_COPY_PRIORITY: Final = -(2**31)
+_NOBODY: Final = Caller(tenant=MIRRORED_TENANT)
 
 
 class CallerAccess(msgspec.Struct, frozen=True):
@@ -231,8 +239,8 @@ class RequestBuilder:
         """A request whose path names the model."""
         try:
             protocols = [api.spec.protocol for api in path.apis]
-            candidates = self._candidates(path.model, protocols, head, self._access_of(head))
-            destination = self._draw(candidates.targets)
+            candidates = self._candidates(path.model, protocols, head)
+            destination = self._draw(candidates.targets, head)
             request = path_request(path, destination.protocol)
             return self._arrival(request, destination, head, b"", candidates)
         except Refusal as refusal:
@@ -263,6 +271,28 @@ class RequestBuilder:
         if is_pool and self._routing.serves_model(request.model):
             return self._routed(request, head, body)
         return self._direct(request, server, head, body)
+
+    def copy(self, head: Head, body: bytes) -> Arrival:
+        """A copy of a request, to the ModelServer that its order names; raises a Refusal. Nobody waits for its answer,
+        and nobody is charged.
+        """
+        admitted = self.admit(head)
+        try:
+            order = read_order(head.headers.get(MIRROR, ""))
+        except ValueError:
+            raise BadRequest("This listener has copies of requests alone.") from None
+        if isinstance(admitted, ModelPath) or admitted.spec.calls is not None:
+            raise BadRequest("The body of a copy must be JSON.")
+        request, pool = parse_body(admitted, body, head.headers), self.pools.get(order.server)
+        if pool is None:
+            raise NoEndpoint(f"The ModelServer '{order.server}' is not configured any more.")
+        overrides = None if order.most is None else Overrides(max_output_tokens=order.most)
+        destination = Destination(
+            order.server, pool.spec.model, priority=_COPY_PRIORITY, is_copy=True, overrides=overrides
+        )
+        place, salt, _ = self._place(request, destination, head, _NOBODY, may_translate=False)
+        found = Arrival(request, destination, place, head, body, _NOBODY, salt)
+        return found if overrides is None else _with_overrides(found)
 
     def _to_other_protocol(self, server: str, spec: ModelServerSpec, head: Head, body: bytes) -> Arrival:
         """To engines whose model is named by the path, or by a message of gRPC; raises a Refusal."""
@@ -299,7 +329,9 @@ class RequestBuilder:
         try:
             candidates = self._candidates_of(arrival)
             targets = None if candidates is None else candidates.targets.among(may_take)
-            return None if targets is None else self._moved(arrival, candidates, targets.draw(self._rng))
+            if targets is None:
+                return None
+            return self._moved(arrival, candidates, targets.draw(self._rng, self._split_key(targets, arrival.head)))
         except Refusal:
             # its route has left, or its caller may not use the other server: it stays where it is
             return None
@@ -331,14 +363,18 @@ class RequestBuilder:
         known, head = arrival.candidates, arrival.head
         if known is None or known.routing is self._routing:
             return known
-        return self._candidates(arrival.request.model, [_protocol_of(arrival.request)], head, self._access_of(head))
+        own = _with_fields(arrival, arrival.replaced)
+        protocols = [_protocol_of(arrival.request)]
+        return self._candidates(arrival.request.model, protocols, head, own.request, own.body)
 
     def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
         """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
         pool, salt, engine_api = self._place(arrival.request, to, arrival.head, arrival.caller, may_translate=True)
-        return msgspec.structs.replace(
+        found = msgspec.structs.replace(
             arrival, destination=to, pool=pool, cache_salt=salt, candidates=candidates, engine_api=engine_api
         )
+        # a fallback serves the request as it was for the target
+        return found if to.is_fallback or to.overrides == arrival.destination.overrides else _with_overrides(found)
 
     def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
         """The same request with the body that a guard has made of it; raises a Refusal."""
@@ -374,18 +410,26 @@ class RequestBuilder:
             raise no_model()
         try:
             protocols = (_protocol_of(request),)
-            candidates = self._candidates(request.model, protocols, head, self._access_of(head))
-            return self._arrival(request, self._draw(candidates.targets, request.api), head, body, candidates)
+            candidates = self._candidates(request.model, protocols, head, request, body)
+            return self._arrival(request, self._draw(candidates.targets, head, request.api), head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
             raise
 
     def _candidates(
-        self, model: str, protocols: Collection[str], head: Head, caller_access: CallerAccess | None
+        self,
+        model: str,
+        protocols: Collection[str],
+        head: Head,
+        request: InferenceRequest | None = None,
+        body: bytes = b"",
     ) -> Candidates:
-        """By the ModelRoutes, what is open to the caller and speaks one of ``protocols``; raises a Refusal."""
+        """By the ModelRoutes, what is open to the caller and speaks one of ``protocols``; raises a Refusal.
+        ``request``, ``body``: as the client sent them, None and empty if the body is not read.
+        """
+        caller_access = self._access_of(head)
         try:
-            targets = self._routing.targets(model, head.headers, head.path, listener=head.listener)
+            targets = self._routing.targets(model, head.headers, head.path, request, body, listener=head.listener)
         except UnknownModel:
             if caller_access is None or caller_access.may_see(model):
                 raise
@@ -426,22 +470,30 @@ class RequestBuilder:
             if caller_access is None or caller_access.may(model, one):
                 yield one
 
-    def _draw(self, targets: Targets, api: Api | None = None) -> Destination:
+    def _split_key(self, targets: Targets, head: Head) -> bytes:
+        """By which the targets are split; empty: the request is drawn by itself."""
+        if targets.sticky is None:
+            return b""
+        subject = self._subject_of(head)
+        return targets.sticky.key_of(head.headers, subject.tenant, subject.user)
+
+    def _draw(self, targets: Targets, head: Head, api: Api | None = None) -> Destination:
         """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
         that has some. Where it does not take ``api``, one that does, or else one for which it is translated.
         """
-        found = targets.draw(self._rng)
+        key = self._split_key(targets, head)
+        found = targets.draw(self._rng, key)
         pool = self.pools.get(found.server)
         if pool is not None and api is not None and not _takes(pool.spec, api):
             for suits in (_takes, _engine_api):
                 others = targets.among(partial(self._suits, api, suits))
                 if others is not None:
-                    return self._draw(others)
+                    return self._draw(others, head)
             return found
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
         with_engines = targets.among(self._has_engines)
-        return found if with_engines is None else with_engines.draw(self._rng)
+        return found if with_engines is None else with_engines.draw(self._rng, key)
 
     def _suits(self, api: Api, suits: Callable[[ModelServerSpec, Api], object], destination: Destination) -> bool:
         return destination.server in self.pools and bool(suits(self.pools[destination.server].spec, api))
@@ -485,7 +537,8 @@ class RequestBuilder:
         caller = self._identities.caller(head.headers, namespace=namespace, is_trusted=head.is_trusted)
         may_translate = candidates is not None
         pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
-        return Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
+        found = Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
+        return found if destination.overrides is None else _with_overrides(found)
 
     def _place(
         self, request: InferenceRequest, destination: Destination, head: Head, caller: Caller, *, may_translate: bool
@@ -506,6 +559,28 @@ class RequestBuilder:
             if to is None:
                 raise not_served(request, pool.spec, head)
         return pool, self._isolation.salt(request, pool.spec, caller, head.headers), to
+
+
+def _with_overrides(arrival: Arrival) -> Arrival:
+    """The request as its destination is to have it, in place of one that another destination had; raises a Refusal."""
+    restored = _with_fields(arrival, arrival.replaced)
+    overrides = arrival.destination.overrides
+    changes = {} if overrides is None else changes_by(overrides, restored.request, restored.body)
+    given = fields_of(restored.body, restored.request.contents) if changes else {}
+    # copies: a view would keep the whole body
+    replaced = {name: msgspec.Raw(bytes(given[name])) if name in given else None for name in changes}
+    return msgspec.structs.replace(_with_fields(restored, changes), replaced=replaced)
+
+
+def _with_fields(arrival: Arrival, fields: Mapping[str, msgspec.Raw | None]) -> Arrival:
+    """With these fields in its body; those that are None are removed."""
+    request = arrival.request
+    if not fields or request.api is None:
+        return arrival
+    present = {name: value for name, value in fields.items() if value is not None}
+    body = with_changes(arrival.body, dict(present), request.contents, without=fields.keys() - present.keys())
+    read = parse_body(request.api, body, arrival.head.headers)
+    return msgspec.structs.replace(arrival, request=read, body=body, is_changed=True)
 
 
 def _takes(spec: ModelServerSpec, api: Api | None) -> bool:

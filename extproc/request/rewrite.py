@@ -37,7 +37,7 @@ def with_changes(
     """
     if contents is not None:
         start, end = contents
-        short = _changed(_without(body, contents), changes, without)
+        short = _changed(without_contents(body, contents), changes, without)
         before, _, after = short.partition(_PLACEHOLDER)
         # once, and not replaced by a change
         if short.count(_PLACEHOLDER) == 1:
@@ -52,7 +52,7 @@ def is_plain(body: bytes, contents: Span | None = None) -> bool:
     For sure if it is written as most clients' libraries write JSON, without spaces or with one after each mark; a body
     in any other form is taken for one that is not plain. ``contents``: as in ``with_changes``.
     """
-    body = _without(body, contents)
+    body = without_contents(body, contents)
     fields = fields_of(body)
     if msgspec.json.encode(fields) == body:
         return True
@@ -62,11 +62,11 @@ def is_plain(body: bytes, contents: Span | None = None) -> bool:
 
 def fields_of(body: bytes, contents: Span | None = None) -> dict[str, msgspec.Raw]:
     """The top-level fields of the JSON object ``body``, undecoded. ``contents``: this span of it is left out."""
-    return _decoder.decode(_without(body, contents))
+    return _decoder.decode(without_contents(body, contents))
 
 
-def _without(body: bytes, contents: Span | None) -> bytes:
-    """The same with a placeholder for the contents."""
+def without_contents(body: bytes, contents: Span | None) -> bytes:
+    """``body`` with a short text in place of its ``contents``."""
     return body if contents is None else b"".join((body[: contents[0]], _PLACEHOLDER, body[contents[1] :]))
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,14 +14,19 @@ from extproc.api.fallback import Fallback, FallbackRetry
 from extproc.api.matches import compile_expression
 from extproc.api.spec import STEPS_LISTENER
 from extproc.errors import UnknownModel
+from extproc.request.overrides import Overrides
+from extproc.routing.body_match import BodyConditions, BodyReader, compile_body
+from extproc.routing.mirror import CompiledMirror
+from extproc.routing.sticky import StickySplit
 from extproc.routing.tiers import CompiledTiers, compile_tiers
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator
 
-    from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
+    from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch, TargetModel
     from extproc.api.snapshot import Snapshot
+    from extproc.request.model import InferenceRequest
 
 # Over headers (lower-case names) and path; None always holds.
 Condition = Callable[[Mapping[str, str], str], bool] | None
@@ -67,6 +73,10 @@ class Destination(msgspec.Struct, frozen=True):
     ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
     ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
     it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
+    ``overrides``: what requests get that go here, None: nothing, and of a fallback nothing beyond what its target had.
+    ``mirror``: None without copies. ``is_copy``: it gets a copy, whose answer nobody reads.
+    ``rule``: its place and name, empty if the route has one rule alone. ``arm``: which of the targets with this
+    ModelServer it is.
     ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
     answers, where that is less than clients may ask for. ``protocol``: that its engines speak. ``renames_answers``:
     answers have the name that the client asked for, and not this ``model``.
@@ -87,6 +97,11 @@ class Destination(msgspec.Struct, frozen=True):
     takes: tuple[str, ...] = ()
     max_output_tokens: int | None = None
     renames_answers: bool = False
+    overrides: Overrides | None = None
+    arm: int = 0
+    rule: str = ""
+    mirror: CompiledMirror | None = None
+    is_copy: bool = False
 
 
 class Fallbacks(msgspec.Struct, frozen=True):
@@ -111,54 +126,61 @@ class ListedModel(msgspec.Struct, frozen=True):
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """The destinations of a rule, or some of them, with the running sums of their weights. ``protocol``: that all of
-    them speak, empty if they differ.
+    """The destinations of a rule, or some of them. ``protocol``: that all of them speak, empty if they differ.
+    ``sticky``: None if each request is drawn by itself.
     """
 
     destinations: tuple[Destination, ...]
-    cumulative_weights: tuple[int, ...]
+    weights: tuple[int, ...]
     protocol: str
+    sticky: StickySplit | None = None
 
-    def draw(self, rng: random.Random) -> Destination:
-        """One of them, by weight."""
+    def stuck(self, sticky: StickySplit, key: bytes) -> Destination:
+        """The one of ``key``."""
+        names = [f"{one.server}#{one.arm}" if one.arm else one.server for one in self.destinations]
+        return self.destinations[sticky.choose(names, self.weights, key)]
+
+    def draw(self, rng: random.Random, key: bytes = b"") -> Destination:
+        """One of them, by weight. ``key``: of the request, by ``sticky``; empty: it has none."""
         if len(self.destinations) == 1:
             return self.destinations[0]
-        drawn = rng.randrange(self.cumulative_weights[-1])
-        return next(one for one, bound in zip(self.destinations, self.cumulative_weights, strict=True) if drawn < bound)
+        if self.sticky is not None and key:
+            return self.stuck(self.sticky, key)
+        drawn, bounds = rng.randrange(sum(self.weights)), accumulate(self.weights)
+        return next(one for one, bound in zip(self.destinations, bounds, strict=True) if drawn < bound)
 
     def among(self, may: Callable[[Destination], bool]) -> Targets | None:
         """Those that ``may`` lets through, with their weights; None if there are none."""
         are_open = [may(one) for one in self.destinations]
         if all(are_open):
             return self
-        bounds = self.cumulative_weights
-        weights = [bound - before for before, bound in zip((0, *bounds), bounds, strict=False)]
-        found = [
-            (one, weight) for one, weight, is_open in zip(self.destinations, weights, are_open, strict=True) if is_open
-        ]
-        if not found:
-            return None
-        return _targets(tuple(one for one, _ in found), [weight for _, weight in found])
+        found = tuple(compress(self.destinations, are_open))
+        return _targets(found, compress(self.weights, are_open), self.sticky) if found else None
 
     def speaking(self, protocols: Collection[str]) -> Targets | None:
         """Those that speak one of ``protocols``; None if there are none."""
         return self if self.protocol in protocols else self.among(lambda one: one.protocol in protocols)
 
 
-def _targets(destinations: tuple[Destination, ...], weights: Iterable[int]) -> Targets:
+def _targets(destinations: tuple[Destination, ...], weights: Iterable[int], sticky: StickySplit | None) -> Targets:
     spoken = {one.protocol for one in destinations}
-    return Targets(destinations, tuple(accumulate(weights)), spoken.pop() if len(spoken) == 1 else "")
+    return Targets(destinations, tuple(weights), spoken.pop() if len(spoken) == 1 else "", sticky)
 
 
 class _Rule(msgspec.Struct, frozen=True):
+    """``body``: None if it has no conditions on bodies."""
+
     holds: Condition
     targets: Targets
+    body: BodyConditions | None = None
 
 
 class _Route(msgspec.Struct, frozen=True):
     name: str
     base_model: str
     rules: tuple[_Rule, ...]
+    # None if no rule has conditions on bodies
+    reader: BodyReader | None = None
 
 
 class _Served(msgspec.Struct, frozen=True):
@@ -231,19 +253,37 @@ class RoutingTable:
         for rule in () if route is None else route.rules:
             yield from rule.targets.destinations
 
-    def targets(self, model: str, headers: Mapping[str, str], path: str, *, listener: str = "") -> Targets:
-        """Those of the first matching rule; raises UnknownModel. ``listener``: that was asked; an empty name: the
-        routes of all.
+    def targets(
+        self,
+        model: str,
+        headers: Mapping[str, str],
+        path: str,
+        request: InferenceRequest | None = None,
+        body: bytes = b"",
+        *,
+        listener: str = "",
+    ) -> Targets:
+        """Those of the first matching rule; raises UnknownModel. ``request``, ``body``: None and empty if the body is
+        not read. ``listener``: that was asked; an empty name: the routes of all.
         """
         route = self._of(listener).routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
             message = f"The model '{shown}' does not exist; GET /v1/models lists those that do."
             raise UnknownModel(message, param="model")
+        tops = None
         for rule in route.rules:
-            if rule.holds is None or rule.holds(headers, path):
+            if rule.holds is not None and not rule.holds(headers, path):
+                continue
+            if rule.body is None:
                 return rule.targets
-        raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
+            if request is None or route.reader is None:
+                continue
+            tops = route.reader.read(request, body) if tops is None else tops
+            if tops is not None and rule.body.hold(request, tops):
+                return rule.targets
+        what = "headers and path" if route.reader is None else "headers, path and body"
+        raise UnknownModel(f"No rule of the route '{route.name}' takes this request's {what}.", param="model")
 
     def _of(self, listener: str) -> _Served:
         """A listener that is not configured any more serves nothing."""
@@ -271,14 +311,22 @@ def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
 
 
 def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -> _Route:
-    rules = tuple(_compile_rule(route, rule, served, adapter) for rule in route.spec.rules)
-    return _Route(route.metadata.key, route.spec.model_name or "", rules)
+    rules = tuple(_compile_rule(route, number, served, adapter) for number in range(len(route.spec.rules)))
+    conditions = [rule.body for rule in rules if rule.body is not None]
+    reader = BodyReader(set().union(*(one.tops for one in conditions))) if conditions else None
+    return _Route(route.metadata.key, route.spec.model_name or "", rules, reader)
 
 
-def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, adapter: str | None) -> _Rule:
-    targets = [target for target in rule.target_models if target.weight]
+def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter: str | None) -> _Rule:
+    rule = route.spec.rules[number]
+    title = f"rules[{number}]{f' ({rule.name})' if rule.name else ''}" if len(route.spec.rules) > 1 else ""
+    # a ModelServer may stand there several times, with other parameters
+    arms = Counter[tuple[str, Overrides | None]]()
+    for target in rule.target_models:
+        arms[route.server_key(target), _compile_overrides(rule, target)] += target.weight
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
-    tiers = compile_tiers(rule)
+    tiers, given = compile_tiers(rule), rule.mirror
+    mirror = None if given is None else CompiledMirror(route.server_key(given), given.percent, given.max_output_tokens)
 
     def destination(server: str, fallbacks: Fallbacks | None) -> Destination:
         model, protocol = served[server]
@@ -293,11 +341,28 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: _ServedModels, ada
             fallbacks,
             protocol=protocol,
             renames_answers=route.spec.response_model == "Requested",
+            rule=title,
+            mirror=mirror,
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
-    destinations = tuple(destination(route.server_key(one), fallbacks) for one in targets)
-    return _Rule(compile_match(rule.model_match), _targets(destinations, [target.weight for target in targets]))
+    found, weights, count = list[Destination](), list[int](), Counter[str]()
+    for (server, overrides), weight in arms.items():
+        if weight:
+            own = destination(server, fallbacks)
+            found.append(msgspec.structs.replace(own, overrides=overrides, arm=count[server]))
+            weights.append(weight)
+        count[server] += 1
+    sticky = None if rule.sticky == "None" else StickySplit(rule.sticky, route.metadata.key)
+    targets = _targets(tuple(found), weights, sticky)
+    return _Rule(compile_match(rule.model_match), targets, compile_body(rule.model_match))
+
+
+def _compile_overrides(rule: RouteRule, target: TargetModel) -> Overrides | None:
+    """None if requests go there as they are."""
+    fields = tuple((name, msgspec.json.encode(value)) for name, value in {**rule.set_, **target.set_}.items())
+    limits = [one for one in (rule.max_output_tokens, target.max_output_tokens) if one is not None]
+    return Overrides(fields, min(limits, default=None)) if fields or limits else None
 
 
 def _compile_fallbacks(

@@ -344,6 +344,8 @@ class BufferedExchange:
         self._origin = origin
         # that an HTTPRoute has chosen, by the headers
         self._server = ""
+        # it is a copy
+        self._is_mirrored = False
         self._attachment = BUNDLE
         self._awaits_body = False
         self.request: StreamRequest | None = None
@@ -406,6 +408,7 @@ class BufferedExchange:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
         head = self.head = self._context.read_head(message, self._is_trusted, origin)
+        self._is_mirrored = bool(origin.mirror)
         self._server, is_foreign = origin.server, self._context.options.pool is not None
         has_subset = message.HasField("metadata_context") or self._context.options.conformance
         subset = self._context.allowed_addresses(head, read_subset(message)) if has_subset else None
@@ -438,8 +441,9 @@ class BufferedExchange:
         answer = own_call(self._context, head, body) if self._attachment.is_bundle and not self._server else None
         if answer is not None:
             return [answer]
-        build = self._context.core.builder.strategy(server=self._server, pool=self._context.options.pool)
-        arrival = build(head, body)
+        builder = self._context.core.builder
+        build = builder.strategy(server=self._server, pool=self._context.options.pool)
+        arrival = builder.copy(head, body) if self._is_mirrored else build(head, body)
         self.request = StreamRequest(self._context)
         own = self.request.begin(arrival, self._attachment, began_s)
         self._capture = self._context.open_payload(arrival, self.request.ticket)

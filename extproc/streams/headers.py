@@ -20,6 +20,7 @@ from extproc.protocol import (
     HTTP_ROUTE_KEY,
     LB_NAMESPACE,
     LISTENER_KEY,
+    MIRROR_KEY,
     PATH_KEY,
     PATH_PREFIX_KEY,
     SERVED,
@@ -42,13 +43,14 @@ T = TypeVar("T")
 # Of a number in a header.
 _MOST_DIGITS: Final = 15
 _WORDS: Final = frozenset({"scope", "scp"})
-_ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY)
+_ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY, MIRROR_KEY)
 
 
 class Origin(msgspec.Struct, frozen=True):
     """An unknown value is empty. ``listener``: the name of the listener that received the request. ``http_route`` and
     ``server``: the HTTPRoute that took the request, and the ModelServer that it has chosen, ``namespace/name``.
     ``path``: what Envoy will write in place of the request's path, or of its beginning ``path_prefix``.
+    ``mirror``: not empty for the listener that has copies of requests alone.
     """
 
     listener: str = ""
@@ -56,6 +58,7 @@ class Origin(msgspec.Struct, frozen=True):
     server: str = ""
     path: str = ""
     path_prefix: str = ""
+    mirror: str = ""
 
     def path_of_engine(self, path: str) -> str:
         """The path that the engine will read."""

@@ -38,6 +38,7 @@ from extproc.protocol import (
     HIDES_USAGE,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
+    MIRROR,
     NAMESPACE,
     POLICY_HEADER,
     PREFILLER,
@@ -242,6 +243,7 @@ _SERVER: Final = _header(SERVER_HEADER)
 _POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
 _TRANSLATE: Final = _header(TRANSLATE)
+_MIRROR: Final = _header(MIRROR)
 # The statuses that Envoy retries, beside those of its route.
 _CHECKS_REFUSAL: Final = b"".join(_header("x-envoy-retriable-status-codes").fill(b"400,401,403,404,405,413,415,422"))
 # Beyond the list of endpoints, Envoy would try any engine.
@@ -314,6 +316,8 @@ def _decision_answer(
         headers += b"".join(_POLICY.fill(policy.encode()))
     if attempts is not None:
         headers += b"".join(_MAX_RETRIES.fill(str(len(attempts.servers) - 1).encode()))
+    if decision.mirror:
+        headers += b"".join(_MIRROR.fill(b"1"))
     if decision.checks_refusal:
         headers += _CHECKS_REFUSAL
     if decision.path:
@@ -488,12 +492,14 @@ def _metadata(decision: Decision, destination: bytes) -> bytes:
     session's token.
     """
     sessions = decision.assignment.sessions
-    if not (sessions or decision.grants or decision.usage or decision.response_model):
+    if not (sessions or decision.grants or decision.usage or decision.response_model or decision.mirror):
         own = b"".join(_TICKET_METADATA[decision.adds_usage].fill(decision.ticket.encode()))
         return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), own)))
     members = [*_member(TICKET).fill(decision.ticket.encode()), _HIDES_MEMBER[decision.adds_usage]]
     if decision.response_model:
         members += _member(RESPONSE_MODEL).fill(decision.response_model.encode())
+    if decision.mirror:
+        members += _member(MIRROR).fill(decision.mirror.encode())
     # the bundle's routes write them into the answer's headers
     for name, text in granted_headers(decision.grants).items() if decision.grants else ():
         members += _member(name).fill(text.encode())

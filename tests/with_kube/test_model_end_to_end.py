@@ -83,7 +83,7 @@ kind: ServingRuntime
 metadata: {name: sums}
 spec:
   engine: Custom
-  protocol: V1
+  protocolVersions: [V1]
   supports: [{name: sums, autoSelect: true}]
   agent: {enabled: false}
   config: {image: attache/engine-sim}

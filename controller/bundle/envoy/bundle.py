@@ -27,15 +27,23 @@ from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
 from controller.bundle.envoy.fallback import Chained, chained_servers
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
-from controller.bundle.envoy.listeners import listener_groups, listener_resources, of_clients, of_steps
+from controller.bundle.envoy.listeners import (
+    listener_groups,
+    listener_resources,
+    mirrored_listener,
+    of_clients,
+    of_steps,
+)
+from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored, mirror_cluster
 from controller.bundle.envoy.model_routes import has_calls, routes_by_policy
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
 from controller.bundle.envoy.translation import (
+    TRANSLATED,
     TRANSLATED_ROUTES_FILE,
+    inner_routes,
     is_translated,
     translated_listener,
-    translated_routes,
     translator_cluster,
 )
 from extproc.api.addresses import OF_CLUSTER
@@ -140,11 +148,16 @@ class BundleWriter:
             *memo.get(collector_clusters, gateway.tracing),
         ]
         views = [view for view in (of_clients(snapshot), of_steps(snapshot)) if view is not None]
-        translates, translated_files = is_translated(snapshot.servers), dict[str, str]()
+        translates, inner_files = is_translated(snapshot.servers), dict[str, str]()
         if translates:
             own.append(memo.get(translator_cluster, self._directory))
-            routes = translated_routes(gateway, routes_by_policy(snapshot, memo))
-            translated_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
+            routes = inner_routes(TRANSLATED, gateway, routes_by_policy(snapshot, memo))
+            inner_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
+        mirrors = is_mirrored(snapshot.routes)
+        if mirrors:
+            own.append(memo.get(mirror_cluster, self._directory))
+            routes = inner_routes(MIRRORED, gateway, routes_by_policy(snapshot, memo))
+            inner_files[MIRRORED_ROUTES_FILE] = resources_file([routes])
         if gateway.usage_log is not None and gateway.usage_log.api is not None:
             own.append(memo.get(usage_cluster, gateway.usage_log.api))
         self._clusters = own, clusters
@@ -154,7 +167,7 @@ class BundleWriter:
                 for view in views
                 for group in listener_groups(view.gateway)
             },
-            **translated_files,
+            **inner_files,
             **memo.get(authentication_files, gateway.authentication),
             LISTENERS_FILE: memo.get(
                 self._listener,
@@ -165,6 +178,7 @@ class BundleWriter:
                 any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
                 translates,
                 has_calls(snapshot),
+                mirrors,
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
@@ -187,6 +201,8 @@ class BundleWriter:
         ]
         if wanted.translates:
             found.append(translated_listener(gateways[0], self._directory))
+        if wanted.mirrors:
+            found.append(mirrored_listener(gateways[0], self._directory))
         return resources_file(found)
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -57,6 +58,7 @@ from extproc.protocol import (
     EXTPROC_CLUSTER,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
+    MIRROR_KEY,
     NAMESPACE,
     ROUTE_NAMESPACE,
     SERVER_HEADER,
@@ -65,7 +67,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
@@ -109,7 +111,7 @@ class Needs(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
     content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model. ``translates``:
-    requests for some are translated. ``calls``: some are called by gRPC.
+    requests for some are translated. ``calls``: some are called by gRPC. ``mirrors``: copies of some requests are made.
     """
 
     cors: bool = False
@@ -118,6 +120,7 @@ class Needs(msgspec.Struct, frozen=True):
     model_paths: bool = False
     translates: bool = False
     calls: bool = False
+    mirrors: bool = False
 
 
 NO_NEEDS: Final = Needs()
@@ -147,12 +150,30 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
     if gateway.usage_log is not None and gateway.usage_log.cost_header:
         # responses pass the filters below first, which read the counts
         chain.append(http_filter(_COST_FILTER, cost_header(most_bytes=int(gateway.max_body_size))))
-    chain.append(_read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, stream_usage(hides_counts=hides, logs=logs)))
-    chain.append(
-        _read_usage(_RESPONSES_FILTER, prefix + _PROMPT_TOKENS_PATHS, responses_usage(hides_counts=hides, logs=logs))
-    )
+    chain += _usage_filters(prefix, hides_counts=hides, logs=logs)
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
+
+
+def _usage_filters(prefix: str, *, hides_counts: bool, logs: bool) -> list[HttpFilter]:
+    streams, others = (
+        stream_usage(hides_counts=hides_counts, logs=logs),
+        responses_usage(hides_counts=hides_counts, logs=logs),
+    )
+    return [
+        _read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, streams),
+        _read_usage(_RESPONSES_FILTER, prefix + _PROMPT_TOKENS_PATHS, others),
+    ]
+
+
+def mirror_filters(gateway: GatewayConfigSpec) -> list[HttpFilter]:
+    """Of the listener for copies of requests: extproc is asked once, and a copy that it does not decide ends."""
+    asked = _external_processor(gateway, passes_failures=False, metadata={MIRROR_KEY: "1"})
+    return [
+        http_filter(_EXTPROC_FILTER, asked),
+        *_usage_filters("", hides_counts=False, logs=False),
+        http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
+    ]
 
 
 def _health(gateway: GatewayConfigSpec) -> HttpFilter:
@@ -163,11 +184,16 @@ def _health(gateway: GatewayConfigSpec) -> HttpFilter:
     return checked
 
 
-def extproc_service(retry_policy: RetryPolicy | None = None) -> GrpcService:
-    """How Envoy calls extproc: streams without a timeout, with the mark that identifies our bundle."""
+def extproc_service(
+    retry_policy: RetryPolicy | None = None, metadata: Mapping[str, str] = MappingProxyType({})
+) -> GrpcService:
+    """How Envoy calls extproc: streams without a timeout, with the mark that identifies our bundle, and more
+    ``metadata``.
+    """
+    marks = {BUNDLE_MARK: "1", **metadata}
     return GrpcService(
         envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
-        initial_metadata=[HeaderValue(key=BUNDLE_MARK, value="1")],
+        initial_metadata=[HeaderValue(key=name, value=value) for name, value in marks.items()],
         retry_policy=retry_policy,
     )
 
@@ -224,12 +250,14 @@ def processing_mode(*, reads_body: bool, logs_payloads: bool) -> ProcessingMode:
     )
 
 
-def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) -> ExternalProcessor:
+def _external_processor(
+    gateway: GatewayConfigSpec, *, passes_failures: bool, metadata: Mapping[str, str] = MappingProxyType({})
+) -> ExternalProcessor:
     """``passes_failures``: a request whose stream fails goes on."""
     has_tokens = gateway.authentication is not None and bool(gateway.authentication.jwt)
     logs_payloads = gateway.payload_log is not None
     return ExternalProcessor(
-        grpc_service=extproc_service(_stream_retries()),
+        grpc_service=extproc_service(_stream_retries(), metadata),
         failure_mode_allow=passes_failures,
         processing_mode=processing_mode(reads_body=True, logs_payloads=logs_payloads),
         allow_mode_override=logs_payloads,

@@ -40,11 +40,12 @@ from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import keepalive_probes
 from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds, to_plain, to_resource, typed_extension
-from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
+from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters, mirror_filters
 from controller.bundle.envoy.local_replies import local_replies
+from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored
 from controller.bundle.envoy.secrets import listener_socket
 from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
-from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, is_translated
+from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, inner_listener, is_translated
 from controller.bundle.envoy.usage_log import usage_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
@@ -59,6 +60,8 @@ from extproc.protocol import (
     CONTENT_ENCODING,
     DESTINATION,
     GRPC_STATUS,
+    MIRROR,
+    MIRROR_SOCKET,
     OBJECTIVE_PREFIXES,
     POLICY_HEADER,
     REPORTS,
@@ -86,7 +89,7 @@ DEFAULT_LISTENER: Final = "default"
 _ENVOYS_PREFIX: Final = "x-envoy-"
 # Only this gateway itself writes these, even if its clients are trusted.
 _OWN_HEADERS: Final = (
-    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, TRANSLATE, CLIENT, REPORTS, *SIDECAR_HEADERS),
+    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, TRANSLATE, MIRROR, CLIENT, REPORTS, *SIDECAR_HEADERS),
     # who sees whose usage; a route does not write a name that is not known
     *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER, CALLER_REPORTS),
 )
@@ -163,6 +166,8 @@ def routes_files(snapshot: Snapshot) -> dict[str, str]:
     }
     if is_translated(snapshot.servers):
         found[TRANSLATED_ROUTES_FILE] = f"http.{TRANSLATED}.rds.{TRANSLATED}"
+    if is_mirrored(snapshot.routes):
+        found[MIRRORED_ROUTES_FILE] = f"http.{MIRRORED}.rds.{MIRRORED}"
     return found
 
 
@@ -335,13 +340,20 @@ def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
     )
 
 
+def mirrored_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str, object]:
+    """Where Envoy sends copies of requests."""
+    rds = Rds(route_config_name=MIRRORED, config_source=file_source(directory, MIRRORED_ROUTES_FILE))
+    logs = [outcome_log(gateway, calls=False)]
+    return inner_listener(gateway, f"{directory}/{MIRROR_SOCKET}", rds, mirror_filters(gateway), logs)
+
+
 def _access_logs(gateway: GatewayConfigSpec, needs: Needs) -> list[AccessLog]:
     log = gateway.usage_log
     of_usage = [] if log is None else [usage_log(log.path, translates=needs.translates, calls=needs.calls)]
-    return [_access_log(gateway, calls=needs.calls), *of_usage]
+    return [outcome_log(gateway, calls=needs.calls), *of_usage]
 
 
-def _access_log(gateway: GatewayConfigSpec, *, calls: bool) -> AccessLog:
+def outcome_log(gateway: GatewayConfigSpec, *, calls: bool) -> AccessLog:
     """The outcome of each request, sent to extproc in batches with dynamic metadata (ticket, usage, host). ``calls``:
     some are of gRPC.
     """

@@ -39,6 +39,7 @@ from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.fallback import across_clusters, attempts_of
 from controller.bundle.envoy.local_replies import anthropic_error_answer, error_answer
+from controller.bundle.envoy.mirror import is_mirrored, with_copies
 from controller.bundle.envoy.translation import is_translated, translator_route
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.fallback import REFUSALS, attempts_name, classes_of
@@ -87,7 +88,8 @@ def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
     ModelServers that extproc already uses and Envoy does not have yet.
     """
     translated = [memo.get(translator_route)] if is_translated(snapshot.servers) else []
-    return [*translated, *_with_fallbacks(snapshot, memo), *routes_by_policy(snapshot, memo)]
+    found = [*translated, *_with_fallbacks(snapshot, memo), *routes_by_policy(snapshot, memo)]
+    return [*with_copies(found), *found] if is_mirrored(snapshot.routes) else found
 
 
 def routes_by_policy(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
@@ -267,7 +269,7 @@ def _by_path_of_route(route: ModelRoute, *servers: ModelServer) -> list[Plain]:
             targets = [
                 (server, weight) for server, weight in pairs if weight and server.spec.protocol == api.spec.protocol
             ]
-            for name in (route.spec.model_name, *route.spec.lora_adapters) if targets else ():
+            for name in (route.spec.model_name, *route.spec.lora_adapters) if targets and not rule.reads_body else ():
                 if name is not None:
                     renames = name == route.spec.model_name
                     made = _by_path_without_extproc(paths, name, rule, targets, renames=renames)
@@ -317,6 +319,9 @@ def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object
         pairs = [(next(remaining), target.weight) for target in rule.target_models]
         targets = [(server, weight) for server, weight in pairs if weight]
         fallbacks = [next(remaining) for _ in rule.fallback]
+        if rule.reads_body:
+            # Envoy does not know the fields
+            continue
         name = f"without-extproc/{route.metadata.key}/{number}"
         if route.spec.model_name is not None:
             match = _match_without_extproc(rule, [route.spec.model_name])

@@ -62,6 +62,7 @@ from extproc.protocol import (
     CALLER_USER,
     CLIENT,
     DESTINATION,
+    MIRROR,
     NAMESPACE,
     NOT_FOR_ENGINES,
     ORGANIZATION_PATH,
@@ -89,7 +90,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
 
 # The gateway's own words, which no server is to read.
-_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT, USER, REPORTS)
+_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, MIRROR, CLIENT, TENANT, USER, REPORTS)
 # Some 100 bytes a name.
 _LARGEST_LIST: Final = 64 * 1024 * 1024
 _INVALID: Final = "invalid_request_error"

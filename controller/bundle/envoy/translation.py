@@ -67,6 +67,7 @@ from extproc.protocol import (
     ENGINE_ATTEMPTS,
     ENGINE_HOST,
     LB_NAMESPACE,
+    MIRROR,
     NOT_FOR_ENGINES,
     POLICY_HEADER,
     SERVED_HOST,
@@ -83,6 +84,8 @@ from extproc.protocol import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
 
     from extproc.api.gateway_config import GatewayConfigSpec
     from extproc.api.model_server import ModelServer
@@ -171,11 +174,27 @@ def translator_route() -> dict[str, object]:
 
 
 def translated_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str, object]:
-    """Where the translator sends requests. It is not drained: it lives as long as the answers of the first ones."""
+    """Where the translator sends requests."""
+    socket = f"{directory}/{TRANSLATED_SOCKET}"
+    rds = Rds(route_config_name=TRANSLATED, config_source=file_source(directory, TRANSLATED_ROUTES_FILE))
+    return inner_listener(gateway, socket, rds, _filters())
+
+
+def inner_listener(
+    gateway: GatewayConfigSpec,
+    socket: str,
+    rds: Rds,
+    filters: Sequence[HttpFilter],
+    access_logs: Sequence[AccessLog] = (),
+) -> dict[str, object]:
+    """A listener of Envoy's own requests, with a socket in the bundle's directory. It is not drained: it lives as long
+    as the answers of the first ones.
+    """
     manager = HttpConnectionManager(
-        stat_prefix=TRANSLATED,
-        http_filters=_filters(),
-        rds=Rds(route_config_name=TRANSLATED, config_source=file_source(directory, TRANSLATED_ROUTES_FILE)),
+        stat_prefix=rds.route_config_name,
+        http_filters=list(filters),
+        access_log=list(access_logs),
+        rds=rds,
         local_reply_config=local_replies(gateway),
         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(3600)),
         http_protocol_options=Http1ProtocolOptions(),
@@ -185,8 +204,8 @@ def translated_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str,
     )
     return to_resource(
         EnvoyListener(
-            name=TRANSLATED,
-            address=Address(pipe=Pipe(path=f"{directory}/{TRANSLATED_SOCKET}", mode=0o600)),
+            name=rds.route_config_name,
+            address=Address(pipe=Pipe(path=socket, mode=0o600)),
             per_connection_buffer_limit_bytes=_most_bytes(gateway),
             traffic_direction=TrafficDirection.OUTBOUND,
             # the requests have been counted where they came from
@@ -235,15 +254,15 @@ def _filters() -> list[HttpFilter]:
     ]
 
 
-def translated_routes(gateway: GatewayConfigSpec, routes: Sequence[dict[str, object]]) -> dict[str, object]:
-    """``routes``: of decided requests."""
+def inner_routes(name: str, gateway: GatewayConfigSpec, routes: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Of an inner listener. ``routes``: of decided requests."""
     host = VirtualHost(
-        name=TRANSLATED,
+        name=name,
         domains=["*"],
         routes=[Route(name="placeholder")],
-        request_headers_to_remove=[SERVER_HEADER, POLICY_HEADER, TRANSLATE, *NOT_FOR_ENGINES],
+        request_headers_to_remove=[DESTINATION, SERVER_HEADER, POLICY_HEADER, TRANSLATE, MIRROR, *NOT_FOR_ENGINES],
         request_body_buffer_limit=_most_bytes(gateway),
     )
-    resource = to_resource(RouteConfiguration(name=TRANSLATED, virtual_hosts=[host]))
+    resource = to_resource(RouteConfiguration(name=name, virtual_hosts=[host]))
     resource["virtual_hosts"] = [{**to_plain(host), "routes": list(routes)}]
     return resource

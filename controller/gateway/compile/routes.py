@@ -103,7 +103,10 @@ def _compile(
 ) -> RouteResult:
     missing: set[str] = set()
     absent: list[str] = []
-    rules = [_rule(source, rule, servers, missing, absent) for rule in source.spec["rules"]]
+    rules = [
+        _with_others(source, _rule(source, rule, servers, missing, absent), servers, absent)
+        for rule in source.spec["rules"]
+    ]
     resolved = holds("ResolvedRefs", "all its ModelServers are there")
     if absent:
         message = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
@@ -111,7 +114,9 @@ def _compile(
         resolved = fails("ResolvedRefs", "BackendNotFound", f"{message}; {share}")
     spec = {name: value for name, value in source.spec.items() if name != "parentRefs"} | {"rules": rules}
     named = frozenset(
-        object_key(source.namespace, target["modelServerName"]) for rule in rules for target in rule["targetModels"]
+        object_key(source.namespace, one["modelServerName"])
+        for rule in rules
+        for one in (*rule["targetModels"], *rule.get("fallback", ()), *([rule["mirror"]] if "mirror" in rule else ()))
     )
     is_of_steps = isinstance(source.decoded, ModelRoute) and source.decoded.spec.callers == "Steps"
     if listeners is None or is_of_steps:
@@ -167,6 +172,27 @@ def _not_served(namespace: str, parents: Sequence[ParentResult]) -> WantedCondit
     if refused is not None:
         return fails("Programmed", refused.reason, refused.message)
     return fails("Programmed", "NoMatchingParent", "no served listener of a Gateway takes it; look at its parentRefs")
+
+
+def _with_others(
+    source: SourceObject, rule: Mapping[str, Any], servers: Collection[str], absent: list[str]
+) -> Mapping[str, Any]:
+    """The rule with the fallbacks and the mirror that are there: its targets serve without the others."""
+    mirrors = [rule["mirror"]] if "mirror" in rule else []
+    named = [*rule.get("fallback", ()), *mirrors]
+    keys = {one["modelServerName"]: object_key(source.namespace, one["modelServerName"]) for one in named}
+    gone = {name for name, key in keys.items() if key not in servers}
+    absent.extend(keys[name] for name in sorted(gone))
+    targets = {one["modelServerName"] for one in rule["targetModels"] if one.get("weight", 100)}
+    # the only target that is left is no fallback of itself
+    useless = gone | (targets if len(targets) == 1 else set())
+    fallback = [one for one in rule.get("fallback", ()) if one["modelServerName"] not in useless]
+    changed = {name: value for name, value in rule.items() if name not in {"fallback", "retry", "mirror"}}
+    if fallback:
+        changed |= {"fallback": fallback, **({"retry": rule["retry"]} if "retry" in rule else {})}
+    if mirrors and mirrors[0]["modelServerName"] not in gone:
+        changed["mirror"] = mirrors[0]
+    return changed
 
 
 def _rule(

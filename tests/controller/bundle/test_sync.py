@@ -155,6 +155,22 @@ def test_rules_weights_and_names_hold_without_extproc() -> None:
     assert {"law", "sql"} <= set(json.dumps(adapters["match"]["dynamic_metadata"]).replace('"', " ").split())
 
 
+def test_a_rule_by_the_body_holds_for_nothing_without_extproc() -> None:
+    by_body = {
+        "targetModels": [{"modelServerName": "one"}],
+        "modelMatch": {"body": {"tools": {"exists": True}}, "headers": {"x-a": {"exact": "1"}}},
+    }
+    usual = {"targetModels": [{"modelServerName": "one"}]}
+    for protocol in ("OpenAI", "V2"):
+        spec = {"modelName": "m", "loraAdapters": ["sql"], "rules": [by_body, usual]}
+        route = {"apiVersion": "attache.dev/v1alpha1", "kind": "ModelRoute", "metadata": {"name": "m"}, "spec": spec}
+        server = SERVER.replace("NAME", "one").replace("---", f"  protocol: {protocol}\n---", 1)
+        found = routes(build_bundle(load_snapshot({"all.yaml": f"{server}{json.dumps(route)}".encode()}), "/x"))
+        names = [one["name"] for one in found if one["name"].startswith("without-extproc/")]
+        assert names
+        assert {name.split("/")[3] for name in names} == {"1"}
+
+
 def test_what_a_server_allows_is_left_alone_without_extproc() -> None:
     text = SERVER.replace("NAME", "one").replace("---", "  allowedFields: [priority, data_parallel_rank]\n---", 1)
     found = routes(build_bundle(load_snapshot({"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode()}), "/x"))

@@ -20,6 +20,9 @@ BY_TENANT = (
     "rules: [{modelMatch: {headers: {X-Attache-Tenant: {exact: acme}}}, targetModels: [{modelServerName: llama}]}]"
 )
 BY_HEADER = "rules: [{modelMatch: {headers: {x-team: {exact: red}}}, targetModels: [{modelServerName: llama}]}]"
+SETS = (
+    "rules: [{set: {seed: 1}, targetModels: [{modelServerName: llama, maxOutputTokens: 5}, {modelServerName: llama}]}]"
+)
 PLAIN = "rules: [{targetModels: [{modelServerName: llama}]}]"
 
 
@@ -47,6 +50,7 @@ spec: {{{gateway}}}
 UNDONE = [
     pytest.param(directory(route=LIMITS), "ModelRoute default/llama: rateLimits", id="limits"),
     pytest.param(directory(route=BY_TENANT), "ModelRoute default/llama: rules by tenant or user", id="rules"),
+    pytest.param(directory(route=SETS), "ModelRoute default/llama: set and maxOutputTokens", id="parameters"),
     pytest.param(directory(gateway=KEYS), "ModelServer default/llama: cacheIsolation Tenant", id="keys"),
     pytest.param(
         directory(gateway="cacheIsolation: User"), "ModelServer default/llama: cacheIsolation User", id="users"

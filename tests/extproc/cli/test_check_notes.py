@@ -426,3 +426,23 @@ def test_what_needs_a_body_that_is_not_read(check: Check) -> None:
     assert "limit requests" in tokens
     assert "the guard 'pii' gets no body" in guard
     assert check(ModelServer=server) == []
+
+
+def test_parameters_of_bodies_that_are_not_read(check: Check) -> None:
+    rules = [{**RULES[0], "set": {"seed": 1}, "modelMatch": {"body": {"tools": {"exists": True}}}}]
+    closed = {"failureMode": "Close"}
+    never, nothing = check(
+        ModelServer={**SERVER, "protocol": "V2"}, ModelRoute={"modelName": "m", "rules": rules}, GatewayConfig=closed
+    )
+    assert never.endswith("rules[0].modelMatch never holds, as bodies are not read of protocol V2")
+    assert nothing.endswith("rules[0]: set changes nothing, as bodies are not read of protocol V2")
+    assert check(ModelRoute={"modelName": "m", "rules": rules}) == []
+
+
+def test_a_mirror_that_has_another_protocol(check: Check) -> None:
+    rules = [{**RULES[0], "mirror": {"modelServerName": "iris"}}]
+    route = {"modelName": "llama", "rules": rules}
+    (note,) = check(ModelServer_iris={**SERVER, "protocol": "V2"}, ModelRoute=route)
+    assert note.startswith("ModelRoute default/llama: rules[0].mirror: copies have JSON of protocol OpenAI")
+    # a mirror is named by its route
+    assert check(ModelServer_iris=SERVER, ModelRoute=route) == []

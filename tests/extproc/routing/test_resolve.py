@@ -82,12 +82,9 @@ def test_a_weight_of_zero_is_never_drawn() -> None:
 
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
-    assert resolve("chat", x_team="testers") == Destination(
-        "default/canary", "llama-3.2-8b", "default/chat", base_model="chat", renames_answers=True
-    )
-    assert resolve("sql", x_team="testers") == Destination(
-        "default/canary", "sql", "default/chat", base_model="chat", renames_answers=True
-    )
+    same = {"base_model": "chat", "renames_answers": True, "rule": "rules[0] (testers)"}
+    assert resolve("chat", x_team="testers") == Destination("default/canary", "llama-3.2-8b", "default/chat", **same)
+    assert resolve("sql", x_team="testers") == Destination("default/canary", "sql", "default/chat", **same)
 
 
 def test_an_unknown_model_is_named_but_not_at_any_length() -> None:

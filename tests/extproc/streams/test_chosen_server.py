@@ -19,9 +19,10 @@ from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 from tests.extproc.conftest import CONFIG, shell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 CHAT = "/v1/chat/completions"
+NO_HEADERS: Mapping[str, str] = {}
 TO_OTHER = b"""
 ---
 apiVersion: attache.dev/v1alpha1
@@ -69,10 +70,12 @@ class Conversation:
             origin=(lambda: origin) if isinstance(origin, Origin) else origin,
         )
 
-    def ask(self, path: str, body: bytes | None, method: str = "POST") -> ProcessingResponse:
+    def ask(
+        self, path: str, body: bytes | None, method: str = "POST", *, headers: Mapping[str, str] = NO_HEADERS
+    ) -> ProcessingResponse:
         message = ProcessingRequest()
         message.request_headers.end_of_stream = body is None
-        for key, value in ((":method", method), (":path", path)):
+        for key, value in ((":method", method), (":path", path), *headers.items()):
             header = message.request_headers.headers.headers.add()
             header.key, header.raw_value = key, value.encode()
         (answer,) = self.exchange.receive(message)
@@ -175,3 +178,13 @@ def test_each_listener_serves_and_lists_the_models_that_are_attached_to_it() -> 
     assert [status("public", "chat"), status("public", "inside")] == [0, 404]
     assert [status("inside", "chat"), status("inside", "inside")] == [0, 0]
     assert status("gone", "chat") == 404
+
+
+def test_the_order_of_a_copy_is_believed_on_the_listener_for_copies_alone() -> None:
+    server, _, _ = TO_OTHER.partition(b"---\napiVersion: gateway")
+    rules = b"rules: [{mirror: {modelServerName: other}, targetModels:"
+    text = CONFIG.replace(b"rules: [{targetModels:", rules) + server
+    order = {"x-attache-mirror": '{"server":"default/other"}'}
+    there = "10.0.0.9:8000"
+    assert picked(Conversation(core_of(text), Origin(mirror="1")).ask(CHAT, chat("chat"), headers=order)) == there
+    assert picked(Conversation(core_of(text), Origin()).ask(CHAT, chat("chat"), headers=order)) != there

@@ -227,6 +227,39 @@ def test_other_targets_carry_what_a_missing_one_had() -> None:
     assert [one.model_server_name for one in rule.target_models] == ["llama"]
 
 
+def test_a_rule_goes_on_without_a_mirror_that_is_not_there() -> None:
+    mirrored = route("llama", "llama")
+    mirrored["spec"]["rules"][0]["mirror"] = {"modelServerName": "gone"}
+    outcome = compiled(server(), mirrored)
+    (rule,) = snapshot(outcome).routes[0].spec.rules
+    assert rule.mirror is None
+    status, _, message = condition(outcome, "ModelRoute", "default/llama", "ResolvedRefs")
+    assert (status, message.partition(";")[0]) == ("False", "no usable ModelServer default/gone")
+    both = compiled(server(), server("gone"), mirrored)
+    (rule,) = snapshot(both).routes[0].spec.rules
+    assert rule.mirror is not None
+    assert condition(both, "ModelRoute", "default/llama", "ResolvedRefs")[0] == "True"
+
+
+def test_a_fallback_that_is_not_there_breaks_nothing() -> None:
+    one = route("llama", "llama")
+    one["spec"]["rules"][0] |= {"fallback": [{"modelServerName": "gone"}], "retry": {"minConcurrency": 3}}
+    outcome = compiled(server(), one)
+    (rule,) = snapshot(outcome).routes[0].spec.rules
+    assert (rule.fallback, rule.retry) == ((), None)
+    assert "default/gone" in condition(outcome, "ModelRoute", "default/llama", "ResolvedRefs")[2]
+    one["spec"]["rules"][0]["fallback"] += [{"modelServerName": "spare"}]
+    outcome = compiled(server(), server("spare"), one)
+    (rule,) = snapshot(outcome).routes[0].spec.rules
+    assert [each.model_server_name for each in rule.fallback] == ["spare"]
+    assert rule.retry is not None
+    # of two targets one is left, which is the fallback of the other
+    two = route("llama", "gone", "llama")
+    two["spec"]["rules"][0]["fallback"] = [{"modelServerName": "llama"}]
+    (rule,) = snapshot(compiled(server(), two)).routes[0].spec.rules
+    assert rule.fallback == ()
+
+
 def test_the_older_of_two_routes_has_the_name() -> None:
     old = route("old", "llama", model="m", creationTimestamp="2026-01-01T00:00:00Z", namespace="blue")
     new = route("new", "llama", model="m", creationTimestamp="2026-02-01T00:00:00Z")
