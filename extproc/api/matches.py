@@ -78,6 +78,15 @@ def covers_domain(pattern: str, domain: str) -> bool:
     return pattern == domain or (pattern.startswith("*.") and domain.endswith(pattern[1:]))
 
 
+def covering_domains(domain: str) -> list[str]:
+    """All that include all hosts of ``domain``, itself among them, the most specific first."""
+    if domain == ANY_HOST:
+        return [ANY_HOST]
+    labels = domain.split(".")
+    wildcards = [f"*.{'.'.join(labels[number:])}" for number in range(1, len(labels))]
+    return list(dict.fromkeys([domain, *wildcards, ANY_HOST]))
+
+
 def have_common_hosts(one: str, other: str) -> bool:
     """Whether a host can belong to both."""
     return covers_domain(one, other) or covers_domain(other, one)

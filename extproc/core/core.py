@@ -186,7 +186,7 @@ class Core:
         self.logs_usage = self._dispatcher.logs_usage = gateway.usage_log is not None
         self._dispatcher.objectives = ObjectiveTable(snapshot)
         self.claims = authorizer.claims
-        self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
+        self.asks_origin = bool(snapshot.gateway_api_routes or snapshot.gateway.listeners)
         self.builder = RequestBuilder(
             routing,
             identities,

@@ -158,11 +158,11 @@ class BundleWriter:
                 self._listener,
                 gateway,
                 longest_wait_s(snapshot),
-                *needs_of(snapshot.http_routes),
+                *needs_of(snapshot.gateway_api_routes),
                 _times_streams(snapshot),
                 any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
                 translates,
-                has_calls(snapshot),
+                has_calls(snapshot) or bool(snapshot.grpc_routes),
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }

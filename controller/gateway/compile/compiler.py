@@ -16,6 +16,7 @@ import msgspec
 
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.gateway_api.gateway_objects import ROUTES
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
 from controller.gateway.compile.grace import KINDS as GRACED_KINDS
@@ -139,7 +140,7 @@ class Compiler:
             self._put_state(*changed, state)
         self._servers.compile()
         usable = self._servers.usable
-        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems())
+        self._routes_stale |= self._api.compile(usable, self._servers.calls, self._servers.pool_problems())
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
@@ -208,8 +209,7 @@ class Compiler:
         for key, route in self._routes.items():
             if route.document is not None:
                 yield ("ModelRoute", key), route.document
-        for key, document in self._api.routes():
-            yield ("HTTPRoute", key), document
+        yield from self._api.routes()
 
     def _served(self, documents: Iterable[tuple[str, str]]) -> PolicyTargets:
         """What policies can be attached to."""
@@ -223,7 +223,7 @@ class Compiler:
         return PolicyTargets(
             model_routes=keys.get("ModelRoute", set()),
             model_servers=keys.get("ModelServer", set()),
-            http_routes=keys.get("HTTPRoute", set()),
+            gateway_api_routes={(kind, key) for kind in ROUTES for key in keys.get(kind, ())},
             listeners=self._api.listener_names(),
             config=None if config is None else config.key,
             config_listeners={one.name for one in own},
