@@ -191,7 +191,7 @@ def for_extproc(
     metadata = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
     metadata += [(PATH_KEY, path), (PATH_PREFIX_KEY, path_prefix)]
     # other bytes than ASCII cannot be sent
-    values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in metadata if value]
+    values = [HeaderValue(key=key, value=literal(quote(value, safe="/-._~:"))) for key, value in metadata if value]
     per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values, processing_mode=mode))
     return dict.fromkeys(filters, to_resource(per_route))
 
