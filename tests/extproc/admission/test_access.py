@@ -38,8 +38,10 @@ def access_to(*policies: tuple[str, Mapping[str, Any]], **gateway: object) -> Au
     for namespace in ("default", "other"):
         rules = [{"targetModels": [{"modelServerName": "a"}]}]
         documents.append(_document("ModelRoute", namespace, "r", {"modelName": f"{namespace}-r", "rules": rules}))
-    for kind in ("HTTPRoute", "GRPCRoute"):
-        documents.append({**_document(kind, "default", "h", {}), "apiVersion": "gateway.networking.k8s.io/v1"})
+    documents.extend(
+        {**_document(kind, "default", "h", {}), "apiVersion": "gateway.networking.k8s.io/v1"}
+        for kind in ("HTTPRoute", "GRPCRoute")
+    )
     for number, (namespace, spec) in enumerate(policies):
         documents.append(_document("ModelAccessPolicy", namespace, f"p{number}", spec))
     return Authorizer(load_snapshot({"all.json": json.dumps(documents).encode()}))
