@@ -9,7 +9,7 @@ import msgspec
 
 from controller.api.common import EnvVar, Layered, ObjectMetadata
 from controller.api.statuses import Status
-from extproc.api.model_server import ServingProtocol
+from extproc.api.model_server import EndpointProtocol, ServingProtocol
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
 
@@ -111,13 +111,26 @@ class ServingRuntimeSpec(Spec, frozen=True):
 
     ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model uses it. ``metrics``: the engine
     family that defines its metric names; without it, engines' metrics are not read. ``protocol``: of the ModelServers;
-    without it, V2 for Triton and MLServer, and OpenAI for others. ``port``: the port that it listens on. ``config``:
-    defaults of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
+    without it, V2 for Triton and MLServer, and OpenAI for others. ``port``: the port that it listens on. ``grpc_port``:
+    that on which it serves the same models over gRPC: by TensorFlow's protocol, or else by V2. ``config``: defaults of
+    Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
     ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
     can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that pods request by degree of
     parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the
     engine's container is called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
+
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.grpcPort) || (has(self.protocol) ? self.protocol != 'OpenAI' :"
+            " self.engine in ['MLServer', 'Triton'])",
+            "grpcPort is of engines of classical models; write protocol V1, V2 or TensorFlow, or leave it out",
+        ),
+        Rule(
+            "!has(self.grpcPort) || self.grpcPort != (has(self.port) ? self.port : 8000)",
+            "grpcPort is another port than port",
+        ),
+    )
 
     engine: Engine
     supports: Annotated[tuple[SupportedFormat, ...], msgspec.Meta(max_length=64)] = ()
@@ -125,6 +138,7 @@ class ServingRuntimeSpec(Spec, frozen=True):
     metrics: Literal["vLLM", "SGLang", "TensorRT-LLM"] | None = None
     protocol: ServingProtocol | None = None
     port: Port = 8000
+    grpc_port: Port | None = None
     config: EngineConfig = EngineConfig()
     arguments: Annotated[tuple[Arguments, ...], msgspec.Meta(max_length=128)] = ()
     connectors: Annotated[tuple[Connector, ...], msgspec.Meta(max_length=8)] = ()
@@ -140,6 +154,13 @@ class ServingRuntimeSpec(Spec, frozen=True):
     def api_protocol(self) -> ServingProtocol:
         """``protocol`` or its default."""
         return self.protocol or ("V2" if self.engine in _SPEAK_V2 else "OpenAI")
+
+    @property
+    def grpc_protocol(self) -> EndpointProtocol | None:
+        """At ``grpc_port``; None if there is none."""
+        if self.grpc_port is None or self.api_protocol == "OpenAI":
+            return None
+        return "TensorFlow-gRPC" if self.api_protocol == "TensorFlow" else "V2-gRPC"
 
 
 class ServingRuntimeStatus(Status, frozen=True):

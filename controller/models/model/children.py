@@ -172,6 +172,20 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     return spec
 
 
+def grpc_server_spec(
+    model: ResolvedModel, made: ResolvedBackend, start_times: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """The ModelServer of the same pods over gRPC; None if they do not serve that."""
+    preset = made.preset.spec
+    if preset.grpc_protocol is None:
+        return None
+    return {
+        **server_spec(model, made, start_times),
+        "protocol": preset.grpc_protocol,
+        "workloadPort": {"port": preset.grpc_port},
+    }
+
+
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
     """Both engines of a pair are of one group and one revision: those of two versions may not understand each other."""
     found: dict[str, Any] = {
@@ -199,11 +213,14 @@ def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
 
 def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
     """ModelRoutes by name: one for the served name and the adapters, and one for each alias."""
-    rule = {
-        "targetModels": [
-            {"modelServerName": model.child(one.backend), "weight": weights[one.backend.name]} for one in model.backends
-        ]
-    }
+    # a request goes to those of its protocol, by their weights among themselves
+    targets = [(model.child(one.backend), weights[one.backend.name]) for one in model.backends]
+    targets += [
+        (model.grpc_child(one.backend), weights[one.backend.name])
+        for one in model.backends
+        if one.preset.spec.grpc_protocol is not None
+    ]
+    rule = {"targetModels": [{"modelServerName": name, "weight": weight} for name, weight in targets]}
     shared: dict[str, Any] = {"rules": [rule]}
     if model.spec.parent_refs:
         shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
@@ -303,6 +320,10 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
         spec = server_spec(model, made, start_times)
         yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
+        calls = grpc_server_spec(model, made, start_times)
+        if calls is not None:
+            called = model.grpc_child(made.backend)
+            yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, called, {"spec": calls}, labels))
 
 
 def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:
