@@ -304,9 +304,9 @@ async def test_the_clients_time_limit_holds_at_the_gateway(served: Served) -> No
         one.holds.clear()
     try:
         # a client that says how long it waits, and does not keep to it
-        answer = await raw_call(served, INFER, framed(infer("same").SerializeToString()), {"grpc-timeout": "300m"})
+        answer = await raw_call(served, INFER, framed(infer("same").SerializeToString()), {"grpc-timeout": "1500m"})
         assert answer.headers["grpc-status"] == str(Status.DEADLINE_EXCEEDED.value[0])
-        assert answer.elapsed.total_seconds() >= 0.3
+        assert answer.elapsed.total_seconds() >= 1.5
         await eventually(lambda: sum(one.cancelled for one in served.engines) > 0)
     finally:
         for one in served.engines:
