@@ -82,9 +82,13 @@ def covering_domains(domain: str) -> list[str]:
     """All that include all hosts of ``domain``, itself among them, the most specific first."""
     if domain == ANY_HOST:
         return [ANY_HOST]
-    labels = domain.split(".")
-    wildcards = [f"*.{'.'.join(labels[number:])}" for number in range(1, len(labels))]
-    return list(dict.fromkeys([domain, *wildcards, ANY_HOST]))
+    found = [domain]
+    at = domain.find(".", 2 if domain.startswith("*.") else 0)
+    while at >= 0:
+        found.append(f"*{domain[at:]}")
+        at = domain.find(".", at + 1)
+    found.append(ANY_HOST)
+    return found
 
 
 def have_common_hosts(one: str, other: str) -> bool:

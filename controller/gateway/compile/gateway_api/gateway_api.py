@@ -192,21 +192,24 @@ class GatewayApi:
             del self._routes[key]
         if not keys and not gone:
             return False
-        self._compile_each(keys)
-        # those that lose a listener to another route, or have one back
-        before, self._rivals = self._rivals, self._find_rivals()
-        self._compile_each(
-            {key for key in before.keys() | self._rivals.keys() if before.get(key) != self._rivals.get(key)}
-            & routes.keys()
-        )
+        if self._compile_each(keys) or gone or stale.all_routes:
+            # those that lose a listener to another route, or have one back
+            before, self._rivals = self._rivals, self._find_rivals()
+            lost = {key for key in before.keys() | self._rivals.keys() if before.get(key) != self._rivals.get(key)}
+            self._compile_each(lost & routes.keys())
         return True
 
-    def _compile_each(self, keys: Iterable[tuple[str, str]]) -> None:
+    def _compile_each(self, keys: Iterable[tuple[str, str]]) -> bool:
+        """Whether one of them has another claim than before."""
         listeners, references = self.listeners or Listeners({}, {}), self._references()
+        has_changed = False
         for key in keys:
-            self._routes[key] = compile_http_route(
+            before = self._routes.get(key)
+            made = self._routes[key] = compile_http_route(
                 self._observed.routes[key], listeners, references, self._settings.gateway, self._rivals.get(key, {})
             )
+            has_changed |= before is None or before.claim != made.claim
+        return has_changed
 
     def _find_rivals(self) -> Mapping[tuple[str, str], Rivals]:
         if not any(kind == GRPC_ROUTE.kind for kind, _ in self._routes):

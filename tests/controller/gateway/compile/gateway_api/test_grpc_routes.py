@@ -207,6 +207,16 @@ def test_the_loser_is_accepted_once_the_winner_has_gone_or_has_other_hosts() -> 
     assert calls_say(compiler.compile(), "calls") == GOOD
 
 
+def test_hosts_in_common_count_only_where_a_listener_has_them() -> None:
+    http, calls = http_route("web", hostnames=["a.org", "x.net"]), grpc_route("calls", hostnames=["b.org", "x.net"])
+    narrow = gateway("web", listener(hostname="*.org"))
+    compiler = feed(Compiler(None, ONE_ADDRESS), [gateway_class(), narrow, *APP, http, calls])
+    assert (route_says(compiler.compile(), "web"), calls_say(compiler.compile(), "calls")) == (GOOD, GOOD)
+    # both are attached to the same listeners as before
+    outcome = feed(compiler, [gateway("web", listener())]).compile()
+    assert (route_says(outcome, "web"), calls_say(outcome, "calls")) == (LOST, GOOD)
+
+
 def test_a_route_that_is_not_served_takes_no_hosts_from_others() -> None:
     broken = http_route("web", rules=[{"filters": [{"type": "ExtensionRef"}]}])
     outcome = compiled(gateway(), *APP, broken, grpc_route("calls", created=NEWER))
