@@ -50,7 +50,7 @@ def pool_status(
     entries = []
     for key in sorted(accepted):
         namespace, _, name = key.partition("/")
-        refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no HTTPRoute that refers to it")
+        refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no route that refers to it")
         if problem:
             refused = fails("Accepted", "NotSupportedByParent", problem)
         is_accepted = accepted[key] and not problem
