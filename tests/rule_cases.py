@@ -103,6 +103,13 @@ CASES: Final = (
         0,
     ),
     Case(
+        "retry is of fallbacks",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "fallback": [{"modelServerName": "b"}], "retry": {}}]),
+        ("rules", 0, "fallback"),
+        None,
+    ),
+    Case(
         "a class is for someone",
         "ModelRoute",
         _route(
@@ -158,6 +165,7 @@ CASES: Final = (
         {"matchLabels": {"app": "llama"}},
     ),
     Case("neither endpoints nor a selector", "ModelServer", _server(), ("endpoints",), None),
+    Case("prompts are OpenAI's", "ModelServer", _server(cacheIsolation="User"), ("protocol",), "V2"),
     Case("a provider has APIs", "ModelServer", {"model": "m", **_PROVIDER}, ("apis",), None),
     Case("APIs of OpenAI's protocol", "ModelServer", _server(apis=["Messages"]), ("protocol",), "V2"),
     *(
