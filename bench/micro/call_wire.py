@@ -8,7 +8,7 @@ its size: a gateway opens its windows again while it answers, and no request may
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from hpack.hpack import encode_integer
 
@@ -16,7 +16,7 @@ from extproc.rpc.header_blocks import HeaderBlocks
 from extproc.rpc.http2 import PREFACE, Frame, frame
 
 if TYPE_CHECKING:
-    from bench.micro.wire import WireLoad
+    from collections.abc import Callable, Sequence
 
 _HEAD_SIZE: Final = 9
 _LARGEST_FRAME: Final = 16_384
@@ -70,12 +70,34 @@ def _text(text: str) -> bytes:
     return bytes(encode_integer(len(text), 7)) + text.encode()
 
 
+class CallLoad(Protocol):
+    """What a connection needs of its load, which is ``bench.micro.wire.WireLoad``."""
+
+    @property
+    def requests(self) -> Sequence[bytes]:
+        """The prepared calls."""
+
+    @property
+    def by_gateway(self) -> bool:
+        """Whether the gateway answers by itself."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """In seconds."""
+
+    def goes_on_after(self, taken_s: float, *, refused: bytes) -> bool:
+        """Count an answer; whether the connection may send the next call."""
+
+    def closed(self) -> None:
+        """Count a connection as closed."""
+
+
 class CallConnection(asyncio.Protocol):
     """One connection of a load. A call is good if its status is 200 and it has no ``grpc-status`` but OK; what Envoy
     answers by itself has one that it cannot know, which is good for a load that asks for that.
     """
 
-    def __init__(self, load: WireLoad, first: int) -> None:
+    def __init__(self, load: CallLoad, first: int) -> None:
         self._load = load
         self._next = first
         self._stream = -1
