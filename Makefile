@@ -87,7 +87,7 @@ test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the mach
 test-conformance: preflight-test-conformance $(VENV)/ready $(ENVOY) kube-built ## some cases of the Gateway API's conformance suite
 	$(RUN) -m tools.conformance_suites gateway-api
 	$(RUN) -m bench.conformance --suite gateway-api $(addprefix --run ,HTTPRouteSimpleSameNamespace HTTPRouteMatching \
-	  HTTPRouteHTTPSListener HTTPRouteRequestMirror GatewayModifyListeners HTTPRouteReferenceGrant)
+	  HTTPRouteHTTPSListener HTTPRouteRequestMirror GatewayModifyListeners HTTPRouteReferenceGrant GRPCExactMethodMatching)
 
 coverage: $(VENV)/ready $(ENVOY) ## branches that the tests take, by package; fails where a pure package has less than it should
 	$(RUN) -m coverage erase

@@ -80,6 +80,11 @@ def http_route(
     return make(f"{GROUP}/v1", "HTTPRoute", name, namespace=namespace, created=created, spec=content)
 
 
+def grpc_route(name: str = "app", *backends: Object, **more: Any) -> Object:  # noqa: ANN401 - as http_route
+    """The same as a GRPCRoute."""
+    return {**http_route(name, *backends, **more), "kind": "GRPCRoute"}
+
+
 def grant(source: tuple[str, str, str], target: tuple[str, str], *, namespace: str, name: str = "") -> Object:
     """A ReferenceGrant. ``source``: namespace, group and kind. ``target``: group and kind."""
     to = {"group": target[0], "kind": target[1], **({"name": name} if name else {})}

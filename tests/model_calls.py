@@ -104,10 +104,11 @@ def framed(message: bytes, *, flag: int = 0, size: int | None = None) -> bytes:
 
 class Engine:
     """Gives tensors back. ``fails``: the statuses and details of the next calls. ``seen``: what came: the path, the
-    model's name, and the metadata; ``bodies``: their messages. ``holds``: calls wait until it is set.
+    model's name, and the metadata; ``bodies``: their messages. ``clients``: the names in clients' certificates.
+    ``holds``: calls wait until it is set. ``credentials``: with which it serves over TLS.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self.address = ""
         self.fails: deque[tuple[grpc.StatusCode, str]] = deque()
         self.seen: list[tuple[str, str, dict[str, str | bytes]]] = []
@@ -115,11 +116,15 @@ class Engine:
         self.holds = asyncio.Event()
         self.holds.set()
         self.cancelled = 0
+        self.clients: set[bytes] = set()
+        self._credentials = credentials
         self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
         self._server.add_generic_rpc_handlers((_Handlers(self),))
 
     async def __aenter__(self) -> Self:
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        add, free = self._server.add_insecure_port, "127.0.0.1:0"
+        port = add(free) if self._credentials is None else self._server.add_secure_port(free, self._credentials)
+        self.address = f"127.0.0.1:{port}"
         await self._server.start()
         return self
 
@@ -134,6 +139,7 @@ class Engine:
             name = V2["ModelInferRequest"].FromString(body).model_name
         self.bodies.append(body)
         self.seen.append((path, name, dict(context.invocation_metadata() or ())))
+        self.clients.update(context.auth_context().get("x509_common_name", ()))
         if self.fails:
             status, why = self.fails.popleft()
             await context.abort(status, why)

@@ -125,7 +125,7 @@ def arguments(suite: Suite, report: Path, usable_address: str, wishes: SuiteOpti
         # its own Gateway API is older than ours
         return [*words, "-allow-crds-mismatch=true"]
     words += [
-        "-conformance-profiles=GATEWAY-HTTP",
+        "-conformance-profiles=GATEWAY-HTTP,GATEWAY-GRPC",
         f"-usable-address={usable_address}",
         # of a network for documentation, which no machine has
         "-unusable-address=192.0.2.1",

@@ -133,7 +133,7 @@ spec:
   - name: http
     protocol: HTTP
     port: 80
-    hostname: NAMESPACE.example.org
+    hostname: "*.NAMESPACE.example.org"
     allowedRoutes: {{namespaces: {{from: Same}}}}
 ---
 apiVersion: gateway.networking.k8s.io/v1
@@ -141,13 +141,24 @@ kind: HTTPRoute
 metadata: {{name: app}}
 spec:
   parentRefs: [{{group: gateway.networking.k8s.io, kind: Gateway, name: web, sectionName: http}}]
-  hostnames: [NAMESPACE.example.org]
+  hostnames: [web.NAMESPACE.example.org]
   rules:
   - matches: [{{path: {{type: PathPrefix, value: /a}}, headers: [{{name: x, value: "y"}}]}}]
     filters: [{{type: RequestHeaderModifier, requestHeaderModifier: {{set: [{{name: x-b, value: c}}]}}}}]
     timeouts: {{request: 10s}}
     backendRefs: [{{group: "", kind: Service, name: app, port: 8080, weight: 1}}]
   - backendRefs: [{{group: inference.networking.k8s.io, kind: InferencePool, name: pool}}]
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: GRPCRoute
+metadata: {{name: calls}}
+spec:
+  parentRefs: [{{group: gateway.networking.k8s.io, kind: Gateway, name: web, sectionName: http}}]
+  hostnames: [calls.NAMESPACE.example.org]
+  rules:
+  - matches: [{{method: {{type: RegularExpression, service: a.B, method: C}}, headers: [{{name: x, value: "y"}}]}}]
+    filters: [{{type: RequestHeaderModifier, requestHeaderModifier: {{set: [{{name: x-b, value: c}}]}}}}]
+    backendRefs: [{{group: "", kind: Service, name: app, port: 8080, weight: 1}}]
 ---
 apiVersion: gateway.networking.k8s.io/v1beta1
 kind: ReferenceGrant
@@ -406,7 +417,7 @@ def _gateway() -> Attempt:
     names = [
         file_name(one["kind"], key_of(one))
         for one in honest
-        if one["kind"] in {"ModelServer", "ModelRoute", "HTTPRoute"}
+        if one["kind"] in {"ModelServer", "ModelRoute", "HTTPRoute", "GRPCRoute"}
     ]
     kept = {name: alone[name] for name in names}
     odd = _objects(_GATEWAY_OBJECTS, ODD)

@@ -15,11 +15,16 @@ import json
 import socket
 import sys
 from importlib.resources import files
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import uvloop
 
 from bench.stack.stack import MODEL
+from extproc.protocol import Api
+from extproc.rpc.server import RpcServer
+
+if TYPE_CHECKING:
+    from extproc.rpc.server import Call
 
 _CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}'
 _USAGE: Final = (
@@ -46,6 +51,9 @@ _ABOUT: Final = (
 )
 
 
+INFER_CALL: Final = next(iter(Api.V2_GRPC.spec.calls.paths)) if Api.V2_GRPC.spec.calls else ""
+# A ModelInferResponse of the model and 200 bytes of tensors.
+_INFERRED: Final = b"\x0a\x07llama-2" + b"\x32\xc8\x01" + bytes(200)
 _BLOCK_TOKENS: Final = 16
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
@@ -151,6 +159,23 @@ def _number_in(head: bytes, name: str) -> int:
     return next((int(line[len(key) :]) for line in head.split(b"\r\n") if line.lower().startswith(key)), 0)
 
 
+async def _infer(call: Call) -> None:
+    await call.read()
+    await call.write(_INFERRED)
+
+
+async def serve_calls(ports: list[int]) -> None:
+    """Answer calls of the Open Inference Protocol, for ever."""
+    servers = [RpcServer({INFER_CALL: _infer}) for _ in ports]
+    try:
+        for server, port in zip(servers, ports, strict=True):
+            await server.start(socket.create_server(("127.0.0.1", port), backlog=1024))
+        await asyncio.Event().wait()
+    finally:
+        for server in servers:
+            await server.close()
+
+
 async def serve(ports: list[int], *, everywhere: bool, post: bytes = _ANSWER_TO_POST, pause_s: float = 0.0) -> None:
     """Serve for ever. ``everywhere``: at all addresses of the loopback interface, which are many, and no other.
     ``post``: the answer to requests, ``pause_s`` after each.
@@ -172,9 +197,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="bench.micro.instant_engine", description=__doc__)
     parser.add_argument("--ports", required=True, help="separated by commas")
     parser.add_argument("--everywhere", action="store_true", help="at 127.0.0.0/8 instead of 127.0.0.1")
+    parser.add_argument("--calls", action="store_true", help="answer calls of gRPC in place of requests")
     parser.add_argument("--prefilled", type=int, default=0, metavar="TOKENS", help="be a prefill engine")
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="before each answer to a request")
     options = parser.parse_args()
     post = prefilled(options.prefilled) if options.prefilled else _ANSWER_TO_POST
     numbers = [int(port) for port in options.ports.split(",")]
+    if options.calls:
+        sys.exit(uvloop.run(serve_calls(numbers)))
     sys.exit(uvloop.run(serve(numbers, everywhere=options.everywhere, post=post, pause_s=options.pause)))

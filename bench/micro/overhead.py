@@ -31,6 +31,8 @@ CASES: Final = (
     MeasuredCase(400_000, 100, renamed=False, in_pieces=True),
     MeasuredCase(2_000, 8, by_path=True),
     MeasuredCase(400_000, 8, by_path=True),
+    MeasuredCase(2_000, 8, by_call=True),
+    MeasuredCase(400_000, 8, by_call=True),
 )
 QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
 
@@ -101,21 +103,27 @@ async def measure(case: MeasuredCase, directory: Path, effort: Effort, *, agains
     others = {} if against is None else {"extproc before": ["bench.micro.checkout", str(against)]}
     async with Processes(directory) as processes:
         servers = await Servers(case, directory, processes, others).start(
-            with_gateway=case.endpoints == 8 and case.renamed and not case.by_path
+            with_gateway=case.endpoints == 8 and case.renamed and not (case.by_path or case.by_call)
         )
         asked = case.requests(64 if case.prompt_bytes < 100_000 else 16)
         direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
         prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}
         loads: dict[str, dict[str, list[PhaseLoad]]] = {server.name: {} for server in servers}
         for server in servers:  # the first second is not like the others
-            await WireLoad(prepared[WHOLE.name], connections=8).run("127.0.0.1", server.port, seconds=1.0)
+            load = WireLoad(prepared[WHOLE.name], connections=8, calls=case.by_call)
+            await load.run("127.0.0.1", server.port, seconds=1.0)
         for number in range(effort.rounds):
             # each round begins with another server, so that effects of the order even out
             turn = number % len(servers)
             _expect_all_alive(servers, directory)
             for server in servers[turn:] + servers[:turn]:
                 for phase in _phases_of(server):
-                    load = WireLoad(prepared[phase.name], connections=phase.at_once)
+                    load = WireLoad(
+                        prepared[phase.name],
+                        connections=phase.at_once,
+                        calls=case.by_call,
+                        by_gateway=phase.by_envoy,
+                    )
                     found = await _load(server, load, effort.phase_s)
                     loads[server.name].setdefault(phase.name, []).append(found)
         return CaseResult(

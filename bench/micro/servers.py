@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from bench.micro.baselines import SERVER
-from bench.micro.wire import CHAT_PATH, infer_path, questions, tensors
+from bench.micro.wire import CHAT_PATH, WireLoad, infer_path, questions, tensor_calls, tensors
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build_bundle
@@ -45,7 +45,8 @@ class MeasuredCase(msgspec.Struct, frozen=True):
 
     ``renamed``: requests have a short model name, as in the README, so the body is rewritten with the engines' name.
     ``in_pieces``: bodies and answers pass in pieces (FULL_DUPLEX_STREAMED), as in the endpoint picker protocol.
-    ``by_path``: the path names the model (V2), and extproc gets no body.
+    ``by_path``: the path names the model (V2), and extproc gets no body. ``by_call``: the same over gRPC, whose message
+    names the model.
     """
 
     prompt_bytes: int
@@ -53,11 +54,13 @@ class MeasuredCase(msgspec.Struct, frozen=True):
     renamed: bool = True
     in_pieces: bool = False
     by_path: bool = False
+    by_call: bool = False
 
     @property
     def name(self) -> str:
         """As it stands in tables, such as ``2 KB, 8``."""
-        words = {", own name": not self.renamed, ", in pieces": self.in_pieces, ", V2": self.by_path}
+        words = {", own name": not self.renamed, ", in pieces": self.in_pieces}
+        words |= {", V2": self.by_path, ", V2-gRPC": self.by_call}
         more = "".join(word for word, holds in words.items() if holds)
         return f"{self.prompt_bytes // 1000} KB, {self.endpoints}{more}"
 
@@ -68,7 +71,7 @@ class MeasuredCase(msgspec.Struct, frozen=True):
 
     def requests(self, count: int) -> list[WireRequest]:
         """``count`` different ones."""
-        make = tensors if self.by_path else questions
+        make = tensor_calls if self.by_call else tensors if self.by_path else questions
         return make(self.prompt_bytes, count=count, model=self.model)
 
 
@@ -106,9 +109,10 @@ class Servers:
         ports = free_ports(self._case.endpoints)
         engines = [f"127.0.0.1:{port}" for port in ports]
         command = [sys.executable, "-m", "bench.micro.instant_engine", "--ports", ",".join(map(str, ports))]
+        command += ["--calls"] if self._case.by_call else []
         pid, start_s = await self._start("engine", command, Accepts(ports[-1]))
         servers = [MeasuredServer("engine", pid, ports[0], start_s)]
-        has_body = not (self._case.in_pieces or self._case.by_path)
+        has_body = not (self._case.in_pieces or self._case.by_path or self._case.by_call)
         names = ["no-op", *(["answering"] if has_body else []), *self._extprocs]
         servers.extend([await self._start_behind_envoy(name, engines) for name in names])
         if with_gateway and GATEWAY_PYTHON.is_file():
@@ -128,7 +132,9 @@ class Servers:
         address = f"127.0.0.1:{grpc}"
         gateway = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": address}
         # the cost of scraping engines is measured separately
-        more = {"scrapeInterval": "0s", **({"protocol": "V2", "model": "llama-2"} if self._case.by_path else {})}
+        more = {"scrapeInterval": "0s"}
+        if self._case.by_path or self._case.by_call:
+            more |= {"protocol": "V2-gRPC" if self._case.by_call else "V2", "model": "llama-2"}
         # what Envoy does without an answer is not measured; where bodies come in pieces it can do nothing
         patient = {**gateway, "messageTimeout": "30s", "failureMode": "Close" if self._case.in_pieces else "Open"}
         text = documents(engines, gateway=patient, alias=self._case.model, more=more)
@@ -144,7 +150,7 @@ class Servers:
         }[name]
         pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], Accepts(grpc))
         path = infer_path(self._case.model) if self._case.by_path else CHAT_PATH
-        is_served = Serves(listen, self._case.model, path)
+        is_served = ServesCalls(listen, self._case) if self._case.by_call else Serves(listen, self._case.model, path)
         envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), is_served)
         return MeasuredServer(name, pid, listen, start_s, envoy_pid)
 
@@ -177,7 +183,10 @@ def bundle_files(text: str, bundle: Path, *, in_pieces: bool, asks: bool = True)
             **{key: value for key, value in decided["route"].items() if key != "cluster_header"},
         }
         host["routes"] = [{"match": {"prefix": "/"}, "route": route}]
-    host["routes"].insert(0, _DIRECT)
+    # what extproc gets depends on the route
+    by_protocol = [one for one in host["routes"] if one.get("name", "").startswith(("by-path", "by-call"))]
+    configs = {"typed_per_filter_config": by_protocol[0]["typed_per_filter_config"]} if by_protocol else {}
+    host["routes"].insert(0, {**_DIRECT, **configs})
     files["rds.json"] = json.dumps(configuration)
     return files
 
@@ -227,6 +236,22 @@ class Accepts:
             await writer.wait_closed()
             return True
         return False
+
+
+class ServesCalls:
+    """Whether a call of gRPC is answered well."""
+
+    def __init__(self, port: int, case: MeasuredCase) -> None:
+        self._port, self._case = port, case
+
+    async def __call__(self) -> bool:
+        """Whether it is now."""
+        (request,) = self._case.requests(1)
+        try:
+            await WireLoad([request.on_wire()], connections=1, calls=True).run("127.0.0.1", self._port, seconds=0.0)
+        except (RuntimeError, OSError, TimeoutError):
+            return False
+        return True
 
 
 class Serves:

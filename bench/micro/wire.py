@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 
 from bench.engine.text import BYTES_PER_TOKEN
-from bench.micro.instant_engine import LAST_CHUNK, content_length, is_chunked
+from bench.micro.call_wire import CallConnection, call_frames
+from bench.micro.instant_engine import INFER_CALL, LAST_CHUNK, content_length, is_chunked
 from bench.stack.stack import ALIAS
 from bench.workload.sessions import text_of
 
@@ -27,13 +28,18 @@ _HEAD: Final = "HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
 
 
 class WireRequest(msgspec.Struct, frozen=True):
-    """A request as it goes over the wire, but for headers that depend on what is measured."""
+    """A request as it goes over the wire, but for headers that depend on what is measured. ``is_call``: of gRPC, with
+    ``body`` as its message.
+    """
 
     body: bytes
     path: str = CHAT_PATH
+    is_call: bool = False
 
     def on_wire(self, extra_headers: str = "") -> bytes:
-        """Head and body; ``extra_headers``: whole lines, each with its line end."""
+        """Head and body, or frames; ``extra_headers``: whole lines, each with its line end."""
+        if self.is_call:
+            return call_frames(self.path, self.body, extra_headers)
         head = f"POST {self.path} {_HEAD}{extra_headers}content-length: {len(self.body)}\r\n\r\n"
         return head.encode() + self.body
 
@@ -66,6 +72,26 @@ def tensors(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
     return made
 
 
+def tensor_calls(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
+    """The same as calls of gRPC, each with one tensor of ``size`` bytes."""
+    tensor = _field(1, b"x") + _field(2, b"UINT8") + _field(3, _varint(size))
+    head = _field(1, model.encode()) + _field(5, tensor)
+    return [WireRequest(head + _field(7, bytes([number]) * size), INFER_CALL, is_call=True) for number in range(count)]
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """Of protobuf, with a length."""
+    return bytes([number << 3 | 2]) + _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
 class _LoadConnection(asyncio.Protocol):
     def __init__(self, load: WireLoad, first: int) -> None:
         self._load = load
@@ -84,7 +110,8 @@ class _LoadConnection(asyncio.Protocol):
         if not found or not _is_whole(head, body):
             return
         self._received = b""
-        if self._load.goes_on_after(head, self._load.clock() - self._sent_at_s):
+        refused = b"" if head.startswith(b"HTTP/1.1 200") else head[:300]
+        if self._load.goes_on_after(self._load.clock() - self._sent_at_s, refused=refused):
             self._send()
         elif self._transport is not None:
             self._transport.close()
@@ -106,10 +133,16 @@ def _is_whole(head: bytes, body: bytes) -> bool:
 
 
 class WireLoad:
-    """``connections`` of them, each with one request at a time. ``taken_s``: from each request to its whole answer."""
+    """``connections`` of them, each with one request at a time. ``taken_s``: from each request to its whole answer.
+    ``calls``: the requests are calls of gRPC. ``by_gateway``: the gateway answers by itself.
+    """
 
-    def __init__(self, requests: Sequence[bytes], *, connections: int) -> None:
+    def __init__(
+        self, requests: Sequence[bytes], *, connections: int, calls: bool = False, by_gateway: bool = False
+    ) -> None:
         self.requests = requests
+        self.by_gateway = by_gateway
+        self._connect = CallConnection if calls else _LoadConnection
         self.taken_s: list[float] = []
         self.clock = time.perf_counter  # the event loop's own clock may count whole milliseconds
         self._is_over = False
@@ -126,7 +159,7 @@ class WireLoad:
         began_s = self.clock()
         for number in range(self._connections):
             self._open += 1
-            await asyncio.get_running_loop().create_connection(partial(_LoadConnection, self, number * 7), host, port)
+            await asyncio.get_running_loop().create_connection(partial(self._connect, self, number * 7), host, port)
         await asyncio.sleep(seconds)
         self._is_over = True
         async with asyncio.timeout(patience_s):
@@ -136,10 +169,11 @@ class WireLoad:
             raise RuntimeError(msg)
         return len(self.taken_s) / (self.clock() - began_s)
 
-    def goes_on_after(self, head: bytes, taken_s: float) -> bool:
-        """Count a whole answer; returns whether its connection may send the next request."""
-        if not head.startswith(b"HTTP/1.1 200"):
-            self._refused = head[:300]
+    def goes_on_after(self, taken_s: float, *, refused: bytes) -> bool:
+        """Count a whole answer; returns whether its connection may send the next request. ``refused``: its head, if it
+        is not good.
+        """
+        self._refused = self._refused or refused
         self.taken_s.append(taken_s)
         return not self._is_over and not self._refused
 

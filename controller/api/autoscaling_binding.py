@@ -29,12 +29,13 @@ class ScaleTarget(Spec, frozen=True):
     """A scalable object. ``name``: of the target, in the status and in ratios. ``ref``: the object, which has a scale
     subresource. ``role``: a role of the ModelInfer with scalable: true; by default its groups are scaled. ``stage``:
     the stages that its engines serve: both, or one of prefill and decode. ``server``: the ModelServer of its engines;
-    by default the one whose selector matches them. ``min_replicas``: fewest replicas. ``max_replicas``: most replicas.
-    ``cost``: of a replica and hour, relative to other targets. ``accelerator``: its kind of GPU: words of the label of
-    its nodes, such as H100 or nvidia-h100-80gb in any case, or the resource, such as nvidia.com/gpu. ``accelerators``:
-    of one replica. ``priority``: the target with the highest is filled first. ``weight``: its share with the allocation
-    Weights. ``spot``: its nodes may be reclaimed. ``capacity``: the speed of a replica, used until it is measured.
-    ``start_time``: from the creation of a replica to its first request, used until it is measured.
+    by default the one whose selector matches them, and with it those of the same pods at other ports. ``min_replicas``:
+    fewest replicas. ``max_replicas``: most replicas. ``cost``: of a replica and hour, relative to other targets.
+    ``accelerator``: its kind of GPU: words of the label of its nodes, such as H100 or nvidia-h100-80gb in any case, or
+    the resource, such as nvidia.com/gpu. ``accelerators``: of one replica. ``priority``: the target with the highest is
+    filled first. ``weight``: its share with the allocation Weights. ``spot``: its nodes may be reclaimed. ``capacity``:
+    the speed of a replica, used until it is measured. ``start_time``: from the creation of a replica to its first
+    request, used until it is measured.
     """
 
     CEL: ClassVar = (

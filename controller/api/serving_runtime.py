@@ -14,6 +14,7 @@ from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
+from extproc.protocol import GRPC_PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,7 +131,8 @@ class ServingRuntimeSpec(Spec, frozen=True):
     family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``: the
     protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1 and V2
     for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others. ``openai_path_prefix``: what
-    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``config``: defaults of
+    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``grpc_port``: that on which
+    it serves the same models over gRPC: by TensorFlow's protocol, or else by V2. ``config``: defaults of
     Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
     ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
     can span pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
@@ -139,6 +141,18 @@ class ServingRuntimeSpec(Spec, frozen=True):
     called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
 
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.grpcPort) || (has(self.protocolVersions) ? self.protocolVersions.exists(one, one != 'OpenAI') :"
+            " self.engine in ['KServe', 'MLServer', 'TensorFlow', 'TorchServe', 'Triton'])",
+            "grpcPort is of engines of classical models; write protocolVersions with V1, V2 or TensorFlow, or leave it out",
+        ),
+        Rule(
+            "!has(self.grpcPort) || self.grpcPort != (has(self.port) ? self.port : 8000)",
+            "grpcPort is another port than port",
+        ),
+    )
+
     engine: Engine
     supports: Annotated[tuple[SupportedFormat, ...], msgspec.Meta(max_length=64)] = ()
     disabled: bool = False
@@ -146,6 +160,7 @@ class ServingRuntimeSpec(Spec, frozen=True):
     protocol_versions: Annotated[tuple[EndpointProtocol, ...], msgspec.Meta(max_length=6)] = ()
     openai_path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.PATH_PREFIX, max_length=1024)] = ""
     port: Port = 8000
+    grpc_port: Port | None = None
     config: EngineConfig = EngineConfig()
     arguments: Annotated[tuple[Arguments, ...], msgspec.Meta(max_length=128)] = ()
     connectors: Annotated[tuple[Connector, ...], msgspec.Meta(max_length=8)] = ()
@@ -162,6 +177,14 @@ class ServingRuntimeSpec(Spec, frozen=True):
     def protocols(self) -> tuple[EndpointProtocol, ...]:
         """``protocolVersions`` or their default."""
         return self.protocol_versions or _PROTOCOLS.get(self.engine, ("OpenAI",))
+
+    @property
+    def grpc_protocol(self) -> EndpointProtocol | None:
+        """At ``grpc_port``; None if there is none."""
+        if self.grpc_port is None or self.protocols == ("OpenAI",):
+            return None
+        usual: EndpointProtocol = "TensorFlow-gRPC" if "TensorFlow" in self.protocols else "V2-gRPC"
+        return next((one for one in self.protocols if one in GRPC_PROTOCOLS), usual)
 
 
 class ServingRuntimeStatus(Status, frozen=True):

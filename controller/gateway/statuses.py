@@ -20,6 +20,7 @@ from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,
     GATEWAYS,
+    GRPC_ROUTES,
     HTTP_ROUTES,
     INFERENCE_POOLS,
     Object,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FOREIGN: Final = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, INFERENCE_POOLS)
+_FOREIGN: Final = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, GRPC_ROUTES, INFERENCE_POOLS)
 _RESOURCES: Final = {one.kind: one for one in (*_FOREIGN, *(kind.resource for kind in GATEWAY_KINDS))}
 _BAD_WHEN_TRUE: Final = ("Conflicted",)
 _RETRY_S: Final = 2.0

@@ -126,6 +126,7 @@ INFERENCE_POOLS: Final = Resource("inference.networking.k8s.io", "v1", "inferenc
 GATEWAY_CLASSES: Final = Resource("gateway.networking.k8s.io", "v1", "gatewayclasses", "GatewayClass", namespaced=False)
 GATEWAYS: Final = Resource("gateway.networking.k8s.io", "v1", "gateways", "Gateway")
 HTTP_ROUTES: Final = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
+GRPC_ROUTES: Final = Resource("gateway.networking.k8s.io", "v1", "grpcroutes", "GRPCRoute")
 # v1 came with release 1.5 of the Gateway API; every release serves v1beta1
 REFERENCE_GRANTS: Final = Resource("gateway.networking.k8s.io", "v1beta1", "referencegrants", "ReferenceGrant")
 ALPHA_INFERENCE_POOLS: Final = Resource("inference.networking.x-k8s.io", "v1alpha2", "inferencepools", "InferencePool")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.identity import NamedCallers, Subject, named_callers
+from extproc.api.grpc_route import GRPC_ROUTE
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def patterns_of(texts: Iterable[str]) -> Patterns:
 class AccessRequest(msgspec.Struct, frozen=True):
     """An access request. ``model``: the name in the request; None: it could not be read. ``base_model``: the
     ``modelName`` of its route, or the server's own model where no route has part. ``server``, ``route``,
-    ``http_route``: ``namespace/name``; ``route`` and ``http_route`` are empty where they have no part. ``listener``:
-    its name.
+    ``http_route``: ``namespace/name``, of a GRPCRoute ``grpc:namespace/name``; ``route`` and ``http_route`` are
+    empty where they have no part. ``listener``: its name.
     """
 
     model: str | None
@@ -214,7 +215,9 @@ def _targets_of(wish: AccessRequest) -> Iterator[_Target]:
         if namespace_of(wish.route) != namespace_of(wish.server):
             yield "Namespace", namespace_of(wish.route)
     if wish.http_route:
-        yield "HTTPRoute", wish.http_route
+        # a GRPCRoute is named with its kind
+        kind = "GRPCRoute" if wish.http_route.startswith(GRPC_ROUTE) else "HTTPRoute"
+        yield kind, wish.http_route.removeprefix(GRPC_ROUTE)
     if wish.listener:
         yield "Listener", wish.listener
     yield _EVERY_LISTENER

@@ -34,10 +34,11 @@ TARGET_GROUPS: Final = MappingProxyType(
         "ModelServer": _OURS,
         "Gateway": _GATEWAY_API,
         "HTTPRoute": _GATEWAY_API,
+        "GRPCRoute": _GATEWAY_API,
         "InferencePool": _INFERENCE,
     }
 )
-TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "InferencePool", "ModelRoute", "ModelServer"]
+TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "GRPCRoute", "InferencePool", "ModelRoute", "ModelServer"]
 _Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=1000)]
 _ServerPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
 _SECTIONED: Final = Rule(
@@ -45,10 +46,10 @@ _SECTIONED: Final = Rule(
     "sectionName names a listener; write it with kind Gateway or GatewayConfig alone",
 )
 _GROUPED: Final = Rule(
-    "self.group == (self.kind in ['Gateway', 'HTTPRoute'] ? 'gateway.networking.k8s.io' : "
+    "self.group == (self.kind in ['Gateway', 'HTTPRoute', 'GRPCRoute'] ? 'gateway.networking.k8s.io' : "
     "self.kind == 'InferencePool' ? 'inference.networking.k8s.io' : 'attache.dev')",
-    "the kind is of another group; Gateway and HTTPRoute are of gateway.networking.k8s.io, InferencePool is of "
-    "inference.networking.k8s.io, and the others are of attache.dev",
+    "the kind is of another group; Gateway, HTTPRoute and GRPCRoute are of gateway.networking.k8s.io, InferencePool is "
+    "of inference.networking.k8s.io, and the others are of attache.dev",
 )
 _WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
 
@@ -57,10 +58,10 @@ class AccessTarget(Spec, frozen=True):
     """The target of a policy: an object of the policy's own namespace.
 
     ``kind``: the target's kind. A policy of a ``Gateway`` or a ``GatewayConfig`` applies to all requests that arrive
-    there, one of an ``HTTPRoute`` to those that it matches, one of a ``ModelRoute`` to those for its model and
-    adapters, one of a ``ModelServer`` or an ``InferencePool`` to those for its engines. ``group``: the kind's API
-    group. ``name``: the target's name. ``section_name``: restricts the policy to one listener of a Gateway or a
-    GatewayConfig.
+    there, one of an ``HTTPRoute`` or a ``GRPCRoute`` to those that it matches, one of a ``ModelRoute`` to those for
+    its model and adapters, one of a ``ModelServer`` or an ``InferencePool`` to those for its engines. ``group``: the
+    kind's API group. ``name``: the target's name. ``section_name``: restricts the policy to one listener of a Gateway
+    or a GatewayConfig.
     """
 
     CEL: ClassVar = (_SECTIONED, _GROUPED)

@@ -17,7 +17,7 @@ from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION, DirectoryObject, NonEmpty, ParentReference, Port, Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from extproc.api.errors import Finding, Path
 
@@ -255,6 +255,11 @@ class HTTPRoute(DirectoryObject, frozen=True, kw_only=True):
 
     spec: HTTPRouteSpec
 
+    @property
+    def reference(self) -> str:
+        """What requests have of it: ``namespace/name``."""
+        return self.metadata.key
+
 
 class BackendSpec(Spec, frozen=True):
     """Servers over which Envoy balances without extproc. ``endpoints``: ``ip:port`` or ``name:port``; without any,
@@ -291,19 +296,11 @@ def _check_rule(rule: HTTPRouteRule, path: Path) -> Iterator[Finding]:
     for number, match in enumerate(rule.matches):
         at = (*path, "matches", number)
         yield from _check_path(match.path, (*at, "path", "value"))
-        for index, header in enumerate(match.headers):
-            yield from check_header_name(header.name, (*at, "headers", index, "name"))
-            yield from _check_value(header, (*at, "headers", index, "value"))
+        yield from check_header_matches(match.headers, at)
         for index, parameter in enumerate(match.query_params):
             yield from _check_value(parameter, (*at, "queryParams", index, "value"))
-    yield from _check_filters(rule.filters, (*path, "filters"))
+    yield from check_targets(rule.filters, rule.backend_refs, path)
     yield from _check_together(rule, path)
-    for number, backend in enumerate(rule.backend_refs):
-        at = (*path, "backendRefs", number, "filters")
-        yield from _check_filters(backend.filters, at)
-        for index, one in enumerate(backend.filters):
-            if one.type not in _OF_BACKENDS:
-                yield (*at, index, "type"), f"{one.type} is applied to whole rules; write it under the rule's filters"
     yield from _check_timeouts(rule.timeouts, (*path, "timeouts"))
     backoff = None if rule.retry is None else rule.retry.backoff
     if backoff is not None and not _SHORTEST_S <= backoff <= _LONGEST_S:
@@ -311,9 +308,29 @@ def _check_rule(rule: HTTPRouteRule, path: Path) -> Iterator[Finding]:
         yield (*path, "retry", "backoff"), f"Envoy takes no {backoff} here; {advice}"
 
 
+def check_header_matches(headers: Iterable[ValueMatch], path: Path) -> Iterator[Finding]:
+    """Names that headers can have, and expressions."""
+    for index, header in enumerate(headers):
+        yield from check_header_name(header.name, (*path, "headers", index, "name"))
+        yield from _check_value(header, (*path, "headers", index, "value"))
+
+
+def check_targets(
+    filters: Sequence[HTTPRouteFilter], backends: Iterable[WeightedBackendRef], path: Path
+) -> Iterator[Finding]:
+    """The filters of a rule and of its backends: every filter has its fields, and stands where it can be applied."""
+    yield from _check_filters(filters, (*path, "filters"))
+    for number, backend in enumerate(backends):
+        at = (*path, "backendRefs", number, "filters")
+        yield from _check_filters(backend.filters, at)
+        for index, one in enumerate(backend.filters):
+            if one.type not in _OF_BACKENDS:
+                yield (*at, index, "type"), f"{one.type} is applied to whole rules; write it under the rule's filters"
+
+
 def _check_path(match: PathMatch, path: Path) -> Iterator[Finding]:
     if match.type == "RegularExpression":
-        yield from _check_expression(match.value, path)
+        yield from check_expression(match.value, path)
     elif not match.value.startswith("/") or _NEVER_IN_PATHS.search(match.value):
         yield (
             path,
@@ -323,10 +340,11 @@ def _check_path(match: PathMatch, path: Path) -> Iterator[Finding]:
 
 def _check_value(match: ValueMatch, path: Path) -> Iterator[Finding]:
     if match.type == "RegularExpression":
-        yield from _check_expression(match.value, path)
+        yield from check_expression(match.value, path)
 
 
-def _check_expression(text: str, path: Path) -> Iterator[Finding]:
+def check_expression(text: str, path: Path) -> Iterator[Finding]:
+    """An expression that Envoy can compile."""
     try:
         compile_expression(text)
     except ValueError as error:

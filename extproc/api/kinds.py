@@ -14,6 +14,7 @@ from extproc.api.admission import InferenceObjective
 from extproc.api.documents import DirectoryObjects
 from extproc.api.errors import Finding
 from extproc.api.gateway_config import GatewayConfig, check_gateway, check_has_listeners, check_listeners, check_origins
+from extproc.api.grpc_route import GRPCRoute, check_grpc_route
 from extproc.api.http_route import Backend, HTTPRoute, check_backend, check_http_route
 from extproc.api.key_store import KeyStore, check_key_store, check_known_keys
 from extproc.api.model_route import ModelRoute, check_route
@@ -66,6 +67,13 @@ DOCUMENT_KINDS: Final = (
         checks=(check_http_route,),
         references=(references.check_backends, references.check_parents),
         field="http_routes",
+    ),
+    DocumentKind(
+        document=GRPCRoute,
+        api_versions=("gateway.networking.k8s.io/v1",),
+        checks=(check_grpc_route,),
+        references=(references.check_backends, references.check_parents),
+        field="grpc_routes",
     ),
     DocumentKind(document=Backend, checks=(check_backend,), field="backends"),
     DocumentKind(

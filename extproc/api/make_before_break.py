@@ -177,8 +177,8 @@ class DrainingRoutedServers(DrainingServers):
 
 
 def _chosen(snapshot: Snapshot) -> Iterable[str]:
-    """The ModelServers that HTTPRoutes name."""
-    for route in snapshot.http_routes:
+    """The ModelServers that HTTPRoutes and GRPCRoutes name."""
+    for route in snapshot.gateway_api_routes:
         for ref, _ in backend_refs(route):
             if ref.kind == "ModelServer":
                 yield backend_key(route, ref)

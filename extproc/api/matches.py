@@ -78,6 +78,19 @@ def covers_domain(pattern: str, domain: str) -> bool:
     return pattern == domain or (pattern.startswith("*.") and domain.endswith(pattern[1:]))
 
 
+def covering_domains(domain: str) -> list[str]:
+    """All that include all hosts of ``domain``, itself among them, the most specific first."""
+    if domain == ANY_HOST:
+        return [ANY_HOST]
+    found = [domain]
+    at = domain.find(".", 2 if domain.startswith("*.") else 0)
+    while at >= 0:
+        found.append(f"*{domain[at:]}")
+        at = domain.find(".", at + 1)
+    found.append(ANY_HOST)
+    return found
+
+
 def have_common_hosts(one: str, other: str) -> bool:
     """Whether a host can belong to both."""
     return covers_domain(one, other) or covers_domain(other, one)

@@ -109,7 +109,7 @@ class RouteRule(Spec, frozen=True):
         Rule("!has(self.tiers) || !has(self.sticky) || self.sticky == 'None'", STICKY_TIERS),
     )
 
-    target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
+    target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=32)]
     name: str = ""
     model_match: ModelMatch | None = None
     # of requests without an InferenceObjective; those below 0 are refused first when engines are full

@@ -499,6 +499,11 @@ class ModelServerSpec(Spec, frozen=True):
         return self.connection.tls is not None or (self.provider is not None and self.provider.scheme == "https")
 
     @property
+    def takes_grpc(self) -> bool:
+        """Whether its endpoints are ports of gRPC."""
+        return self.protocol.endswith("-gRPC")
+
+    @property
     def reads_metrics(self) -> bool:
         """Whether its engines have metrics that are read."""
         return self.scrape_interval > 0 and self.provider is None
@@ -611,7 +616,7 @@ def _check_protocol(spec: ModelServerSpec) -> Iterator[Finding]:
     if spec.protocol == "OpenAI":
         return
     # a slash is sent percent-encoded
-    if spec.model in {".", ".."} and not spec.protocol.endswith("-gRPC"):
+    if spec.model in {".", ".."} and not spec.takes_grpc:
         yield ("spec", "model"), f"'{spec.model}' is no segment of a path, in which protocol {spec.protocol} names it"
     for name, attribute in _OF_PROMPTS.items():
         if getattr(spec, attribute):

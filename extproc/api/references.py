@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from extproc.api.access_policy import ModelAccessPolicy
-from extproc.api.http_route import ATTACHE_GROUP, HTTPRoute
+from extproc.api.grpc_route import GRPCRoute
+from extproc.api.http_route import ATTACHE_GROUP
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer, check_no_references
 from extproc.api.schema import suggest
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Mistake, Path
     from extproc.api.fallback import Fallback
     from extproc.api.gateway_config import GatewayConfig
+    from extproc.api.grpc_route import GatewayApiRoute, GatewayApiRule
     from extproc.api.http_route import BackendRef
     from extproc.api.mirror import Mirror
     from extproc.api.model_route import TargetModel
@@ -102,7 +105,7 @@ def check_target_models(route: ModelRoute, found: DirectoryObjects) -> Iterator[
                 yield path, _none_called("ModelServer", target.model_server_name, route.metadata.namespace, keys)
 
 
-def check_parents(route: ModelRoute | HTTPRoute, found: DirectoryObjects) -> Iterator[Finding]:
+def check_parents(route: ModelRoute | GatewayApiRoute, found: DirectoryObjects) -> Iterator[Finding]:
     """The listeners that it is attached to exist."""
     for index, ref in enumerate(route.spec.parent_refs if found.listeners else ()):
         if ref.section_name is not None and ref.section_name not in found.listeners:
@@ -111,8 +114,9 @@ def check_parents(route: ModelRoute | HTTPRoute, found: DirectoryObjects) -> Ite
             yield path, f"the GatewayConfig has no listener '{ref.section_name}'; {advice}"
 
 
-def check_backends(route: HTTPRoute, found: DirectoryObjects) -> Iterator[Finding]:
-    """Its ModelServers and Backends exist."""
+def check_backends(route: GatewayApiRoute, found: DirectoryObjects) -> Iterator[Finding]:
+    """Its ModelServers and Backends exist; those of a GRPCRoute are called by gRPC."""
+    takes_grpc = isinstance(route, GRPCRoute)
     for ref, path in backend_refs(route):
         if ref.group != ATTACHE_GROUP or ref.kind not in ("ModelServer", "Backend"):
             message = f"refers to a {ref.kind} of '{ref.group}', which a directory has none of; "
@@ -122,11 +126,23 @@ def check_backends(route: HTTPRoute, found: DirectoryObjects) -> Iterator[Findin
         if backend_key(route, ref) not in keys and not found.unread.may_hold(ref.name):
             namespace = ref.namespace or route.metadata.namespace
             yield (*path, "name"), _none_called(ref.kind, ref.name, namespace, keys)
+        elif takes_grpc and ref.kind == "ModelServer" and _is_without_grpc(backend_key(route, ref), found):
+            advice = "name one with protocol V2-gRPC or TensorFlow-gRPC, or write an HTTPRoute"
+            yield (*path, "name"), f"the ModelServer '{ref.name}' is not called by gRPC; {advice}"
 
 
-def backend_refs(route: HTTPRoute) -> Iterator[tuple[BackendRef, Path]]:
+def _is_without_grpc(key: str, found: DirectoryObjects) -> bool:
+    servers = found.of(ModelServer)
+    place = bisect_left(servers, key, key=lambda pair: pair[1].metadata.key)
+    # one that cannot be read has mistakes of its own
+    server = servers[place][1] if place < len(servers) else None
+    return server is not None and server.metadata.key == key and not server.spec.takes_grpc
+
+
+def backend_refs(route: GatewayApiRoute) -> Iterator[tuple[BackendRef, Path]]:
     """Every backend that the route names, copies of requests included, with its place in the document."""
-    for number, rule in enumerate(route.spec.rules):
+    rules: Sequence[GatewayApiRule] = route.spec.rules
+    for number, rule in enumerate(rules):
         path: Path = ("spec", "rules", number)
         for index, one in enumerate(rule.filters):
             if one.request_mirror is not None:
@@ -135,7 +151,7 @@ def backend_refs(route: HTTPRoute) -> Iterator[tuple[BackendRef, Path]]:
             yield ref, (*path, "backendRefs", index)
 
 
-def backend_key(route: HTTPRoute, ref: BackendRef) -> str:
+def backend_key(route: GatewayApiRoute, ref: BackendRef) -> str:
     """The ``namespace/name`` that ``ref`` names; of the route's own namespace if it names none."""
     return object_key(ref.namespace or route.metadata.namespace, ref.name)
 

@@ -15,6 +15,7 @@ import msgspec
 from extproc.api.access_policy import ModelAccessPolicy
 from extproc.api.admission import FlowControl, InferenceObjective
 from extproc.api.gateway_config import GatewayConfigSpec
+from extproc.api.grpc_route import GatewayApiRoute, GRPCRoute
 from extproc.api.http_route import Backend, HTTPRoute
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer, ModelServerSpec, longest_waits
@@ -48,10 +49,16 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     gateway: GatewayConfigSpec
     objectives: tuple[InferenceObjective, ...] = ()
     http_routes: tuple[HTTPRoute, ...] = ()
+    grpc_routes: tuple[GRPCRoute, ...] = ()
     backends: tuple[Backend, ...] = ()
     access_policies: tuple[ModelAccessPolicy, ...] = ()
     picker_files: Mapping[str, PickerFile] = {}
     digests: Mapping[str, str] = {}
+
+    @property
+    def gateway_api_routes(self) -> tuple[GatewayApiRoute, ...]:
+        """Those by which Envoy routes requests itself."""
+        return (*self.http_routes, *self.grpc_routes)
 
     def flow_control_of(self, spec: ModelServerSpec, namespace: str = "") -> FlowControl | None:
         """A server's own, or else that of its EndpointPickerConfig, with bands for the InferenceObjectives of

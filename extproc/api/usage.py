@@ -50,15 +50,15 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``ticket``: extproc's name for it, different in all processes and restarts. ``tenant``, ``user``, ``api_key``: its
     caller, verified. ``key_id``: of the API key. ``route``: ``namespace/name`` of its ModelRoute, or
-    ``http:namespace/name`` of its HTTPRoute. ``server``: of its ModelServer. ``model``: as the client asked for it.
-    ``served_model``: as the engine was asked. ``api``: the name of an ``Api``. ``priority``: of its objective or rule;
-    ``band``: the name of its queue's band. ``queued_ms``: how long extproc held it, for whatever reason. ``cached``:
-    tokens of its prompt that the pick expected in the cache. What it is taken to use where its answer does not report
-    it (``extproc.api.used_tokens.Expected``): ``input_tokens``, ``output_tokens``, ``answers``, ``most_output``,
-    ``token_us``, ``tokens_per_event``, ``in_background``. ``price``: in force for it; None: the ModelServer has none.
-    ``refused``: the code of extproc's refusal; empty if the request was sent on. ``service_class``: the name of its
-    class of objectives; ``band`` if it has none. ``degraded``: ``server`` is a fallback that is marked so,
-    or limits the answer. ``fallbacks``: those to which Envoy may go on.
+    ``http:namespace/name`` of its HTTPRoute, ``grpc:namespace/name`` of its GRPCRoute. ``server``: of its ModelServer.
+    ``model``: as the client asked for it. ``served_model``: as the engine was asked. ``api``: the name of an ``Api``.
+    ``priority``: of its objective or rule; ``band``: the name of its queue's band. ``queued_ms``: how long extproc
+    held it, for whatever reason. ``cached``: tokens of its prompt that the pick expected in the cache. What it is
+    taken to use where its answer does not report it (``extproc.api.used_tokens.Expected``): ``input_tokens``,
+    ``output_tokens``, ``answers``, ``most_output``, ``token_us``, ``tokens_per_event``, ``in_background``. ``price``:
+    in force for it; None: the ModelServer has none. ``refused``: the code of extproc's refusal; empty if the request
+    was sent on. ``service_class``: the name of its class of objectives; ``band`` if it has none. ``degraded``:
+    ``server`` is a fallback that is marked so, or limits the answer. ``fallbacks``: those to which Envoy may go on.
     """
 
     ticket: str = ""

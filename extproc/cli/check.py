@@ -101,6 +101,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *_unrouted_adapters(snapshot),
             *_unknown_models(snapshot),
             *_unreached(snapshot),
+            *_merged(snapshot),
             *unrouted_servers(snapshot),
             *literal_stars(snapshot),
             *limits_without_identity(snapshot),
@@ -238,16 +239,16 @@ def _named_models(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
 
 
 def _unreached(snapshot: Snapshot) -> Iterator[str]:
-    """HTTPRoutes for hosts that no listener of theirs takes."""
+    """HTTPRoutes and GRPCRoutes for hosts that no listener of theirs takes."""
     listeners = snapshot.gateway.listeners
-    for route in snapshot.http_routes if listeners else ():
+    for route in snapshot.gateway_api_routes if listeners else ():
         attached = [
             (one.hostname or ANY_HOST).lower() for one in listeners if is_attached(route.spec.parent_refs, one.name)
         ]
         hosts = [one.lower() for one in route.spec.hostnames] or [ANY_HOST]
         if not any(have_common_hosts(own, host) for own in attached for host in hosts):
             yield (
-                f"HTTPRoute {route.metadata.key}: no listener that it is attached to takes its hostnames "
+                f"{type(route).__name__} {route.metadata.key}: no listener that it is attached to takes its hostnames "
                 f"({', '.join(hosts)}); change hostnames, or the listener's hostname"
             )
 
@@ -260,6 +261,26 @@ def _without_steps(snapshot: Snapshot) -> Iterator[str]:
                 yield (
                     f"ModelRoute {route.metadata.key}: callers: Steps has no effect, as the GatewayConfig does not say"
                     " where they call; write steps: 127.0.0.1:8081, or leave callers out"
+                )
+
+
+def _merged(snapshot: Snapshot) -> Iterator[str]:
+    """HTTPRoutes and GRPCRoutes with a host in common, of which a cluster's gateway serves the older alone."""
+    listeners = snapshot.gateway.listeners
+    for calls in snapshot.grpc_routes:
+        for other in snapshot.http_routes:
+            if any(
+                (not listeners or all(is_attached(one.spec.parent_refs, name) for one in (calls, other)))
+                and any(
+                    have_common_hosts(one.lower(), two.lower())
+                    for one in calls.spec.hostnames or (ANY_HOST,)
+                    for two in other.spec.hostnames or (ANY_HOST,)
+                )
+                for name in [one.name for one in listeners] or [""]
+            ):
+                yield (
+                    f"GRPCRoute {calls.metadata.key}: the HTTPRoute {other.metadata.key} has a host in common with it; "
+                    "here both are served, and in a cluster the older alone; write other hostnames"
                 )
 
 
@@ -681,13 +702,14 @@ def _unknown_callers(asked: Authentication | None, *, is_told: bool) -> dict[str
 def unrouted_servers(snapshot: Snapshot) -> Iterator[str]:
     """ModelServers that no client can reach."""
     named = {server for route in snapshot.routes for server in route.server_keys}
-    named |= {backend_key(route, ref) for route in snapshot.http_routes for ref, _ in backend_refs(route)}
+    named |= {backend_key(route, ref) for route in snapshot.gateway_api_routes for ref, _ in backend_refs(route)}
     for server in snapshot.servers:
         if server.metadata.key not in named:
             yield (
-                f"ModelServer {server.metadata.key}: no ModelRoute or HTTPRoute names it, so no request comes to it;"
-                f" write a ModelRoute with targetModels: [{{modelServerName: {server.metadata.name}}}], remove it, or"
-                f" run extproc with --pool {server.metadata.name} behind a gateway that something else configures"
+                f"ModelServer {server.metadata.key}: no ModelRoute, HTTPRoute or GRPCRoute names it, so no request"
+                f" comes to it; write a ModelRoute with targetModels: [{{modelServerName: {server.metadata.name}}}],"
+                f" remove it, or run extproc with --pool {server.metadata.name} behind a gateway that something else"
+                " configures"
             )
 
 

@@ -325,7 +325,7 @@ def console_state(core: Core, facts: Facts, query: Query, now: float) -> Generat
         bands=tuple(nsmallest(MOST_ROWS, bands, key=lambda one: (-one.waiting, one.server, -one.priority))),
         tenants=tuple(nsmallest(MOST_ROWS, tenants, key=_tenant_order)),
         routes=tuple(_route(one) for one in routes[:MOST_ROWS]),
-        http_routes=len(core.snapshot.http_routes),
+        http_routes=len(core.snapshot.gateway_api_routes),
         buckets=tuple(_buckets(core, now)),
         outcomes=facts.outcomes,
         counts={

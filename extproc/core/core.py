@@ -191,7 +191,7 @@ class Core:
         self.claims = authorizer.claims
         # Envoy may still send copies when no rule has a mirror any more
         self._has_copies |= any(rule.mirror is not None for route in snapshot.routes for rule in route.spec.rules)
-        self.asks_origin = bool(snapshot.http_routes or gateway.listeners or gateway.steps) or self._has_copies
+        self.asks_origin = bool(snapshot.gateway_api_routes or gateway.listeners or gateway.steps) or self._has_copies
         self.builder = RequestBuilder(
             routing,
             identities,

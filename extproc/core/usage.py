@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.grpc_route import GRPC_ROUTE
 from extproc.api.usage import HTTP_ROUTE, UsageContext, UsageElsewhere, UsageLine
 from extproc.api.used_tokens import CLIENT_LEFT, Expected
 from extproc.protocol import APIS_BY_CALL, REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
@@ -155,7 +156,9 @@ def usage_of_unread(head: Head, subject: Subject, refusal: Refusal) -> UsageCont
 
 
 def _http_route(head: Head) -> str:
-    return f"{HTTP_ROUTE}{head.http_route}" if head.http_route else ""
+    if not head.http_route or head.http_route.startswith(GRPC_ROUTE):
+        return head.http_route
+    return HTTP_ROUTE + head.http_route
 
 
 def _band_of(control: FlowControl, priority: int) -> str:

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # The engines serve it beside their own model: a second version, under another name.
 SECOND: Final = "sql"
+# Envoy takes % in metadata for the beginning of a command.
+WRITTEN: Final = "/v2/models/%73ql/infer"
 TENSOR: Final = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1.5, 2.0]}
 INFER: Final = {"id": "42", "inputs": [TENSOR]}
 
@@ -68,6 +70,16 @@ def models(engines: tuple[str, ...]) -> list[dict[str, object]]:
                     {
                         "type": "URLRewrite",
                         "urlRewrite": {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}},
+                    }
+                ],
+            ),
+            http_stand.rule(
+                "/written",
+                http_stand.ref("second", "ModelServer"),
+                filters=[
+                    {
+                        "type": "URLRewrite",
+                        "urlRewrite": {"path": {"type": "ReplaceFullPath", "replaceFullPath": WRITTEN}},
                     }
                 ],
             ),
@@ -187,6 +199,11 @@ async def test_an_http_route_keeps_the_path_that_it_writes(http: httpx.AsyncClie
     unknown = await http.post(f"/team/v2/models/{SECOND}/other", json=INFER)
     assert (unknown.status_code, unknown.text) == (404, "404: Not Found")
     assert (await http.post("/team/v2/repository/index", json={})).status_code == 403
+
+
+async def test_an_http_route_may_write_any_path(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/written", json=INFER)
+    assert (answer.status_code, answer.json()["model_name"]) == (200, SECOND)
 
 
 async def test_health_is_answered_from_readiness(http: httpx.AsyncClient) -> None:

@@ -22,6 +22,7 @@ from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,
     GATEWAYS,
+    GRPC_ROUTES,
     HTTP_ROUTES,
     INFERENCE_POOLS,
     MODEL_SERVERS,
@@ -36,6 +37,7 @@ from tests.gateway_objects import (
     endpoint_slice,
     gateway,
     gateway_class,
+    grpc_route,
     http_route,
     https,
     listener,
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-OPTIONAL = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, REFERENCE_GRANTS, INFERENCE_POOLS)
+OPTIONAL = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, GRPC_ROUTES, REFERENCE_GRANTS, INFERENCE_POOLS)
 MADE = {one.kind: one for one in (*OPTIONAL, CONFIG_MAPS, SECRETS, SERVICES, ENDPOINT_SLICES, MODEL_SERVERS)}
 POOL = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
 
@@ -196,6 +198,33 @@ async def test_a_gateway_and_a_route_become_a_directory_and_say_so(
         writes = role.status_writes
         await asyncio.sleep(0.5)
         assert role.status_writes == writes
+
+
+async def test_of_routes_of_two_kinds_the_older_is_served_and_both_say_so(
+    client: Client, namespace: str, tmp_path: Path
+) -> None:
+    await create(client, namespace, gateway(), service(), http_route("web"))
+    # times of API servers are whole seconds; of two in one, the first by name is older
+    await create(client, namespace, grpc_route("zcalls"))
+
+    async def accepted(resource: Resource, name: str) -> list[tuple[str, str]]:
+        parents = (await status(client, resource, name, namespace)).get("parents") or ()
+        return [said(one["conditions"])["Accepted"] for one in parents]
+
+    async def one_is_served() -> bool:
+        of_http, of_calls = await accepted(HTTP_ROUTES, "web"), await accepted(GRPC_ROUTES, "zcalls")
+        return (of_http, of_calls) == ([("True", "Accepted")], [("False", "HostnameConflict")])
+
+    async def the_other_is_served() -> bool:
+        return await accepted(GRPC_ROUTES, "zcalls") == [("True", "Accepted")]
+
+    async with serving(client, namespace, tmp_path):
+        await eventually(one_is_served)
+        await client.delete(HTTP_ROUTES, "web", namespace)
+        await eventually(the_other_is_served)
+        snapshot = read(tmp_path)
+        assert snapshot is not None
+        assert [one.metadata.name for one in snapshot.gateway_api_routes] == ["zcalls"]
 
 
 async def test_a_pool_is_served_and_says_by_which_gateway(client: Client, namespace: str, tmp_path: Path) -> None:

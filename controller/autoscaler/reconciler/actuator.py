@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.audit import caused_by
+from controller.autoscaler.reconciler.resolver import servers_of
 from controller.autoscaler.reconciler.result import Result, ScaleEvent
 from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, SCALED_BY, SCALED_TO, PodView
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
@@ -385,5 +386,4 @@ def _reports(demand: DemandSource, result: Result) -> Mapping[str, EngineReport]
     """By IP address of a pod. Only where something may drain: what each engine does."""
     if not result.situations or all(one.target.kind is None or one.target.kind.drains_itself for one in result.steps):
         return {}
-    servers = sorted({one.server for one in result.resolved if one.server})
-    return demand.view(servers, result.now_s).reports
+    return demand.view(servers_of(result.resolved), result.now_s).reports

@@ -17,7 +17,7 @@ from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.metric_sources import Sources
 from controller.autoscaler.reconciler.metrics import BindingSeries, series_of
 from controller.autoscaler.reconciler.records import DecisionRecord
-from controller.autoscaler.reconciler.resolver import Resolver
+from controller.autoscaler.reconciler.resolver import Resolver, servers_of
 from controller.autoscaler.reconciler.result import Result, target_actions
 from controller.autoscaler.reconciler.scalables import LEARNED
 from controller.autoscaler.reconciler.situations import situations_of, with_headroom
@@ -162,7 +162,7 @@ class Reconciler:
             return Result(now_s=now_s, problem=("Invalid", view.problem))
         state.resolution = parts.resolver.resolve(view, state.resolution)
         resolved = tuple(self._latest(one) for one in state.resolution.targets)
-        parts.use_servers(view.key, sorted({one.server for one in resolved if one.server}))
+        parts.use_servers(view.key, servers_of(resolved))
         policy = parts.informers.policy(view.policy_key)
         if policy is None:
             problem = ("PolicyNotFound", f"there is no AutoscalingPolicy {view.policy_key}")

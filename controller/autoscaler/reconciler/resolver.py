@@ -15,6 +15,8 @@ from controller.autoscaler.reconciler.scalables import PodView, Scalable, Scalab
 from controller.kube.resources import selector
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from controller.autoscaler.reconciler.bindings import BindingView
     from controller.autoscaler.reconciler.informers import Informers
 
@@ -41,7 +43,7 @@ class TargetProblem(msgspec.Struct, frozen=True):
 
 class ResolvedTarget(msgspec.Struct, frozen=True, kw_only=True):
     """One target. ``found`` and ``kind``: None if the object does not exist or is unknown. ``server``: the key of its
-    ModelServer; empty if unknown.
+    ModelServer; empty if unknown. ``twins``: the keys of those of the same pods at other ports, such as that of gRPC.
     """
 
     spec: ScaleTarget
@@ -50,12 +52,18 @@ class ResolvedTarget(msgspec.Struct, frozen=True, kw_only=True):
     found: Scalable | None = None
     pods: Sequence[PodView] = ()
     server: str = ""
+    twins: tuple[str, ...] = ()
     problem: TargetProblem | None = None
 
     @property
     def may_write(self) -> bool:
         """Whether its replicas may be written."""
         return self.found is not None and (self.problem is None or not self.problem.forbids)
+
+
+def servers_of(targets: Iterable[ResolvedTarget]) -> list[str]:
+    """The keys of all ModelServers whose demand is theirs."""
+    return sorted({key for one in targets if one.server for key in (one.server, *one.twins)})
 
 
 class Resolution(NamedTuple):
@@ -72,8 +80,8 @@ class Resolver:
     def __init__(self, informers: Informers) -> None:
         self._informers = informers
         self._version = -1
-        # by target: the labels of its pods, and the ModelServer that selects them
-        self._servers: dict[ScalableRef, tuple[Mapping[str, str], str]] = {}
+        # by target: the labels of its pods, and the ModelServers that select them
+        self._servers: dict[ScalableRef, tuple[Mapping[str, str], tuple[str, ...]]] = {}
 
     def resolve(self, view: BindingView, before: Resolution | None) -> Resolution:
         """All targets of a binding without mistakes. ``before``: what this returned last."""
@@ -107,7 +115,7 @@ class Resolver:
         self, view: BindingView, spec: ScaleTarget, place: ScalableRef, kind: ScalableKind, found: Scalable
     ) -> ResolvedTarget:
         pods = _selected(self._informers.pods.index.of(view.namespace, found.selector), found)
-        server = self._server(view.namespace, spec, place, found)
+        server, *twins = self._of_pods(view.namespace, spec, place, found) or ("",)
         return ResolvedTarget(
             spec=spec,
             place=place,
@@ -115,6 +123,7 @@ class Resolver:
             found=found,
             pods=pods,
             server=server,
+            twins=tuple(twins),
             problem=self._problem(view, place, found, server),
         )
 
@@ -146,27 +155,33 @@ class Resolver:
             return TargetProblem("ServerNotFound", message, forbids=False)
         return None
 
-    def _server(self, namespace: str, spec: ScaleTarget, place: ScalableRef, found: Scalable) -> str:
+    def _of_pods(self, namespace: str, spec: ScaleTarget, place: ScalableRef, found: Scalable) -> tuple[str, ...]:
+        """The ModelServer of the target, then its twins; empty if none is known."""
         if spec.server is not None:
-            return f"{namespace}/{spec.server}"
+            return (f"{namespace}/{spec.server}",)
         if self._version != self._informers.servers_version:
             self._servers.clear()
             self._version = self._informers.servers_version
         known = self._servers.get(place)
         if known is None or known[0] != found.template:
-            known = found.template, self._selecting(namespace, found)
+            templates = [one for one in (found.template, *found.roles.values()) if one]
+            known = found.template, selecting_servers(self._informers, namespace, templates)
             self._servers[place] = known
         return known[1]
 
-    def _selecting(self, namespace: str, found: Scalable) -> str:
-        """The ModelServer with the most labels among those that select the pods; the first by name among equals."""
-        templates = [one for one in (found.template, *found.roles.values()) if one]
-        fitting = [
-            (-len(selector), key)
-            for template in templates
-            for key, selector in self._informers.servers_selecting(namespace, template)
-        ]
-        return min(fitting)[1] if fitting else ""
+
+def selecting_servers(informers: Informers, namespace: str, templates: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
+    """The ModelServer with the most labels among those that select pods with the labels of ``templates``; the first by
+    name among equals. Then those with the same labels at other ports. Empty if there is none.
+    """
+    fitting = {
+        key: selector for labels in templates for key, selector in informers.servers_selecting(namespace, labels)
+    }
+    if not fitting:
+        return ()
+    server = min(fitting, key=lambda key: (-len(fitting[key]), key))
+    same = (key for key, selector in fitting.items() if selector == fitting[server])
+    return server, *sorted(key for key in same if informers.port_of(key) != informers.port_of(server))
 
 
 def _selected(pods: Sequence[PodView], found: Scalable) -> Sequence[PodView]:

@@ -22,6 +22,7 @@ from controller.autoscaler.decision.situation import (
 )
 from controller.autoscaler.decision.speeds import speed_of
 from controller.autoscaler.reconciler.demand import together
+from controller.autoscaler.reconciler.resolver import servers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,7 +95,7 @@ def situations_of(
         stages.setdefault(one.spec.stage, []).append(one)
     found = []
     for several in stages.values():
-        demand = view(sorted({one.server for one in several if one.server}))
+        demand = view(servers_of(several))
         targets = tuple(_target(one, demand, holds.get(one.spec.name), policy) for one in several)
         unreported = tuple(_unreported(targets, now_s - policy.staleness.soft))
         found.append(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of HTTPRoutes by host, in order of precedence: the Gateway API's rules, as plain data.
+"""The rules of HTTPRoutes and GRPCRoutes by host, in order of precedence: the Gateway API's rules, as plain data.
 
-Source: Gateway API, HTTPRoute: precedence in ``hostnames`` and ``matches``; Gateway: listener isolation.
+Source: Gateway API, HTTPRoute and GRPCRoute: precedence in ``hostnames`` and ``matches``; Gateway: listener isolation.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.api.gateway_config import Listener
-from extproc.api.http_route import HTTPRoute, HTTPRouteMatch
-from extproc.api.matches import ANY_HOST, covers_domain
+from extproc.api.grpc_route import GatewayApiRoute, effective_matches
+from extproc.api.matches import ANY_HOST, covering_domains, covers_domain
 from extproc.api.spec import is_attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from extproc.api.http_route import HTTPRouteRule, PathMatch, ValueMatch
+    from extproc.api.grpc_route import GatewayApiRule
+    from extproc.api.http_route import HTTPRouteMatch, PathMatch, ValueMatch
 
 
 class RouteEntry(msgspec.Struct, frozen=True):
     """One match of one rule. ``rule`` and ``number``: which rule of ``route``, and which match of that."""
 
-    route: HTTPRoute
+    route: GatewayApiRoute
     rule: int
     number: int
 
@@ -34,7 +35,7 @@ class RouteEntry(msgspec.Struct, frozen=True):
         return effective_matches(self.rule_spec)[self.number]
 
     @property
-    def rule_spec(self) -> HTTPRouteRule:
+    def rule_spec(self) -> GatewayApiRule:
         """What is done with the requests."""
         return self.route.spec.rules[self.rule]
 
@@ -50,7 +51,7 @@ class Host(msgspec.Struct, frozen=True):
     entries: tuple[RouteEntry, ...]
 
 
-def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_named: bool = True) -> list[Host]:
+def hosts_of(listeners: Sequence[Listener], routes: Iterable[GatewayApiRoute], *, are_named: bool = True) -> list[Host]:
     """The hosts of listeners that share an address, the most specific first.
 
     A request belongs to the listener with the most specific host name that fits it, and routes attached to that
@@ -92,17 +93,12 @@ def conditions(match: HTTPRouteMatch) -> tuple[list[ValueMatch], list[ValueMatch
     )
 
 
-def effective_matches(rule: HTTPRouteRule) -> tuple[HTTPRouteMatch, ...]:
-    """Its matches; without any, all requests match."""
-    return rule.matches or (HTTPRouteMatch(),)
-
-
 def path_prefix(match: PathMatch) -> str:
     """What a PathPrefix compares by whole elements: without a slash at its end, so that ``/`` is empty."""
     return match.value.rstrip("/")
 
 
-def _intersections(listener: Listener, routes: Iterable[HTTPRoute]) -> Iterator[str]:
+def _intersections(listener: Listener, routes: Iterable[GatewayApiRoute]) -> Iterator[str]:
     """Domains that the listener and a host name of an attached route have in common."""
     own = domain_of(listener)
     for route in routes:
@@ -114,38 +110,30 @@ def _intersections(listener: Listener, routes: Iterable[HTTPRoute]) -> Iterator[
                 yield own
 
 
-def _by_host_name(routes: Iterable[HTTPRoute]) -> Mapping[str, list[HTTPRoute]]:
+def _by_host_name(routes: Iterable[GatewayApiRoute]) -> Mapping[str, list[GatewayApiRoute]]:
     """The routes by host name, so that a host need not scan all routes. Those without names serve all hosts."""
-    found: dict[str, list[HTTPRoute]] = {}
+    found: dict[str, list[GatewayApiRoute]] = {}
     for route in routes:
         for hostname in dict.fromkeys(one.lower() for one in route.spec.hostnames or (ANY_HOST,)):
             found.setdefault(hostname, []).append(route)
     return found
 
 
-def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[RouteEntry, ...]:
+def _entries(domain: str, routes: Mapping[str, list[GatewayApiRoute]]) -> tuple[RouteEntry, ...]:
     found: list[tuple[tuple[bool, int], RouteEntry]] = []
     seen: set[str] = set()
     # a route counts by the most specific of its names
-    for hostname in _covering(domain):
+    for hostname in covering_domains(domain):
         for route in routes.get(hostname, ()):
-            if route.metadata.key not in seen:
-                seen.add(route.metadata.key)
+            if route.reference not in seen:
+                seen.add(route.reference)
+                rules: Sequence[GatewayApiRule] = route.spec.rules
                 found.extend(
                     (_specificity(hostname), RouteEntry(route, number, index))
-                    for number, rule in enumerate(route.spec.rules)
+                    for number, rule in enumerate(rules)
                     for index in range(len(effective_matches(rule)))
                 )
     return tuple(entry for _, entry in sorted(found, key=lambda pair: _precedence(*pair)))
-
-
-def _covering(domain: str) -> list[str]:
-    """Host names that include all of ``domain``, the most specific first."""
-    if domain == ANY_HOST:
-        return [ANY_HOST]
-    labels = domain.split(".")
-    wildcards = [f"*.{'.'.join(labels[number:])}" for number in range(1, len(labels))]
-    return list(dict.fromkeys([domain, *wildcards, ANY_HOST]))
 
 
 def _specificity(domain: str) -> tuple[bool, int]:
@@ -164,7 +152,7 @@ def _precedence(specificity: tuple[bool, int], entry: RouteEntry) -> tuple[objec
         -len(headers),
         -len(parameters),
         (created is None, created.timestamp() if created is not None else 0.0),
-        entry.route.metadata.key,
+        entry.route.reference,
         entry.rule,
         entry.number,
     )

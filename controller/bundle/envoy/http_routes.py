@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of HTTPRoutes as routes of Envoy: to engines, which extproc picks, to other servers, or to an answer.
+"""Rules of HTTPRoutes and GRPCRoutes as routes of Envoy: to engines, which extproc picks, to others, or to an answer.
 
-A rule has conditions (on path, method, headers and parameters) and filters (changes of headers, redirects, other paths
-and hosts, mirrors, CORS).
+A GRPCRoute matches calls of gRPC, and its clients get statuses of gRPC; otherwise the two are alike. A rule has
+conditions (on path, method, headers and parameters) and filters (changes of headers, redirects, other paths and hosts,
+mirrors, CORS).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from urllib.parse import quote
 
 import msgspec
 from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
     RuntimeFractionalPercent,
 )
 from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
     FilterConfig,
     HeaderMatcher,
     QueryParameterMatcher,
@@ -30,9 +33,11 @@ from envoy_data_plane.envoy.config.route.v3 import (
     Route,
     RouteAction,
     RouteActionClusterNotFoundResponseCode,
+    RouteActionMaxStreamDuration,
     RouteActionRequestMirrorPolicy,
     RouteActionUpgradeConfig,
     RouteMatch,
+    RouteMatchGrpcRouteMatchOptions,
     WeightedCluster,
     WeightedClusterClusterWeight,
 )
@@ -48,10 +53,11 @@ from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentD
 from controller.bundle.envoy.clusters import backend_cluster_name, server_cluster_name
 from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
 from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, USAGE_FILTERS, processing_mode
-from controller.bundle.envoy.hosts import conditions, effective_matches, path_prefix
+from controller.bundle.envoy.hosts import conditions, path_prefix
 from controller.bundle.envoy.local_replies import error_answer
-from controller.bundle.envoy.model_routes import retries
+from controller.bundle.envoy.model_routes import retries, takes_calls
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, change_for
+from extproc.api.grpc_route import GRPCRoute, effective_matches
 from extproc.api.http_route import Backend
 from extproc.api.matches import ANY_HOST
 from extproc.api.model_server import ModelServer
@@ -71,15 +77,14 @@ if TYPE_CHECKING:
 
     from controller.bundle.envoy.envoy_json import Memo
     from controller.bundle.envoy.hosts import Host
+    from extproc.api.grpc_route import GatewayApiRoute, GatewayApiRule
     from extproc.api.http_route import (
         BackendRef,
         Cors,
         HeaderModifier,
-        HTTPRoute,
         HTTPRouteFilter,
         HTTPRouteMatch,
         HTTPRouteRetry,
-        HTTPRouteRule,
         PathMatch,
         PathModifier,
         RequestMirror,
@@ -99,8 +104,8 @@ _BACKEND_RETRY_ON: Final = "connect-failure,refused-stream,reset-before-request"
 # What the Gateway API requires for a rule with ``retry``; ``reset`` also covers a try that exceeds its timeout.
 _RULE_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 _BACKOFF_GROWTH: Final = 10
-# Idle timeout of upgraded connections.
-_UPGRADED_IDLE_S: Final = 3600.0
+# Idle timeout of upgraded connections, and of calls that stream.
+_STREAM_IDLE_S: Final = 3600.0
 # What a reference names; None: nothing that can be served.
 Named = ModelServer | Backend | None
 # Per-route configuration of filters, by their names, as plain data.
@@ -133,13 +138,13 @@ class RuleLocation(msgspec.Struct, frozen=True):
 
 
 class Backends:
-    """What the HTTPRoutes of a snapshot can refer to."""
+    """What the HTTPRoutes and GRPCRoutes of a snapshot can refer to."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._servers = {server.metadata.key: server for server in snapshot.servers}
         self._backends = {backend.metadata.key: backend for backend in snapshot.backends}
 
-    def of(self, route: HTTPRoute, ref: BackendRef) -> Named:
+    def of(self, route: GatewayApiRoute, ref: BackendRef) -> Named:
         """What ``ref`` of ``route`` names."""
         key = backend_key(route, ref)
         if ref.kind == "ModelServer":
@@ -149,7 +154,7 @@ class Backends:
 
 
 def http_routes(host: Host, place: RuleLocation, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
-    """The routes of ``host`` for HTTPRoutes, in their order of precedence."""
+    """The routes of ``host`` for HTTPRoutes and GRPCRoutes, in their order of precedence."""
     # the domain makes a difference to redirects alone: other routes are made once for all hosts
     here, anywhere = _as_json(place), _as_json(msgspec.structs.replace(place, domain=""))
     off = memo.get(without_inference, place.is_open, place.extproc_filters)
@@ -164,7 +169,7 @@ def _as_json(place: RuleLocation) -> str:
     return msgspec.json.encode(place).decode()
 
 
-def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
+def needs_of(routes: Sequence[GatewayApiRoute]) -> tuple[bool, bool]:
     """What the filters of listeners must do for ``routes``: see ``Needs``."""
     filters = [one for route in routes for rule in route.spec.rules for one in rule.filters]
     return any(one.cors is not None for one in filters), bool(routes)
@@ -186,7 +191,7 @@ def for_extproc(
     metadata = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
     metadata += [(PATH_KEY, path), (PATH_PREFIX_KEY, path_prefix)]
     # other bytes than ASCII cannot be sent
-    values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in metadata if value]
+    values = [HeaderValue(key=key, value=literal(quote(value, safe="/-._~:"))) for key, value in metadata if value]
     per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values, processing_mode=mode))
     return dict.fromkeys(filters, to_resource(per_route))
 
@@ -205,14 +210,14 @@ def _disabled(filters: Iterable[str]) -> Configs:
     return dict.fromkeys(filters, to_resource(FilterConfig(disabled=True)))
 
 
-def _refs(rule: HTTPRouteRule) -> list[BackendRef]:
+def _refs(rule: GatewayApiRule) -> list[BackendRef]:
     """All that a rule refers to: backends, then those that get copies."""
     mirrors = [one.request_mirror.backend_ref for one in rule.filters if one.request_mirror is not None]
     return [*rule.backend_refs, *mirrors]
 
 
 def _route(
-    where: str, off: Configs, route: HTTPRoute, rule_number: int, number: int, *named: Named
+    where: str, off: Configs, route: GatewayApiRoute, rule_number: int, number: int, *named: Named
 ) -> dict[str, object]:
     """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part.
     ``named``: what the rule refers to, as ``_refs`` lists it.
@@ -220,7 +225,12 @@ def _route(
     place = msgspec.json.decode(where, type=RuleLocation)
     rule = route.spec.rules[rule_number]
     match = effective_matches(rule)[number]
-    found = Route(name=f"http/{route.metadata.key}/{rule_number}/{number}", match=route_match(match))
+    takes_grpc = isinstance(route, GRPCRoute)
+    name = f"{'grpc' if takes_grpc else 'http'}/{route.metadata.key}/{rule_number}/{number}"
+    matched = route_match(match)
+    if takes_grpc:
+        matched.grpc = RouteMatchGrpcRouteMatchOptions()
+    found = Route(name=name, match=matched)
     change_headers(found, rule.filters)
     redirect = next((one.request_redirect for one in rule.filters if one.request_redirect is not None), None)
     count = len(rule.backend_refs)
@@ -228,17 +238,19 @@ def _route(
     if redirect is not None:
         found.redirect = redirect_action(redirect, match, domain=place.domain, port=place.port, is_tls=place.is_tls)
     elif all(one is None for _, one in targets):
-        found.direct_response = error_answer(500, _NO_BACKEND, "server_error", "no_backend")
+        found.direct_response = _no_backend(takes_grpc=takes_grpc)
     else:
         found.route = _action(rule, targets)
+        if takes_grpc:
+            _take_calls(found.route, targets)
         change_url(found.route, rule.filters, match)
         found.route.request_mirror_policies = list(_mirrors(rule, named[count:]))
     path = _new_path(rule.filters, match)
-    return _with_configs(found, rule, off, [_configs_of(one, place, route.metadata.key, path) for _, one in targets])
+    return _with_configs(found, rule, off, [_configs_of(one, place, route.reference, path) for _, one in targets])
 
 
 def _with_configs(
-    found: Route, rule: HTTPRouteRule, off: Configs, of_targets: Sequence[Configs | None]
+    found: Route, rule: GatewayApiRule, off: Configs, of_targets: Sequence[Configs | None]
 ) -> dict[str, object]:
     """``found`` with its filters' metadata. ``of_targets``: None for those without inference.
 
@@ -270,7 +282,7 @@ def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, 
     return {**for_extproc(*of_server), **changes}
 
 
-def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]]) -> RouteAction:
+def _action(rule: GatewayApiRule, targets: Sequence[tuple[WeightedBackendRef, Named]]) -> RouteAction:
     """Time limits and retries are the first ModelServer's, if there is one: one request has one policy."""
     servers = [one for _, one in targets if isinstance(one, ModelServer)]
     action = RouteAction(
@@ -284,7 +296,7 @@ def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Nam
         action.idle_timeout = action.timeout
     if any(isinstance(one, Backend) and one.spec.protocol == "WebSocket" for _, one in targets):
         action.upgrade_configs = [RouteActionUpgradeConfig(upgrade_type="websocket")]
-        action.idle_timeout = seconds(_UPGRADED_IDLE_S)
+        action.idle_timeout = seconds(_STREAM_IDLE_S)
     if rule.retry is not None:
         action.retry_policy = _retries_of(rule.retry)
     request, of_each = rule.timeouts.request, rule.timeouts.backend_request
@@ -294,6 +306,27 @@ def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Nam
         action.retry_policy = action.retry_policy or RetryPolicy(num_retries=0)
         action.retry_policy.per_try_timeout = seconds(of_each)
     return action
+
+
+def _no_backend(*, takes_grpc: bool) -> DirectResponseAction:
+    """As the Gateway API has it: status 500, or UNAVAILABLE."""
+    if takes_grpc:
+        return DirectResponseAction(status=503, body=DataSource(inline_string=_NO_BACKEND))
+    return error_answer(500, _NO_BACKEND, "server_error", "no_backend")
+
+
+def _take_calls(action: RouteAction, targets: Sequence[tuple[WeightedBackendRef, Named]]) -> None:
+    """Clients of gRPC say how long they wait, a stream may be silent for long, and a backend that does not exist is
+    UNAVAILABLE.
+    """
+    servers = [one for _, one in targets if isinstance(one, ModelServer)]
+    action.cluster_not_found_response_code = RouteActionClusterNotFoundResponseCode.SERVICE_UNAVAILABLE
+    if servers:
+        takes_calls(action, servers[0].spec.traffic_policy)
+    else:
+        # 0: as long as the client says
+        action.max_stream_duration = RouteActionMaxStreamDuration(grpc_timeout_header_max=seconds(0.0))
+        action.idle_timeout = seconds(_STREAM_IDLE_S)
 
 
 def _weighted(ref: WeightedBackendRef, named: Named) -> WeightedClusterClusterWeight:
@@ -308,7 +341,7 @@ def _weighted(ref: WeightedBackendRef, named: Named) -> WeightedClusterClusterWe
     return found
 
 
-def _mirrors(rule: HTTPRouteRule, named: Sequence[Named]) -> Iterator[RouteActionRequestMirrorPolicy]:
+def _mirrors(rule: GatewayApiRule, named: Sequence[Named]) -> Iterator[RouteActionRequestMirrorPolicy]:
     """Mirrors to existing backends; missing ones are left out, and the request itself is not affected."""
     mirrors = [one.request_mirror for one in rule.filters if one.request_mirror is not None]
     for mirror, one in zip(mirrors, named, strict=True):

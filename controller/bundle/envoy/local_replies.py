@@ -85,6 +85,14 @@ def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
     return _NO_JWT if authentication.jwt else _NO_KEY, _NO_NAME
 
 
+# What routes answer to calls by themselves, and the status of gRPC where it is not that of the HTTP status: 12 is
+# UNIMPLEMENTED.
+_DIRECT_TO_CALLS: Final = (
+    (_Error(f"{_IS_DIRECT} && response.code == 404", "No such service and method is served here.", "", "", 404), 12),
+    (_Error(f"{_IS_DIRECT} && response.code == 503", "%LOCAL_REPLY_BODY%", "", "", 503), None),
+)
+
+
 def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False, calls: bool = False) -> LocalReplyConfig:
     """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged.
     ``model_paths``: some paths name the model; errors under them are texts. ``calls``: some requests are calls of gRPC.
@@ -103,6 +111,7 @@ def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False, call
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
                 ),
             ),
+            *(_of_call(error, status) for error, status in _DIRECT_TO_CALLS if calls),
             *map(_of_call, errors if calls else ()),
             *map(_text, errors if model_paths else ()),
             # a route's own answer has a whole error object as its body
@@ -220,16 +229,18 @@ def _text(error: _Error) -> ResponseMapper:
     )
 
 
-def _of_call(error: _Error) -> ResponseMapper:
-    """The same for gRPC's clients: Envoy writes the text as grpc-message, and no body."""
-    status = HeaderValue(key=GRPC_STATUS, value=str(GRPC_STATUSES[error.status]))
+def _of_call(error: _Error, status: int | None = None) -> ResponseMapper:
+    """The same for gRPC's clients: Envoy writes the text as grpc-message, and no body. ``status``: of gRPC, where it is
+    not that of the HTTP status.
+    """
+    written = HeaderValue(key=GRPC_STATUS, value=str(GRPC_STATUSES[error.status] if status is None else status))
     return ResponseMapper(
         filter=when(f"({error.condition}) && {_IS_CALL}"),
         body_format_override=SubstitutionFormatString(
             text_format_source=DataSource(inline_string=error.message), content_type="text/plain"
         ),
         status_code=error.status if error.changes_status else None,
-        headers_to_add=[*_headers(error), _only(status)],
+        headers_to_add=[*_headers(error), _only(written)],
     )
 
 

@@ -126,7 +126,7 @@ def _decided_with_fallbacks(name: str, server: ModelServer, rule: RouteRule, cal
     # extproc writes how many attempts there are
     action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=1)
     if calls:
-        _takes_calls(action, server.spec.traffic_policy)
+        takes_calls(action, server.spec.traffic_policy)
     route = Route(name=f"fallback/{name}", match=match, route=action)
     return across_clusters(route, [[(server.metadata.key, 1)]], is_decided=True)
 
@@ -143,7 +143,7 @@ def _any_retries() -> RetryPolicy:
     return retries(1) or RetryPolicy()
 
 
-def _takes_calls(action: RouteAction, policy: TrafficPolicy) -> None:
+def takes_calls(action: RouteAction, policy: TrafficPolicy) -> None:
     """Calls of gRPC fail with status 200; those that fail without a message can be tried again. Their clients say how
     long they wait.
     """
@@ -156,7 +156,7 @@ def _decided(name: str, policy: TrafficPolicy, calls: bool) -> dict[str, object]
     headers = [_is_decided(), *([_has_policy(name)] if name else [])]
     action = _with_policy(RouteAction(cluster_header=SERVER_HEADER), policy)
     if calls:
-        _takes_calls(action, policy)
+        takes_calls(action, policy)
     match = RouteMatch(prefix="/", headers=headers)
     return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
 

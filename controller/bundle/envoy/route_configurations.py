@@ -104,7 +104,7 @@ _CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLE
 def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
     """The route configuration of ``group``, as a resource of xDS."""
     # CORS is decided before extproc is called: there must be a route for every request
-    if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
+    if snapshot.gateway.listeners or snapshot.gateway_api_routes or snapshot.gateway.cors is not None:
         return _ListenerGroup(group, snapshot, memo).configuration()
     # models alone, for every host
     removed = (*_OWN_HEADERS, *NOT_FOR_ENGINES)
@@ -149,7 +149,7 @@ class _ListenerGroup:
         others = self._other_domains()
         hosts = [
             host
-            for host in hosts_of(self._group.listeners, self._snapshot.http_routes, are_named=self._are_named)
+            for host in hosts_of(self._group.listeners, self._snapshot.gateway_api_routes, are_named=self._are_named)
             if not any(covers_domain(other, host.domain) and is_more_specific(other, host.listener) for other in others)
         ]
         found = [self._host(host) for host in hosts]

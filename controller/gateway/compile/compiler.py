@@ -16,6 +16,7 @@ import msgspec
 
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.gateway_api.gateway_objects import ROUTES
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
 from controller.gateway.compile.grace import KINDS as GRACED_KINDS
@@ -140,7 +141,7 @@ class Compiler:
             self._put_state(*changed, state)
         self._servers.compile()
         usable = self._servers.usable
-        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems())
+        self._routes_stale |= self._api.compile(usable, self._servers.calls, self._servers.pool_problems())
         has_steps = self._has_steps()
         if self._routes_stale or (usable, has_steps) != self._usable:
             routes = self._sources["ModelRoute"].values()
@@ -211,8 +212,7 @@ class Compiler:
         for key, route in self._routes.items():
             if route.document is not None:
                 yield ("ModelRoute", key), route.document
-        for key, document in self._api.routes():
-            yield ("HTTPRoute", key), document
+        yield from self._api.routes()
 
     def _has_steps(self) -> bool:
         """Whether the GatewayConfig in effect says where transformers and explainers call."""
@@ -232,7 +232,7 @@ class Compiler:
         return PolicyTargets(
             model_routes=keys.get("ModelRoute", set()),
             model_servers=keys.get("ModelServer", set()),
-            http_routes=keys.get("HTTPRoute", set()),
+            gateway_api_routes={(kind, key) for kind in ROUTES for key in keys.get(kind, ())},
             listeners=self._api.listener_names(),
             config=None if config is None else config.key,
             config_listeners={one.name for one in own},

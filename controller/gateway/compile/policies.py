@@ -30,19 +30,20 @@ _CONFIG_GROUP: Final = API_VERSION.partition("/")[0]
 class PolicyTargets(msgspec.Struct, frozen=True, kw_only=True):
     """What policies can be attached to, as it is in the directory.
 
-    ``model_routes``, ``model_servers``, ``http_routes``: by ``namespace/name``. ``listeners``: of each Gateway by
+    ``model_routes``, ``model_servers``: by ``namespace/name``. ``gateway_api_routes``: HTTPRoutes and GRPCRoutes, by
+    kind and ``namespace/name``. ``listeners``: of each Gateway by
     ``namespace/name``, the directory's names of its listeners by ``sectionName``. ``config``: the GatewayConfig in
     effect; None: the defaults. ``config_listeners``: names of the listeners that it has itself. ``without_models``:
-    those of ``http_routes`` that go to no ModelServer and no pool.
+    those of ``gateway_api_routes`` that go to no ModelServer and no pool.
     """
 
     model_routes: Collection[str] = ()
     model_servers: Collection[str] = ()
-    http_routes: Collection[str] = ()
+    gateway_api_routes: Collection[tuple[str, str]] = ()
     listeners: Mapping[str, Mapping[str, str]] = {}
     config: str | None = None
     config_listeners: Collection[str] = ()
-    without_models: Collection[str] = ()
+    without_models: Collection[tuple[str, str]] = ()
 
 
 class PolicyResult(msgspec.Struct, frozen=True):
@@ -112,11 +113,9 @@ def _compile(source: SourceObject, served: PolicyTargets) -> PolicyResult:
         accepted = fails("Accepted", "Invalid", f"{source.complaint()}; until it is mended, nobody may use {what}")
         rules = []
     resolved, programmed = holds("ResolvedRefs"), holds("Programmed")
-    unasked = [one.name for one in found if _is_unasked(one, source.namespace, served)]
+    unasked = [f"{one.kind} {one.name}" for one in found if _is_unasked(one, source.namespace, served)]
     if unasked:
-        message = (
-            f"HTTPRoute {', '.join(unasked)} goes to no ModelServer and no InferencePool; no policy is asked there"
-        )
+        message = f"{', '.join(unasked)} goes to no ModelServer and no InferencePool; no policy is asked there"
         resolved = fails("ResolvedRefs", "NoModelBackend", message)
         if len(unasked) == len(found):
             programmed = fails("Programmed", "NoModelBackend", message)
@@ -133,7 +132,7 @@ def _compile(source: SourceObject, served: PolicyTargets) -> PolicyResult:
 
 def _is_unasked(one: AccessTarget, namespace: str, served: PolicyTargets) -> bool:
     """Whether requests to ``one`` bypass extproc, which authorises callers."""
-    return one.kind == "HTTPRoute" and object_key(namespace, one.name) in served.without_models
+    return (one.kind, object_key(namespace, one.name)) in served.without_models
 
 
 def _targets(source: SourceObject) -> tuple[AccessTarget, ...] | None:
@@ -161,8 +160,8 @@ def _resolved(one: AccessTarget, namespace: str, served: PolicyTargets) -> list[
                 return []
             is_known = one.section_name is None or one.section_name in served.config_listeners
             return [_listener(one, one.section_name)] if is_known else []
-        case "HTTPRoute":
-            keys = served.http_routes
+        case "HTTPRoute" | "GRPCRoute":
+            keys = {name for kind, name in served.gateway_api_routes if kind == one.kind}
         case "ModelRoute":
             keys = served.model_routes
         case "ModelServer":

@@ -325,7 +325,8 @@ def _document(source: SourceObject, content: Mapping[str, Any], networks: Sequen
 
 
 class ServerSet:
-    """``put_...`` takes what changed, None for what is gone; ``compile`` brings ``results`` and ``usable`` up to date.
+    """``put_...`` takes what changed, None for what is gone; ``compile`` brings ``results``, ``usable`` and ``calls``
+    up to date.
 
     ``check_picker``: that of the extproc that reads the directory. ``read``: what Secrets and ConfigMaps hold.
     ``networks``: those whose addresses may be listed as endpoints; None: all.
@@ -344,6 +345,8 @@ class ServerSet:
         self.results: dict[str, ServerResult] = {}
         # keys of those that have a document
         self.usable: frozenset[str] = frozenset()
+        # of those, the ones that are called by gRPC
+        self.calls: frozenset[str] = frozenset()
         # why pools cannot be used, by the pool's key
         self._pool_problems: dict[str, str] = {}
 
@@ -398,7 +401,12 @@ class ServerSet:
                 self.results[key] = compile_server(state, pods, self._pickers, self._read, networks=self._networks)
         if self._stale:
             self.usable = frozenset(key for key, one in self.results.items() if one.document is not None)
+            self.calls = frozenset(filter(self._takes_grpc, self.usable))
         self._stale.clear()
+
+    def _takes_grpc(self, key: str) -> bool:
+        found = self._states[key].source.decoded
+        return isinstance(found, ModelServer) and found.spec.takes_grpc
 
     def picker_files(self) -> Iterator[tuple[str, bytes]]:
         """Names and contents of the EndpointPickerConfigs that can be used."""

@@ -191,6 +191,20 @@ def step_server_spec(model: ResolvedModel, made: ResolvedBackend) -> dict[str, A
     return {**server_spec(model, made, {}), "trafficPolicy": {"timeout": str(step.timeout), "retry": {"attempts": 1}}}
 
 
+def grpc_server_spec(
+    model: ResolvedModel, made: ResolvedBackend, start_times: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """The ModelServer of the same pods over gRPC; None if they do not serve that."""
+    preset = made.preset.spec
+    if preset.grpc_protocol is None:
+        return None
+    return {
+        **server_spec(model, made, start_times),
+        "protocol": preset.grpc_protocol,
+        "workloadPort": {"port": preset.grpc_port},
+    }
+
+
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
     """Both engines of a pair are of one group and one revision: those of two versions may not understand each other."""
     found: dict[str, Any] = {
@@ -220,11 +234,15 @@ def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[s
     """ModelRoutes by name: one for the served name and the adapters, one by which steps call the predictor, and one for
     each alias.
     """
-    predictor = {
-        "targetModels": [
-            {"modelServerName": model.child(one.backend), "weight": weights[one.backend.name]} for one in model.backends
+    # a request goes to those of its protocol, by their weights among themselves
+    targets = [(model.child(one.backend), weights[one.backend.name]) for one in model.backends]
+    if model.spec.transformer is None:
+        targets += [
+            (model.grpc_child(one.backend), weights[one.backend.name])
+            for one in model.backends
+            if one.preset.spec.grpc_protocol is not None
         ]
-    }
+    predictor = {"targetModels": [{"modelServerName": name, "weight": weight} for name, weight in targets]}
     steps = {one.backend.name: [{"modelServerName": model.child(one.backend)}] for one in model.steps}
     rules: list[dict[str, Any]] = (
         [{"modelMatch": EXPLAIN_MATCH, "targetModels": steps[EXPLAINER]}] if EXPLAINER in steps else []
@@ -340,6 +358,10 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
         spec = server_spec(model, made, start_times)
         yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
+        calls = grpc_server_spec(model, made, start_times)
+        if calls is not None:
+            called = model.grpc_child(made.backend)
+            yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, called, {"spec": calls}, labels))
     for made in model.steps:
         name, labels = model.child(made.backend), {BACKEND: made.backend.name}
         infer = {"spec": model_infer_spec(model.of_steps, made, settings)}

@@ -152,6 +152,10 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
         """The name of what is made for a backend."""
         return f"{self.name}-{backend.name}"
 
+    def grpc_child(self, backend: Backend) -> str:
+        """Of its ModelServer of gRPC; backends have no dots in their names."""
+        return f"{self.child(backend)}.grpc"
+
 
 class Unresolved(msgspec.Struct, frozen=True):
     """Why nothing can be made. ``reason``: InvalidSpec, TemplateNotFound, or one of KServe's for runtimes."""
@@ -234,6 +238,7 @@ def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, s
         "format": format_,
         "port": preset.spec.port if spec.batching is None else BATCHED_PORT,
         "protocol": preset.protocol(spec.protocol) or "OpenAI",
+        "grpc_port": preset.spec.grpc_port,
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
     }

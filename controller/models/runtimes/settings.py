@@ -4,6 +4,7 @@
 A setting that is unset, or has a value without effect (a degree of 1), is missing.
 
     name, model, port            the served name, the directory of weights, the engine's port; always there
+    grpcPort                     its port of gRPC
     protocol                     by which the engine is asked: OpenAI, V1, V2 or TensorFlow; always there
     format, formatVersion        of the weights
     tensor, pipeline, data       degrees of parallelism above 1
@@ -44,7 +45,8 @@ AGENT_PORT: Final = 9000
 BATCHED_PORT: Final = 9010
 NAMES: Final = frozenset(
     {
-        *("name", "model", "port", "protocol", "format", "formatVersion", "tensor", "pipeline", "data", "expert"),
+        *("name", "model", "port", "grpcPort", "protocol", "format", "formatVersion", "tensor", "pipeline", "data"),
+        "expert",
         *("gpus", "nodes", "node", "maxLength", "prefixCaching", "kvEvents", "promptTokenDetails"),
         *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role"),
     }
@@ -63,15 +65,16 @@ _MOUNTED: Final = ("pvc", "file")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``:
-    where it listens. ``protocol``: by which it is asked. ``config``: all layers merged. ``role`` and ``connector``: of
-    prefill and decode. ``has_adapters``: LoRA adapters are loaded into it.
+    """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``
+    and ``grpc_port``: where it listens. ``protocol``: by which it is asked over REST. ``config``: all layers merged.
+    ``role`` and ``connector``: of prefill and decode. ``has_adapters``: LoRA adapters are loaded into it.
     """
 
     served_name: str
     path: str
     format: ModelFormat
     port: int
+    grpc_port: int | None = None
     protocol: ServingProtocol = "OpenAI"
     config: EngineConfig
     role: Literal["prefill", "decode"] | None = None
@@ -92,6 +95,7 @@ def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
     degrees = {"tensor": spread.tensor, "pipeline": spread.pipeline, "data": spread.data, "nodes": config.nodes}
     numbers = {
         "port": engine.port,
+        "grpcPort": engine.grpc_port,
         "gpus": gpus_of(config),
         **{name: degree for name, degree in degrees.items() if degree > 1},
         "maxLength": config.max_length,

@@ -122,7 +122,14 @@ def step_engine(name: str, step: Step, like: EngineSettings, predictor: str) -> 
         pod={"containers": [{"name": "engine", **readiness(step)}]},
     )
     settings = replace(
-        like, port=step.port, protocol=protocol, config=config, role=None, connector=None, has_adapters=False
+        like,
+        port=step.port,
+        grpc_port=None,
+        protocol=protocol,
+        config=config,
+        role=None,
+        connector=None,
+        has_adapters=False,
     )
     return StepEngine(Backend(name=name, replicas=step.replicas), Preset(name, Scope.BUILT_IN, preset), settings)
 

@@ -89,7 +89,7 @@ def test_the_page_is_what_the_kept_reports_make() -> None:
 def test_a_report_is_made_with_nothing_but_the_suites_own_settings(tmp_path: Path) -> None:
     words = arguments(Suite("gateway-api", "1.2.3"), tmp_path / "r.yaml", "10.88.255.250", SuiteOptions())
     assert "-gateway-class=attache" in words
-    assert "-conformance-profiles=GATEWAY-HTTP" in words
+    assert "-conformance-profiles=GATEWAY-HTTP,GATEWAY-GRPC" in words
     assert "-test.run=^TestConformance$" in words
     assert not [one for one in words if "timeout" in one or "features" in one or "skip" in one]
     wishes = SuiteOptions(run=("HTTPRouteWeight", "HTTPRouteCORS"), features="Gateway,HTTPRoute", quick=True)

@@ -74,8 +74,27 @@ def test_a_report_that_says_something_else_is_refused(failed: list[str] | None, 
     extended = profile["extended"]
     assert isinstance(extended, dict)
     changed = {
+        "name": "GATEWAY-HTTP",
         "core": {"statistics": {"Passed": passed, "Failed": 0, "Skipped": 0}},
         "extended": {**extended, "failedTests": extended["failedTests"] if failed is None else failed},
     }
     with pytest.raises(Disagreement):
         check(cases(OUTPUT.splitlines()), {"profiles": [changed]})
+
+
+def test_a_case_counts_in_each_of_its_profiles_and_one_of_none_in_no_report() -> None:
+    (profile,) = REPORT["profiles"]
+    found = [*cases(OUTPUT.splitlines()), SuiteCase("GRPCRouteNamedRule", "passed", 0.1)]
+    # one case of gateways is in both, another of them alone in this one
+    second = {
+        "name": "GATEWAY-GRPC",
+        "core": {"statistics": {"Passed": 1, "Failed": 1, "Skipped": 0}, "failedTests": ["GatewayInfrastructure"]},
+    }
+    check(found, {"profiles": [profile, second]})
+    with pytest.raises(Disagreement, match="counts another number"):
+        check(found, {"profiles": [profile, {**second, "core": {"statistics": {"Passed": 1, "Failed": 2}}}]})
+    with pytest.raises(Disagreement, match="that passed, by profile"):
+        check(
+            found,
+            {"profiles": [profile, {**second, "core": {**second["core"], "statistics": {"Passed": 2, "Failed": 1}}}]},
+        )

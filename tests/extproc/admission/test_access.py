@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TENANTS, USERS, KEYS = ("acme", "bell", "anonymous"), ("alice", "bob", ""), ("web", "batch", "gone", "")
 MODELS, BASES = ("llama", "llama-70b", "sql", "law-sql"), ("llama", "qwen")
 SERVERS, ROUTES = ("default/a", "default/b", "other/a"), ("default/r", "other/r", "")
-HTTP_ROUTES, LISTENERS = ("default/h", ""), ("one", "two")
+HTTP_ROUTES, LISTENERS = ("default/h", "grpc:default/h", ""), ("one", "two")
 PATTERNS = ("llama", "llama*", "*sql", "*", "nothing", "sql*")
 
 
@@ -38,8 +38,9 @@ def access_to(*policies: tuple[str, Mapping[str, Any]], **gateway: object) -> Au
     for namespace in ("default", "other"):
         rules = [{"targetModels": [{"modelServerName": "a"}]}]
         documents.append(_document("ModelRoute", namespace, "r", {"modelName": f"{namespace}-r", "rules": rules}))
-    documents.append(
-        {**_document("HTTPRoute", "default", "h", {}), "apiVersion": "gateway.networking.k8s.io/v1"},
+    documents.extend(
+        {**_document(kind, "default", "h", {}), "apiVersion": "gateway.networking.k8s.io/v1"}
+        for kind in ("HTTPRoute", "GRPCRoute")
     )
     for number, (namespace, spec) in enumerate(policies):
         documents.append(_document("ModelAccessPolicy", namespace, f"p{number}", spec))
@@ -56,7 +57,7 @@ def _listener(name: str) -> dict[str, object]:
 
 
 def target(kind: str, name: str, **more: str) -> dict[str, str]:
-    group = "gateway.networking.k8s.io" if kind == "HTTPRoute" else "attache.dev"
+    group = "gateway.networking.k8s.io" if kind in ("HTTPRoute", "GRPCRoute") else "attache.dev"
     return {"kind": kind, "name": name, "group": group, **more}
 
 
@@ -117,6 +118,9 @@ def test_policies_of_one_target_add_up_and_those_of_two_must_agree() -> None:
         (target("ModelServer", "a"), {"server": "default/b"}, True),
         (target("HTTPRoute", "h"), {"http_route": "default/h"}, False),
         (target("HTTPRoute", "h"), {}, True),
+        (target("HTTPRoute", "h"), {"http_route": "grpc:default/h"}, True),
+        (target("GRPCRoute", "h"), {"http_route": "grpc:default/h"}, False),
+        (target("GRPCRoute", "h"), {"http_route": "default/h"}, True),
         (target("GatewayConfig", "g"), {}, False),
         (target("GatewayConfig", "g", sectionName="one"), {"listener": "one"}, False),
         (target("GatewayConfig", "g", sectionName="one"), {"listener": "two"}, True),
@@ -259,6 +263,8 @@ def _is_about(namespace: str, ref: Mapping[str, str], asked: AccessRequest) -> b
             return asked.route == key or (asked.model is None and asked.server == f"{namespace}/a")
         case "ModelServer":
             return asked.server == key
+        case "GRPCRoute":
+            return asked.http_route == f"grpc:{key}"
         case _:
             return asked.http_route == key
 
@@ -307,6 +313,7 @@ REFS = st.sampled_from(
         target("ModelRoute", "r"),
         target("ModelServer", "a"),
         target("HTTPRoute", "h"),
+        target("GRPCRoute", "h"),
         target("GatewayConfig", "g"),
         target("GatewayConfig", "g", sectionName="one"),
     ]

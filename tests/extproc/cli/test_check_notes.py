@@ -33,7 +33,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
         documents = []
         for title, spec in whole.items():
             kind, _, name = title.partition("_")
-            api = "gateway.networking.k8s.io/v1" if kind == "HTTPRoute" else "attache.dev/v1alpha1"
+            api = "gateway.networking.k8s.io/v1" if kind in ("HTTPRoute", "GRPCRoute") else "attache.dev/v1alpha1"
             documents.append({"apiVersion": api, "kind": kind, "metadata": {"name": name or "llama"}, "spec": spec})
         (tmp_path / "a.yaml").write_text(yaml.safe_dump_all(documents))
         assert main([str(tmp_path)]) == 0, capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_a_limit_for_callers_who_have_no_key(check: Check) -> None:
 
 def test_a_server_that_no_route_names(check: Check) -> None:
     (note,) = check(ModelServer_spare=SERVER)
-    assert note.startswith("ModelServer default/spare: no ModelRoute or HTTPRoute names it")
+    assert note.startswith("ModelServer default/spare: no ModelRoute, HTTPRoute or GRPCRoute names it")
     assert "targetModels: [{modelServerName: spare}]" in note
     assert "--pool spare" in note
 
@@ -97,6 +97,31 @@ def test_servers_that_an_http_route_or_its_mirror_names_are_not_noted(check: Che
     mirror = {"type": "RequestMirror", "requestMirror": {"backendRef": ref}}
     rules = [{"filters": [mirror], "backendRefs": [{**ref, "name": "llama"}]}]
     assert check(ModelServer_spare=SERVER, HTTPRoute={"rules": rules}) == []
+
+
+@pytest.mark.parametrize(
+    ("http", "calls", "is_noted"),
+    [
+        (["a.org"], ["a.org"], True),
+        ([], ["a.org"], True),
+        (["*.org"], ["a.org", "b.com"], True),
+        (["a.org"], ["b.org"], False),
+    ],
+)
+def test_routes_of_both_kinds_with_a_host_in_common(
+    check: Check, http: list[str], calls: list[str], is_noted: bool
+) -> None:
+    found = check(HTTPRoute={"hostnames": http}, GRPCRoute={"hostnames": calls})
+    assert len(found) == is_noted
+    for note in found:
+        assert note.startswith("GRPCRoute default/llama: the HTTPRoute default/llama has a host in common with it")
+
+
+def test_routes_of_both_kinds_on_listeners_of_their_own(check: Check) -> None:
+    listeners = [{"name": name, "address": f"127.0.0.1:{port}"} for name, port in (("a", 1), ("b", 2))]
+    of_a, of_b = ({"parentRefs": [{"name": "gateway", "sectionName": name}]} for name in "ab")
+    assert check(HTTPRoute=of_a, GRPCRoute=of_b, GatewayConfig={"listeners": listeners}) == []
+    assert len(check(HTTPRoute=of_a, GRPCRoute=of_a, GatewayConfig={"listeners": listeners})) == 1
 
 
 @pytest.mark.parametrize("name", ["*", "llama-*", "*-instruct"])

@@ -172,6 +172,9 @@ def test_an_http_route_is_no_model_route_of_the_same_name() -> None:
         "http:default/chat",
         "default/chat",
     ]
+    calls = usage_of_unread(msgspec.structs.replace(head, http_route="grpc:default/chat"), ANONYMOUS_SUBJECT, refusal)
+    assert calls is not None
+    assert calls.route == "grpc:default/chat"
     of_route, of_other = core.admission.budgets_of("default/chat"), core.admission.budgets_of("http:default/chat")
     assert [len(one.budgets_of(ANONYMOUS_CALLER)) for one in (of_route, of_other)] == [1, 0]
 

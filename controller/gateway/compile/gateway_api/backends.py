@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.objects import GROUP
-from controller.gateway.compile.pools import server_key
+from controller.gateway.compile.gateway_api.objects import GRPC_ROUTE
+from controller.gateway.compile.pools import SETTINGS, server_key
 from controller.gateway.compile.sources import to_bytes
 from controller.kube.conditions import WantedCondition, fails
 from controller.kube.resources import identity_of
@@ -21,7 +21,7 @@ from extproc.api.spec import API_VERSION, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from controller.gateway.compile.gateway_api.objects import Grant, PoolSpec
+    from controller.gateway.compile.gateway_api.objects import Grant, PoolSpec, RouteKind
 
 # The label with the Service of an EndpointSlice.
 _SERVICE: Final = "kubernetes.io/service-name"
@@ -32,11 +32,15 @@ _PROTOCOLS: Final[Mapping[str, str]] = {
     "": "HTTP",
     "http": "HTTP",
     "kubernetes.io/h2c": "H2C",
+    "grpc": "H2C",
     "kubernetes.io/ws": "WebSocket",
 }
 POOL_GROUP: Final = "inference.networking.k8s.io"
+# Those by which a GRPCRoute can call; of a port without one, gRPC over HTTP/2 is meant.
+_OF_CALLS: Final = ("", "kubernetes.io/h2c", "grpc")
 # The Backend of a namespace that stands for what cannot be resolved.
 UNRESOLVED: Final = "unresolved"
+_NO_CALLS: Final = "is not called by gRPC; give it protocol V2-gRPC or TensorFlow-gRPC"
 
 
 class ServicePort(msgspec.Struct, frozen=True):
@@ -125,20 +129,38 @@ def trimmed_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def backend_name(service: str, port: int) -> str:
-    """Of the document: a Service's name and port."""
-    return f"service.{service}.{port}"
+class ServiceBackend(NamedTuple):
+    """A port of a Service, by its key, as routes refer to it. ``takes_grpc``: a GRPCRoute does."""
+
+    service: str
+    port: int
+    takes_grpc: bool = False
+
+    @property
+    def namespace(self) -> str:
+        """Of the Service, and of the document."""
+        return namespace_of(self.service)
+
+    @property
+    def name(self) -> str:
+        """Of the document."""
+        kind = "grpc" if self.takes_grpc else "service"
+        return f"{kind}.{self.service.removeprefix(f'{self.namespace}/')}.{self.port}"
+
+    @property
+    def key(self) -> str:
+        """Of the document."""
+        return object_key(self.namespace, self.name)
 
 
-def backend_document(service: Service, port: int, slices: Iterable[Slice]) -> bytes:
-    """The Backend of ``port``, which the Service has. Endpoints that end count only where there are no others."""
-    known = service.ports[port]
+def backend_document(backend: ServiceBackend, service: Service, slices: Iterable[Slice]) -> bytes:
+    """``service``: has the port. Endpoints that end count only where there are no others."""
+    known = service.ports[backend.port]
     slices = list(slices)
     endpoints = sorted(set(_addresses(slices, known.name, leaving=False)))
     endpoints = endpoints or sorted(set(_addresses(slices, known.name, leaving=True)))
-    namespace = namespace_of(service.key)
-    name = backend_name(service.key.removeprefix(f"{namespace}/"), port)
-    return _document(namespace, name, {"endpoints": endpoints, "protocol": known.protocol})
+    protocol = "H2C" if backend.takes_grpc else known.protocol
+    return _document(backend.namespace, backend.name, {"endpoints": endpoints, "protocol": protocol})
 
 
 def unresolved_document(namespace: str, name: str) -> bytes:
@@ -183,7 +205,7 @@ class Grants:
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     """``kind``, ``namespace`` and ``name`` of a document. ``problem``: why the reference is unresolved. ``service``:
-    the Service and port of a Backend. ``pool``: the pool, if it is one. ``references``: kinds and keys of the objects
+    that of a Backend. ``pool``: the pool, if it is one. ``references``: kinds and keys of the objects
     on which the result depends.
     """
 
@@ -191,13 +213,15 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     name: str
     problem: WantedCondition | None = None
-    service: tuple[str, int] | None = None
+    service: ServiceBackend | None = None
     pool: str = ""
     references: tuple[tuple[str, str], ...] = ()
 
 
 class References:
-    """``servers``: keys of ModelServers that can be used, those of pools included."""
+    """``servers``: keys of ModelServers that can be used, those of pools included; ``calls``: of those that are called
+    by gRPC.
+    """
 
     def __init__(
         self,
@@ -205,15 +229,18 @@ class References:
         services: Mapping[str, Service],
         pools: Mapping[str, PoolSpec],
         servers: Collection[str],
+        calls: Collection[str],
         grants: Grants,
     ) -> None:
         self._services = services
         self._pools = pools
         self._servers = servers
+        self._calls = calls
         self._grants = grants
 
-    def resolve(self, namespace: str, reference: Mapping[str, Any]) -> Resolution:
-        """``reference``: of an HTTPRoute in ``namespace``, as it was written."""
+    def resolve(self, route: RouteKind, namespace: str, reference: Mapping[str, Any]) -> Resolution:
+        """``reference``: of a ``route`` in ``namespace``, as it was written."""
+        takes_grpc = route == GRPC_ROUTE
         group, kind = reference.get("group", ""), reference.get("kind", "Service")
         target = reference.get("namespace") or namespace
         name = reference["name"]
@@ -221,18 +248,26 @@ class References:
         if (group, kind) not in (("", "Service"), (POOL_GROUP, "InferencePool"), (ATTACHE_GROUP, "ModelServer")):
             message = f"{group or 'core'}/{kind} is no kind of backend; Service, InferencePool and ModelServer are"
             return _unresolved(namespace, "InvalidKind", message)
-        if not self._grants.allow((namespace, GROUP, "HTTPRoute"), (target, group, kind), name):
+        if not self._grants.allow((namespace, route.group, route.kind), (target, group, kind), name):
             message = f"no ReferenceGrant of the namespace {target} lets this route use the {kind} {name}"
             return _unresolved(namespace, "RefNotPermitted", message)
         match kind:
             case "Service":
-                return self._service(namespace, key, reference.get("port"))
+                return self._service(namespace, key, reference.get("port"), takes_grpc=takes_grpc)
             case "InferencePool":
-                return self._pool(namespace, key)
+                return self._pool(namespace, key, takes_grpc=takes_grpc)
+        return self._server(namespace, key, takes_grpc=takes_grpc)
+
+    def _server(self, namespace: str, key: str, *, takes_grpc: bool) -> Resolution:
         references = (("ModelServer", key),)
         if key not in self._servers:
             return _unresolved(namespace, "BackendNotFound", f"no usable ModelServer {key}", references)
-        return Resolution(kind="ModelServer", namespace=target, name=name, references=references)
+        if takes_grpc and key not in self._calls:
+            return _unresolved(namespace, "UnsupportedProtocol", f"the ModelServer {key} {_NO_CALLS}", references)
+        target = namespace_of(key)
+        return Resolution(
+            kind="ModelServer", namespace=target, name=key.removeprefix(f"{target}/"), references=references
+        )
 
     def picker_problem(self, pool: PoolSpec) -> str:
         """Why the endpointPickerRef of ``pool`` does not resolve; empty if it does."""
@@ -240,7 +275,7 @@ class References:
             return "its endpointPickerRef names no Service"
         return "" if pool.picker in self._services else f"there is no Service {pool.picker} for its endpointPickerRef"
 
-    def _service(self, namespace: str, key: str, port: int | None) -> Resolution:
+    def _service(self, namespace: str, key: str, port: int | None, *, takes_grpc: bool) -> Resolution:
         references = (("Service", key),)
         found = self._services.get(key)
         if found is None or found.is_alias:
@@ -249,14 +284,13 @@ class References:
         known = found.ports.get(port or 0)
         if known is None:
             return _unresolved(namespace, "BackendNotFound", f"the Service {key} has no port {port}", references)
-        if not known.protocol:
+        if not known.protocol or (takes_grpc and known.said not in _OF_CALLS):
             message = f"port {port} of the Service {key} has appProtocol {known.said}, which is not supported"
             return _unresolved(namespace, "UnsupportedProtocol", message, references)
-        target = namespace_of(key)
-        name = backend_name(key.removeprefix(f"{target}/"), port or 0)
-        return Resolution(kind="Backend", namespace=target, name=name, service=(key, port or 0), references=references)
+        made = ServiceBackend(key, port or 0, takes_grpc)
+        return Resolution(kind="Backend", namespace=made.namespace, name=made.name, service=made, references=references)
 
-    def _pool(self, namespace: str, key: str) -> Resolution:
+    def _pool(self, namespace: str, key: str, *, takes_grpc: bool) -> Resolution:
         pool = self._pools.get(key)
         if pool is None:
             message = f"there is no InferencePool {key}"
@@ -268,6 +302,9 @@ class References:
         if problem:
             message = f"the InferencePool {key} cannot be used: {problem}"
             return _unresolved(namespace, "BackendNotFound", message, references, pool=key)
+        if takes_grpc and server not in self._calls:
+            message = f"the InferencePool {key} {_NO_CALLS}, which its annotation {SETTINGS} may have"
+            return _unresolved(namespace, "UnsupportedProtocol", message, references, pool=key)
         target = namespace_of(key)
         return Resolution(
             kind="ModelServer",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gateways, HTTPRoutes and their backends to documents, files and statuses; only what changed is compiled."""
+"""Gateways, routes and their backends to documents, files and statuses; only what changed is compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from controller.gateway.compile.gateway_api.backends import (
     UNRESOLVED,
     Grants,
     References,
+    ServiceBackend,
     backend_document,
-    backend_name,
     unresolved_document,
 )
 from controller.gateway.compile.gateway_api.gateway_objects import GatewayObjects, StaleObjects
@@ -27,8 +27,10 @@ from controller.gateway.compile.gateway_api.gateways import (
 )
 from controller.gateway.compile.gateway_api.http_routes import HttpRouteResult, compile_http_route, pool_status
 from controller.gateway.compile.gateway_api.listeners import Listeners, TlsCompiler
-from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GatewayClass
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GRPC_ROUTE, GatewayClass
+from controller.gateway.compile.gateway_api.route_conflicts import Rivals, rivals_of
 from controller.gateway.compile.secrets import Pointer
+from extproc.api.matches import ANY_HOST
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -58,9 +60,11 @@ class GatewayApi:
         self._observed = GatewayObjects()
         self._stale = StaleObjects()
         self._servers: frozenset[str] = frozenset()
+        self._calls: frozenset[str] = frozenset()
         self._grants = Grants()
         self._gateways: Mapping[str, GatewayResult] = {}
-        self._routes: dict[str, HttpRouteResult] = {}
+        self._routes: dict[tuple[str, str], HttpRouteResult] = {}
+        self._rivals: Mapping[tuple[str, str], Rivals] = {}
         self._backends = BackendDocuments(self._observed)
         self._pool_problems: Mapping[str, str] = {}
         self.parameters = Parameters(config=config)
@@ -77,13 +81,14 @@ class GatewayApi:
         """A GatewayConfig was added, changed or deleted."""
         self._stale.gateways = True
 
-    def compile(self, servers: frozenset[str], pool_problems: Mapping[str, str]) -> bool:
-        """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included. ``pool_problems``:
-        why other pools cannot be used, by their keys. Whether listeners may take other routes now.
+    def compile(self, servers: frozenset[str], calls: frozenset[str], pool_problems: Mapping[str, str]) -> bool:
+        """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included; ``calls``: of those
+        that are called by gRPC. ``pool_problems``: why other pools cannot be used, by their keys. Whether listeners
+        may take other routes now.
         """
         stale, self._stale = self._stale, StaleObjects(gateways=False)
-        stale.changed |= {("ModelServer", key) for key in servers ^ self._servers}
-        self._servers, self._pool_problems = servers, pool_problems
+        stale.changed |= {("ModelServer", key) for key in (servers ^ self._servers) | (calls ^ self._calls)}
+        self._servers, self._calls, self._pool_problems = servers, calls, pool_problems
         if stale.all_routes or stale.gateways:
             self._grants = Grants(self._observed.grants.values())
         if stale.gateways:
@@ -96,7 +101,7 @@ class GatewayApi:
         return stale.all_routes
 
     def named_servers(self) -> Iterator[str]:
-        """Keys of the ModelServers that HTTPRoutes go to."""
+        """Keys of the ModelServers that HTTPRoutes and GRPCRoutes go to."""
         for found in self._routes.values():
             for one in found.resolutions:
                 if one.kind == "ModelServer":
@@ -126,18 +131,18 @@ class GatewayApi:
         """Kind, key and content of what routes name."""
         for key, document in self._backends.documents.items():
             yield "Backend", key, document
-        unresolved = {key.partition("/")[0] for key, found in self._routes.items() if found.needs_unresolved}
+        unresolved = {namespace_of(key) for (_, key), found in self._routes.items() if found.needs_unresolved}
         for namespace in sorted(unresolved):
             yield "Backend", f"{namespace}/{UNRESOLVED}", unresolved_document(namespace, UNRESOLVED)
 
-    def routes(self) -> Iterator[tuple[str, bytes]]:
-        """Key and content of the HTTPRoutes that are served."""
+    def routes(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+        """Kind, key and content of the HTTPRoutes and GRPCRoutes that are served."""
         for key, found in self._routes.items():
             if found.document is not None:
                 yield key, found.document
 
-    def routes_without_models(self) -> frozenset[str]:
-        """Keys of the HTTPRoutes that go to no ModelServer and no pool, so that extproc has no part in their
+    def routes_without_models(self) -> frozenset[tuple[str, str]]:
+        """Kinds and keys of the routes that go to no ModelServer and no pool, so that extproc has no part in their
         requests.
         """
         return frozenset(
@@ -191,22 +196,48 @@ class GatewayApi:
         gone = self._routes.keys() - routes.keys()
         for key in gone:
             del self._routes[key]
-        listeners = self.listeners or Listeners({}, {})
-        references = References(
-            services=self._observed.services, pools=self._observed.pools, servers=self._servers, grants=self._grants
-        )
+        if not keys and not gone:
+            return False
+        if self._compile_each(keys) or gone or stale.all_routes:
+            # those that lose a listener to another route, or have one back
+            before, self._rivals = self._rivals, self._find_rivals()
+            lost = {key for key in before.keys() | self._rivals.keys() if before.get(key) != self._rivals.get(key)}
+            self._compile_each(lost & routes.keys())
+        return True
+
+    def _compile_each(self, keys: Iterable[tuple[str, str]]) -> bool:
+        """Whether one of them has another claim than before."""
+        listeners, references = self.listeners or Listeners({}, {}), self._references()
+        has_changed = False
         for key in keys:
-            self._routes[key] = compile_http_route(routes[key], listeners, references, self._settings.gateway)
-        return bool(keys or gone)
+            before = self._routes.get(key)
+            made = self._routes[key] = compile_http_route(
+                self._observed.routes[key], listeners, references, self._settings.gateway, self._rivals.get(key, {})
+            )
+            has_changed |= before is None or before.claim != made.claim
+        return has_changed
+
+    def _find_rivals(self) -> Mapping[tuple[str, str], Rivals]:
+        if not any(kind == GRPC_ROUTE.kind for kind, _ in self._routes):
+            return {}
+        hosts = {one.name: (one.spec.hostname or ANY_HOST).lower() for one in self._listeners()}
+        return rivals_of((one.claim for one in self._routes.values()), hosts)
+
+    def _references(self) -> References:
+        return References(
+            services=self._observed.services,
+            pools=self._observed.pools,
+            servers=self._servers,
+            calls=self._calls,
+            grants=self._grants,
+        )
 
     def _pool_statuses(self) -> Iterator[WantedStatus]:
         parents: dict[str, list[ParentResult]] = {}
         for found in self._routes.values():
             for key in {one.pool for one in found.resolutions if one.pool}:
                 parents.setdefault(key, []).extend(found.parents)
-        references = References(
-            services=self._observed.services, pools=self._observed.pools, servers=self._servers, grants=self._grants
-        )
+        references = self._references()
         for key, pool in self._observed.pools.items():
             yield pool_status(
                 pool,
@@ -235,32 +266,25 @@ class BackendDocuments:
 
     def __init__(self, observed: GatewayObjects) -> None:
         self._observed = observed
-        self._ports: dict[str, set[int]] = {}
+        self._of_service: dict[str, set[ServiceBackend]] = {}
         self.documents: dict[str, bytes] = {}
 
-    def compile(self, needed: Collection[tuple[str, int]] | None, stale: Collection[str]) -> None:
-        """``needed``: Services and ports, None for those of before. ``stale``: Services that changed."""
-        fresh: set[tuple[str, int]] = set()
+    def compile(self, needed: Collection[ServiceBackend] | None, stale: Collection[str]) -> None:
+        """``needed``: None for those of before. ``stale``: Services that changed."""
+        fresh: set[ServiceBackend] = set()
         if needed is not None:
-            fresh = {one for one in needed if _backend_key(*one) not in self.documents}
-            gone = self.documents.keys() - {_backend_key(*one) for one in needed}
+            fresh = {one for one in needed if one.key not in self.documents}
+            gone = self.documents.keys() - {one.key for one in needed}
             for key in gone:
                 del self.documents[key]
-            self._ports = {}
-            for service, port in needed:
-                self._ports.setdefault(service, set()).add(port)
-        fresh |= {(service, port) for service in stale for port in self._ports.get(service, ())}
-        for service, port in sorted(fresh):
-            found = self._observed.services[service]
-            self.documents[_backend_key(service, port)] = backend_document(
-                found, port, self._observed.slices_of(service)
-            )
+            self._of_service = {}
+            for one in needed:
+                self._of_service.setdefault(one.service, set()).add(one)
+        fresh |= {one for service in stale for one in self._of_service.get(service, ())}
+        for one in sorted(fresh):
+            found = self._observed.services[one.service]
+            self.documents[one.key] = backend_document(one, found, self._observed.slices_of(one.service))
 
 
 def _is_ours(one: GatewayClass) -> bool:
     return one.spec.controller_name == CONTROLLER_NAME
-
-
-def _backend_key(service: str, port: int) -> str:
-    namespace = namespace_of(service)
-    return object_key(namespace, backend_name(service.removeprefix(f"{namespace}/"), port))

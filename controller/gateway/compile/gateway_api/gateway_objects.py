@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from controller.gateway.compile.gateway_api.backends import Service, Slice, service_of, slice_of
 from controller.gateway.compile.gateway_api.objects import (
     CONTROLLER_NAME,
+    GRPC_ROUTE,
+    HTTP_ROUTE,
     Gateway,
     GatewayClass,
     Grant,
@@ -26,11 +28,13 @@ from controller.gateway.compile.secrets import PointedObject, pointed_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+# Kinds of routes.
+ROUTES: Final = (HTTP_ROUTE.kind, GRPC_ROUTE.kind)
 _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = MappingProxyType(
     {
         "GatewayClass": gateway_class_of,
         "Gateway": gateway_of,
-        "HTTPRoute": route_of,
+        **dict.fromkeys(ROUTES, route_of),
         "ReferenceGrant": grant_of,
         "InferencePool": pool_of,
         "Service": service_of,
@@ -49,7 +53,7 @@ class StaleObjects:
     def __init__(self, *, gateways: bool = True) -> None:
         self.gateways = gateways
         self.all_routes = gateways
-        self.routes: set[str] = set()
+        self.routes: set[tuple[str, str]] = set()
         self.changed: set[tuple[str, str]] = set()
         self.services: set[str] = set()
 
@@ -62,8 +66,8 @@ class StaleObjects:
                 self.gateways = self.all_routes = True
             case "Namespace":
                 self.all_routes = True
-            case "HTTPRoute":
-                self.routes.add(key)
+            case _ if kind in ROUTES:
+                self.routes.add((kind, key))
             case "InferencePool":
                 self.changed.add((kind, key))
             case "Service":
@@ -77,7 +81,8 @@ class GatewayObjects:
     def __init__(self) -> None:
         self.classes: dict[str, GatewayClass] = {}
         self.gateways: dict[str, Gateway] = {}
-        self.routes: dict[str, Route] = {}
+        # HTTPRoutes and GRPCRoutes, by kind and key
+        self.routes: dict[tuple[str, str], Route] = {}
         self.grants: dict[str, Grant] = {}
         self.pools: dict[str, PoolSpec] = {}
         self.services: dict[str, Service] = {}
@@ -85,10 +90,10 @@ class GatewayObjects:
         self.pointed: dict[tuple[str, str], PointedObject] = {}
         self._slices: dict[str, Slice] = {}
         self._slices_of: dict[str, dict[str, Slice]] = {}
-        self._tables: Mapping[str, dict[str, Any]] = {
+        self._tables: Mapping[str, dict[Any, Any]] = {
             "GatewayClass": self.classes,
             "Gateway": self.gateways,
-            "HTTPRoute": self.routes,
+            **dict.fromkeys(ROUTES, self.routes),
             "ReferenceGrant": self.grants,
             "InferencePool": self.pools,
             "Service": self.services,
@@ -103,13 +108,14 @@ class GatewayObjects:
             return
         now = None if thing is None else _READERS[kind](thing)
         known = self._tables[kind]
-        before = known.get(key)
+        place = (kind, key) if kind in ROUTES else key
+        before = known.get(place)
         if before == now:
             return
         if now is None:
-            del known[key]
+            del known[place]
         else:
-            known[key] = now
+            known[place] = now
         if kind == "EndpointSlice":
             self._move_slice(key, before, now, stale)
         stale.mark(kind, key)

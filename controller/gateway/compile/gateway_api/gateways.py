@@ -27,6 +27,8 @@ ANY: Final = "0.0.0.0"  # noqa: S104 - a gateway is there to be reached
 _MOST_ADDRESSES: Final = 1024
 # Sorted, as the Gateway API requires.
 FEATURES: Final = (
+    "GRPCRoute",
+    "GRPCRouteNamedRouteRule",
     "Gateway",
     "GatewayAddressEmpty",
     "GatewayFrontendClientCertificateValidation",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTPRoute to its document, and its status and that of its pools, for each of its Gateways."""
+"""An HTTPRoute or GRPCRoute to its document, and its status and that of its pools, for each of its Gateways."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.gateway_api.backends import Resolution
-from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE, AttachingRoute, ParentResult
+from controller.gateway.compile.gateway_api.listeners import AttachingRoute, ParentResult
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GROUP
+from controller.gateway.compile.gateway_api.route_conflicts import Claim
 from controller.gateway.compile.sources import to_bytes
 from controller.kube.conditions import (
     IN_DIRECTORY,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.backends import References
     from controller.gateway.compile.gateway_api.listeners import Listeners
     from controller.gateway.compile.gateway_api.objects import PoolSpec, Route
+    from controller.gateway.compile.gateway_api.route_conflicts import Rivals
 
 # Fields of rules without effect here; every other unknown field is refused.
 _WITHOUT_EFFECT: Final = ("sessionPersistence",)
@@ -48,7 +50,7 @@ def pool_status(
     entries = []
     for key in sorted(accepted):
         namespace, _, name = key.partition("/")
-        refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no HTTPRoute that refers to it")
+        refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no route that refers to it")
         if problem:
             refused = fails("Accepted", "NotSupportedByParent", problem)
         is_accepted = accepted[key] and not problem
@@ -71,10 +73,11 @@ def pool_status(
 
 
 class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``document``: None if it is not served. ``attached``: names of listeners. ``resolutions``: of all its
-    references.
+    """``claim``: what it would be attached to without any other route. ``document``: None if it is not served.
+    ``attached``: names of listeners. ``resolutions``: of all its references.
     """
 
+    claim: Claim
     document: bytes | None
     attached: frozenset[str]
     parents: tuple[ParentResult, ...]
@@ -93,25 +96,31 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compile_http_route(
-    route: Route, listeners: Listeners, references: References, gateway: str | None
+    route: Route, listeners: Listeners, references: References, gateway: str | None, rivals: Rivals
 ) -> HttpRouteResult:
-    """``gateway``: the one Gateway that is served, None if all of our classes are."""
+    """``gateway``: the one Gateway that is served, None if all of our classes are. ``rivals``: by the listeners that
+    it loses, older routes.
+    """
     identity = route.identity
-    asking = AttachingRoute(kind=HTTP_ROUTE, namespace=identity.namespace, hostnames=route.hostnames)
+    asking = AttachingRoute(kind=route.kind, namespace=identity.namespace, hostnames=route.hostnames)
     parents = listeners.attach(asking, route.parents)
     resolutions: list[Resolution] = []
-    rules = [_rule(rule, identity.namespace, references, resolutions) for rule in route.spec.get("rules") or ()]
+    resolve = _Resolver(route, references, resolutions)
+    rules = [resolve.rule(rule) for rule in route.spec.get("rules") or ()]
+    claim = Claim(route, frozenset(name for one in parents for name in one.attached))
+    parents = [_without(one, rivals) for one in parents]
     served = sorted({name for one in parents for name in one.served})
     content = _content(route, rules, served)
     problem = _problem(content)
     if problem:
         refused = fails("Accepted", "UnsupportedValue", problem)
         parents = [_refuse(one, refused) for one in parents]
+        claim = Claim(route, frozenset())
     resolved = _resolved(resolutions)
     note = _note(route.spec)
     entries = [_entry(one, resolved, note) for one in _each_once(parents)]
     status = WantedStatus(
-        kind="HTTPRoute",
+        kind=route.kind.kind,
         key=identity.key,
         generation=identity.generation,
         conditions=(),
@@ -119,6 +128,7 @@ def compile_http_route(
         is_plain=True,
     )
     return HttpRouteResult(
+        claim=claim,
         document=to_bytes(content) if served and not problem else None,
         attached=frozenset(name for one in parents for name in one.attached),
         parents=tuple(parents),
@@ -146,7 +156,7 @@ def _content(route: Route, rules: list[Mapping[str, Any]], served: list[str]) ->
         spec["hostnames"] = list(route.hostnames)
     if rules:
         spec["rules"] = rules
-    return {"apiVersion": f"{GROUP}/v1", "kind": "HTTPRoute", "metadata": metadata, "spec": spec}
+    return {"apiVersion": f"{GROUP}/v1", "kind": route.kind.kind, "metadata": metadata, "spec": spec}
 
 
 def _problem(content: Mapping[str, Any]) -> str:
@@ -155,44 +165,53 @@ def _problem(content: Mapping[str, Any]) -> str:
     return "; ".join(f"{one.path}: {one.message}" if one.path else one.message for one in mistakes)
 
 
-def _rule(
-    rule: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
-) -> Mapping[str, Any]:
-    made = {name: value for name, value in rule.items() if name not in (*_WITHOUT_EFFECT, "filters", "backendRefs")}
-    if rule.get("filters"):
-        made["filters"] = [_filter(one, namespace, references, resolutions) for one in rule["filters"]]
-    if rule.get("backendRefs"):
-        made["backendRefs"] = [_backend(one, namespace, references, resolutions) for one in rule["backendRefs"]]
-    return made
+class _Resolver:
+    """Writes rules with what their references come to; ``found`` gets all of these."""
+
+    def __init__(self, route: Route, references: References, found: list[Resolution]) -> None:
+        self._route = route
+        self._references = references
+        self._found = found
+
+    def rule(self, rule: Mapping[str, Any]) -> Mapping[str, Any]:
+        made = {name: value for name, value in rule.items() if name not in (*_WITHOUT_EFFECT, "filters", "backendRefs")}
+        if rule.get("filters"):
+            made["filters"] = [self._filter(one) for one in rule["filters"]]
+        if rule.get("backendRefs"):
+            made["backendRefs"] = [self._backend(one) for one in rule["backendRefs"]]
+        return made
+
+    def _backend(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
+        made = dict(self._reference(reference))
+        if "weight" in reference:
+            made["weight"] = reference["weight"]
+        if reference.get("filters"):
+            made["filters"] = [self._filter(one) for one in reference["filters"]]
+        return made
+
+    def _filter(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        mirror = given.get("requestMirror")
+        if not mirror or "backendRef" not in mirror:
+            return given
+        return {**given, "requestMirror": {**mirror, "backendRef": self._reference(mirror["backendRef"])}}
+
+    def _reference(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = self._references.resolve(self._route.kind, self._route.identity.namespace, reference)
+        self._found.append(found)
+        return {"group": ATTACHE_GROUP, "kind": found.kind, "name": found.name, "namespace": found.namespace}
 
 
-def _backend(
-    reference: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
-) -> Mapping[str, Any]:
-    made = dict(_reference(reference, namespace, references, resolutions))
-    if "weight" in reference:
-        made["weight"] = reference["weight"]
-    if reference.get("filters"):
-        made["filters"] = [_filter(one, namespace, references, resolutions) for one in reference["filters"]]
-    return made
-
-
-def _filter(
-    given: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
-) -> Mapping[str, Any]:
-    mirror = given.get("requestMirror")
-    if not mirror or "backendRef" not in mirror:
-        return given
-    reference = _reference(mirror["backendRef"], namespace, references, resolutions)
-    return {**given, "requestMirror": {**mirror, "backendRef": reference}}
-
-
-def _reference(
-    reference: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
-) -> Mapping[str, Any]:
-    found = references.resolve(namespace, reference)
-    resolutions.append(found)
-    return {"group": ATTACHE_GROUP, "kind": found.kind, "name": found.name, "namespace": found.namespace}
+def _without(parent: ParentResult, rivals: Rivals) -> ParentResult:
+    """``parent`` without the listeners that other routes have; not accepted if it is left without any."""
+    lost = [one for one in parent.attached if one in rivals]
+    if not lost:
+        return parent
+    attached = tuple(one for one in parent.attached if one not in rivals)
+    if not attached:
+        message = f"the older {rivals[lost[0]]} has hosts in common with it, and a listener takes one of the two kinds"
+        return _refuse(parent, fails("Accepted", "HostnameConflict", message))
+    served = tuple(one for one in parent.served if one not in rivals)
+    return msgspec.structs.replace(parent, attached=attached, served=served)
 
 
 def _refuse(parent: ParentResult, refused: WantedCondition) -> ParentResult:

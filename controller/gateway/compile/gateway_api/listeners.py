@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.objects import GROUP, NAME_LABEL, ListenerSpec, ParentRef, RouteKind
+from controller.gateway.compile.gateway_api.objects import (
+    GROUP,
+    GRPC_ROUTE,
+    HTTP_ROUTE,
+    NAME_LABEL,
+    ListenerSpec,
+    ParentRef,
+    RouteKind,
+)
 from controller.gateway.compile.secrets import (
     PointedObject,
     Pointer,
@@ -33,9 +41,8 @@ if TYPE_CHECKING:
 
 _SECRET_FILES: Final = ("tls.crt", "tls.key")
 CLIENT_AUTHORITIES: Final = "clientca."
-HTTP_ROUTE: Final = RouteKind("HTTPRoute")
 MODEL_ROUTE: Final = RouteKind("ModelRoute", API_VERSION.partition("/")[0])
-_KINDS: Final = (HTTP_ROUTE, MODEL_ROUTE)
+_KINDS: Final = (HTTP_ROUTE, GRPC_ROUTE, MODEL_ROUTE)
 _PROTOCOLS: Final = ("HTTP", "HTTPS")
 _NO_CERTIFICATES: Final = (
     "the GatewayConfig identifies callers by client certificates, and this listener asks for none; "
@@ -346,7 +353,8 @@ def _kinds(listener: ListenerSpec) -> tuple[tuple[RouteKind, ...], WantedConditi
     kinds = tuple(one for one in _KINDS if one in listed)
     if not strange:
         return kinds, holds("ResolvedRefs")
-    message = f"{', '.join(strange)} cannot attach here; {GROUP}/HTTPRoute and {MODEL_ROUTE.group}/ModelRoute can"
+    known = ", ".join(f"{one.group}/{one.kind}" for one in _KINDS)
+    message = f"{', '.join(strange)} cannot attach here; {known} can"
     return kinds, fails("ResolvedRefs", "InvalidRouteKinds", message)
 
 

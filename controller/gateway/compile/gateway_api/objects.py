@@ -69,6 +69,10 @@ class RouteKind(Read, frozen=True):
     group: str = GROUP
 
 
+HTTP_ROUTE: Final = RouteKind("HTTPRoute")
+GRPC_ROUTE: Final = RouteKind("GRPCRoute")
+
+
 class AllowedRoutes(Read, frozen=True):
     """Which routes may attach to a listener."""
 
@@ -213,12 +217,18 @@ class GatewayClass(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """An HTTPRoute. ``spec``: as it was written."""
+    """An HTTPRoute or a GRPCRoute. ``spec``: as it was written."""
 
     identity: Identity
     parents: tuple[ParentRef, ...]
     hostnames: tuple[str, ...]
     spec: Mapping[str, Any]
+    kind: RouteKind = HTTP_ROUTE
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its kind, and ``namespace/name``."""
+        return self.kind.kind, self.identity.key
 
 
 class _BackendShape(Read, frozen=True):
@@ -321,11 +331,13 @@ def gateway_of(thing: Mapping[str, Any]) -> Gateway | None:
 
 
 def route_of(thing: Mapping[str, Any]) -> Route | None:
-    """An HTTPRoute; None if it has another shape."""
+    """An HTTPRoute or a GRPCRoute; None if it has another shape."""
     spec = _convert(thing.get("spec"), _RouteSpec)
     if spec is None:
         return None
-    return Route(identity_of(thing), spec.parent_refs, spec.hostnames, thing.get("spec") or {})
+    return Route(
+        identity_of(thing), spec.parent_refs, spec.hostnames, thing.get("spec") or {}, RouteKind(thing["kind"])
+    )
 
 
 def grant_of(thing: Mapping[str, Any]) -> Grant | None:

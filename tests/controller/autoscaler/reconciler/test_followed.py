@@ -8,6 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING, cast
 
 from controller.autoscaler.reconciler.informers import Informers
+from controller.autoscaler.reconciler.resolver import selecting_servers
 from controller.kube.client import Client, ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming
 from controller.kube.resources import MODEL_SERVERS, Object, Resource
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-def server(name: str, selector: dict[str, str], version: int, **status: str) -> Object:
+def server(name: str, selector: dict[str, str], version: int, port: int = 8000, **status: str) -> Object:
     metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": f"{version}"}
-    spec = {"model": "m", "workloadSelector": {"matchLabels": selector}}
+    spec = {"model": "m", "workloadSelector": {"matchLabels": selector}, "workloadPort": {"port": port}}
     return {"metadata": metadata, "spec": spec, "status": status}
 
 
@@ -76,3 +77,19 @@ async def test_servers_are_found_by_the_labels_of_pods() -> None:
         await told(client, "MODIFIED", server("a", {"app": "y"}, 4))
         assert followed.servers_selecting("default", {"app": "x"}) == []
         assert len(followed.servers_selecting("default", {"app": "y"})) == 2
+
+
+async def test_a_target_has_the_demand_of_all_ports_of_its_pods() -> None:
+    pods = {"app": "x", "role": "p"}
+    listed = [
+        server("iris", pods, 1),
+        server("iris.grpc", pods, 2, port=8001),
+        # of other pods, too; and the same engines once more
+        server("all", {"app": "x"}, 3, port=8001),
+        server("other", pods, 4),
+        server("elsewhere", {"app": "y"}, 5, port=8001),
+    ]
+    async with following(FakeClient(listed)) as followed:
+        assert selecting_servers(followed, "default", [pods]) == ("default/iris", "default/iris.grpc")
+        assert selecting_servers(followed, "default", [{"app": "x"}]) == ("default/all",)
+        assert selecting_servers(followed, "default", [{"app": "z"}]) == ()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
@@ -13,6 +15,9 @@ from controller.autoscaler.reconciler.situations import situations_of, with_head
 from controller.kube.resources import DEPLOYMENTS
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def resolved(name: str, start_time: str) -> ResolvedTarget:
@@ -31,3 +36,17 @@ def test_before_any_start_the_target_says_how_long_one_takes() -> None:
     (limited,) = with_headroom([found], {"a": 3}, {"a": ("H100 or h100",)})
     assert [one.headroom for one in limited.targets] == [3, None]
     assert [one.pools for one in limited.targets] == [("H100 or h100",), None]
+
+
+def test_demand_is_read_of_all_servers_of_the_targets() -> None:
+    asked: list[list[str]] = []
+
+    def view(servers: Sequence[str]) -> DemandView:
+        asked.append(list(servers))
+        return DemandView()
+
+    first, second, unknown = (resolved(name, "60s") for name in "abc")
+    first = msgspec.structs.replace(first, server="default/b", twins=("default/b.grpc",))
+    second = msgspec.structs.replace(second, server="default/a")
+    situations_of([first, second, unknown], AutoscalingPolicySpec(), view, NOW_S, holds={})
+    assert asked == [["default/a", "default/b", "default/b.grpc"]]

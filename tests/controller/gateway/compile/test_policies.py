@@ -19,14 +19,14 @@ from extproc.api.gateway_config import GatewayConfigSpec
 SERVED = PolicyTargets(
     model_routes={"team/llama"},
     model_servers={"team/llama", "team/large", "team/inferencepool.pooled"},
-    http_routes={"team/chat", "team/shop"},
+    gateway_api_routes={("HTTPRoute", "team/chat"), ("HTTPRoute", "team/shop"), ("GRPCRoute", "team/calls")},
     listeners={
         "team/web": {"http": "team/web/http", "https": "team/web/https"},
         "other/web": {"http": "other/web/http"},
     },
     config="team/config",
     config_listeners={"extra"},
-    without_models={"team/shop"},
+    without_models={("HTTPRoute", "team/shop"), ("GRPCRoute", "team/shop")},
 )
 RULES = [{"from": [{"tenants": ["acme"]}], "models": ["llama"]}]
 
@@ -63,6 +63,7 @@ def target(kind: str, name: str, **more: str) -> dict[str, str]:
         (target("ModelServer", "large"), [target("ModelServer", "large")]),
         (target("InferencePool", "pooled"), [target("ModelServer", "inferencepool.pooled")]),
         (target("HTTPRoute", "chat"), [target("HTTPRoute", "chat")]),
+        (target("GRPCRoute", "calls"), [target("GRPCRoute", "calls")]),
         (target("GatewayConfig", "config"), [target("GatewayConfig", "config")]),
         (
             target("GatewayConfig", "config", sectionName="extra"),

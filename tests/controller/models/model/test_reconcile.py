@@ -338,11 +338,64 @@ def test_no_gateway_has_an_engine_yet() -> None:
 def test_a_model_of_a_classical_server_is_routed_by_its_protocol() -> None:
     own = model(uri="s3://models/iris", format={"name": "sklearn"})
     children = told(on_server(reconcile(seen(own, []), NOW_S)))
-    (server,) = (one for one in children if one["kind"] == "ModelServer")
-    assert (server["spec"]["protocol"], server["spec"]["scrapeInterval"]) == ("V2", "0s")
+    rest, calls = (one for one in children if one["kind"] == "ModelServer")
+    assert (rest["metadata"]["name"], calls["metadata"]["name"]) == ("llama-default", "llama-default.grpc")
+    assert (rest["spec"]["protocol"], rest["spec"]["scrapeInterval"]) == ("V2", "0s")
+    # the same pods, at another port
+    assert calls["spec"] == {**rest["spec"], "protocol": "V2-gRPC", "workloadPort": {"port": 8001}}
+    (route,) = (one for one in children if one["kind"] == "ModelRoute")
+    assert route["spec"]["rules"][0]["targetModels"] == [
+        {"modelServerName": "llama-default", "weight": 100},
+        {"modelServerName": "llama-default.grpc", "weight": 100},
+    ]
     plan = reconcile(seen(own, children), NOW_S)
     ready = condition(plan, "Ready")
     assert (ready["status"], ready["reason"]) == ("True", "Serving")
+    assert not plan.actions
+
+
+@pytest.mark.parametrize(
+    ("protocol", "port", "expected"),
+    [
+        ("V1", 8081, ["V1", "V2-gRPC"]),
+        ("TensorFlow", 8500, ["TensorFlow", "TensorFlow-gRPC"]),
+        ("V2", None, ["V2"]),
+        # an API server refuses it; a file of presets may have it
+        ("OpenAI", 8081, ["OpenAI"]),
+    ],
+)
+def test_a_runtime_says_at_which_port_it_serves_grpc(protocol: str, port: int | None, expected: list[str]) -> None:
+    arguments = [{"args": ["--port={port}"]}, {"when": {"grpcPort": "*"}, "args": ["--grpc={grpcPort}"]}]
+    spec: Plain = {"engine": "Custom", "protocol": protocol, "port": 8080, "arguments": arguments}
+    if port is not None:
+        spec["grpcPort"] = port
+    runtime = {"metadata": {"name": "own", "namespace": "default"}, "spec": {**spec, "config": {"image": "own"}}}
+    backends = [{"name": "a", "runtime": "own", "weight": 3}, {"name": "b", "runtime": "own", "weight": 1}]
+    own = model(uri="s3://models/iris", format={"name": "odd"}, backends=backends)
+    children = on_server(reconcile(seen(own, [], runtimes=[runtime]), NOW_S))
+    found = [one["spec"].get("protocol", "OpenAI") for one in children if one["kind"] == "ModelServer"]
+    assert sorted(found) == sorted([*expected, *expected])
+    (route,) = (one for one in children if one["kind"] == "ModelRoute")
+    assert [one["weight"] for one in route["spec"]["rules"][0]["targetModels"]] == [3, 1] * len(expected)
+    infer = next(one for one in children if one["kind"] == "ModelInfer")
+    (engine,) = infer["spec"]["template"]["roles"][0]["entryTemplate"]["spec"]["containers"]
+    assert engine["args"] == ["--port=8080", *([f"--grpc={port}"] if port else [])]
+
+
+def test_the_servers_of_grpc_go_with_the_port_and_the_routes_first() -> None:
+    runtime = {
+        "metadata": {"name": "own", "namespace": "default"},
+        "spec": {"engine": "Custom", "protocol": "V2", "grpcPort": 8081, "config": {"image": "own"}},
+    }
+    own = model(uri="s3://models/iris", format={"name": "odd"}, backends=[{"name": "a", "runtime": "own"}])
+    children = told(on_server(reconcile(seen(own, [], runtimes=[runtime]), NOW_S)))
+    del runtime["spec"]["grpcPort"]
+    plan = reconcile(seen(own, children, runtimes=[runtime]), NOW_S)
+    kinds = [
+        (type(one).__name__, (one.thing if isinstance(one, Apply) else {"kind": one.resource.kind})["kind"])
+        for one in plan.actions
+    ]
+    assert kinds == [("Apply", "ModelRoute"), ("Delete", "ModelServer")]
 
 
 def test_a_stopped_model_is_on_standby() -> None:

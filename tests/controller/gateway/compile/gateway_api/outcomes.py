@@ -71,18 +71,20 @@ def parents(outcome: CompileResult, kind: str, name: str, namespace: str = "defa
     return [{"name": one.identity["parentRef"]["name"], **conditions(one.conditions)} for one in found.entries]
 
 
-def route_says(outcome: CompileResult, name: str = "app", namespace: str = "default") -> dict[str, Condition]:
+def route_says(
+    outcome: CompileResult, name: str = "app", namespace: str = "default", kind: str = "HTTPRoute"
+) -> dict[str, Condition]:
     """Of a route with one Gateway of ours."""
-    (found,) = parents(outcome, "HTTPRoute", name, namespace)
+    (found,) = parents(outcome, kind, name, namespace)
     del found["name"]
     return found
 
 
 def served(outcome: CompileResult) -> dict[str, list[str]]:
-    """The names of the listeners that each HTTPRoute is served by."""
+    """The names of the listeners that each HTTPRoute and GRPCRoute is served by."""
     return {
-        one.metadata.key: [ref.section_name or "" for ref in one.spec.parent_refs]
-        for one in snapshot(outcome).http_routes
+        one.reference: [ref.section_name or "" for ref in one.spec.parent_refs]
+        for one in snapshot(outcome).gateway_api_routes
     }
 
 

@@ -22,6 +22,7 @@ from tests.gateway_objects import (
     gateway,
     gateway_class,
     grant,
+    grpc_route,
     http_route,
     https,
     listener,
@@ -76,7 +77,7 @@ def gateways(draw: st.DrawFn) -> Object:
 
 
 @st.composite
-def http_routes(draw: st.DrawFn) -> Object:
+def routes(draw: st.DrawFn) -> Object:
     references = [
         backend_ref(),
         backend_ref(draw(NAMES), namespace=draw(SPACES)),
@@ -86,7 +87,9 @@ def http_routes(draw: st.DrawFn) -> Object:
     backends = draw(st.lists(st.sampled_from(references), min_size=1, max_size=2))
     parents = draw(st.lists(st.builds(dict, name=NAMES, namespace=SPACES), min_size=1, max_size=2))
     more = {} if (host := draw(HOSTS)) is None else {"hostnames": [host]}
-    return http_route(draw(NAMES), *backends, parents=tuple(parents), namespace=draw(SPACES), **more)
+    make = draw(st.sampled_from([http_route, grpc_route]))
+    created = draw(TIMES)
+    return make(draw(NAMES), *backends, parents=tuple(parents), namespace=draw(SPACES), created=created, **more)
 
 
 @st.composite
@@ -98,7 +101,7 @@ def model_routes(draw: st.DrawFn) -> Object:
     return made
 
 
-SOURCES = st.sampled_from([("default", GROUP, "HTTPRoute"), ("blue", GROUP, "HTTPRoute"), ("blue", GROUP, "Gateway")])
+SOURCES = st.tuples(SPACES, st.just(GROUP), st.sampled_from(["HTTPRoute", "GRPCRoute", "Gateway"]))
 CONFIGS: list[Object] = [{}, {"x": 1}, {"authentication": {"apiKeySecrets": [{"name": "a"}]}}]
 TARGETS = st.one_of(
     st.builds(dict, kind=st.just("Gateway"), group=st.just(GROUP), name=NAMES, sectionName=NAMES),
@@ -110,10 +113,11 @@ CONNECTIONS: list[Object] = [
     {"tls": {"caCertificateRef": {"kind": "Secret", "name": "a", "key": "tls.crt"}, "serverName": "a.b"}},
 ]
 THINGS = st.one_of(
+    st.builds(server, NAMES, namespace=SPACES, app=NAMES, protocol=st.sampled_from(["OpenAI", "V2", "V2-gRPC"])),
     st.builds(server, NAMES, namespace=SPACES, app=NAMES, connection=st.sampled_from(CONNECTIONS)),
     st.builds(gateway_class, st.just("attache"), st.sampled_from(["attache.dev/gateway", "example.com/other"])),
     gateways(),
-    http_routes(),
+    routes(),
     model_routes(),
     st.builds(server, st.sampled_from(["a", "inferencepool.a"]), namespace=SPACES, app=NAMES),
     st.builds(pod, NAMES, st.sampled_from(["10.0.0.1", "10.0.0.2"]), namespace=SPACES, app=NAMES, ready=st.booleans()),
@@ -163,7 +167,7 @@ def assert_loads(outcome: CompileResult) -> None:
     names = {one.name for one in found.gateway.listeners}
     documents = {("ModelServer", one.metadata.key) for one in found.servers}
     documents |= {("Backend", one.metadata.key) for one in found.backends}
-    for one in found.http_routes:
+    for one in found.gateway_api_routes:
         assert {ref.section_name for ref in one.spec.parent_refs} <= names
         assert one.spec.parent_refs
         for rule in one.spec.rules:
