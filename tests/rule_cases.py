@@ -243,6 +243,7 @@ CASES: Final = (
             ("pickerConfig", "epp.yaml"),
             ("activation", {"maxRequests": 1}),
             ("metricsPath", "/metrics"),
+            ("pathPrefix", "/openai"),
             ("metricsPort", 9000),
             ("allowedFields", ["priority"]),
         )
@@ -274,6 +275,13 @@ CASES: Final = (
         _server(pdGroup={"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}}),
         ("pickerConfig",),
         "epp.yaml",
+    ),
+    Case(
+        "the gateway's leg has no prefix",
+        "ModelServer",
+        _server(pdGroup=_OWN_LEG),
+        ("pathPrefix",),
+        "/openai",
     ),
     Case(
         "the gateway's leg has a connector",

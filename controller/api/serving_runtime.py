@@ -131,9 +131,8 @@ class ServingRuntimeSpec(Spec, frozen=True):
     family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``: the
     protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1 and V2
     for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others. ``openai_path_prefix``: what
-    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``grpc_port``: that on which
-    it serves the same models over gRPC: by TensorFlow's protocol, or else by V2. ``config``: defaults of
-    Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
+    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``grpc_port``: that on
+    which it serves the same models over gRPC. ``config``: defaults of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
     ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
     can span pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
     repository calls. ``accelerator``: the resource that pods request by degree of parallelism, such as
@@ -145,7 +144,7 @@ class ServingRuntimeSpec(Spec, frozen=True):
         Rule(
             "!has(self.grpcPort) || (has(self.protocolVersions) ? self.protocolVersions.exists(one, one != 'OpenAI') :"
             " self.engine in ['KServe', 'MLServer', 'TensorFlow', 'TorchServe', 'Triton'])",
-            "grpcPort is of engines of classical models; write protocolVersions with V1, V2 or TensorFlow, or leave it out",
+            "grpcPort is of engines of classical models; write protocolVersions with one of theirs, or leave it out",
         ),
         Rule(
             "!has(self.grpcPort) || self.grpcPort != (has(self.port) ? self.port : 8000)",

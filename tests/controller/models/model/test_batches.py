@@ -39,7 +39,11 @@ def pod_and_server(*objects: Plain) -> tuple[dict[str, Plain], Plain]:
     (made,) = render_models(list(objects))
     assert made.problem == ""
     (infer,) = (one for one in made.children if one["kind"] == "ModelInfer")
-    (server,) = (one for one in made.children if one["kind"] == "ModelServer")
+    (server,) = (
+        one
+        for one in made.children
+        if one["kind"] == "ModelServer" and not one["spec"].get("protocol", "").endswith("gRPC")
+    )
     pod = infer["spec"]["template"]["roles"][0]["entryTemplate"]["spec"]
     return {one["name"]: one for one in (*pod["containers"], *pod["initContainers"])}, server["spec"]
 

@@ -366,7 +366,7 @@ def test_a_model_of_a_classical_server_is_routed_by_its_protocol() -> None:
 )
 def test_a_runtime_says_at_which_port_it_serves_grpc(protocol: str, port: int | None, expected: list[str]) -> None:
     arguments = [{"args": ["--port={port}"]}, {"when": {"grpcPort": "*"}, "args": ["--grpc={grpcPort}"]}]
-    spec: Plain = {"engine": "Custom", "protocol": protocol, "port": 8080, "arguments": arguments}
+    spec: Plain = {"engine": "Custom", "protocolVersions": [protocol], "port": 8080, "arguments": arguments}
     if port is not None:
         spec["grpcPort"] = port
     runtime = {"metadata": {"name": "own", "namespace": "default"}, "spec": {**spec, "config": {"image": "own"}}}
@@ -385,7 +385,7 @@ def test_a_runtime_says_at_which_port_it_serves_grpc(protocol: str, port: int | 
 def test_the_servers_of_grpc_go_with_the_port_and_the_routes_first() -> None:
     runtime = {
         "metadata": {"name": "own", "namespace": "default"},
-        "spec": {"engine": "Custom", "protocol": "V2", "grpcPort": 8081, "config": {"image": "own"}},
+        "spec": {"engine": "Custom", "protocolVersions": ["V2"], "grpcPort": 8081, "config": {"image": "own"}},
     }
     own = model(uri="s3://models/iris", format={"name": "odd"}, backends=[{"name": "a", "runtime": "own"}])
     children = told(on_server(reconcile(seen(own, [], runtimes=[runtime]), NOW_S)))

@@ -25,7 +25,7 @@ MANIFESTS = ROOT / "manifests" / "runtimes"
 
 
 def engine(**fields: Any) -> EngineSettings:  # noqa: ANN401 - fields of Engine and of its config
-    names = ("role", "connector", "has_adapters", "format", "protocol", "port")
+    names = ("role", "connector", "has_adapters", "format", "protocol", "port", "grpc_port")
     own = {name: fields.pop(name) for name in names if name in fields}
     base = {"served_name": "llama", "path": "/mnt/models", "format": ModelFormat(name="huggingface"), "port": 8000}
     return EngineSettings(**{**base, **own, "config": EngineConfig(**fields)})
@@ -75,7 +75,7 @@ PORTS = {
 @pytest.mark.parametrize("name", PORTS)
 def test_a_model_server_gets_its_name_its_weights_and_its_ports(name: str) -> None:
     spec = built_in()[name].spec
-    given = args(name, port=spec.port)
+    given = args(name, port=spec.port, grpc_port=spec.grpc_port)
     flag = "--model_base_path" if name == "tensorflow-serving" else "--model_dir"
     assert given[:2] == ["--model_name=llama", f"{flag}=/mnt/models"]
     assert set(PORTS[name]) <= {*given}
