@@ -9,12 +9,15 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from extproc.admission import budgets
 from extproc.admission.budgets import RolledUp
 from extproc.admission.limits import NO_USAGE
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_line
+from extproc.core import queue
 from extproc.core.accounts import NO_OTHERS
 from extproc.core.core import Core
 from extproc.core.effects import (
@@ -31,6 +34,7 @@ from extproc.core.record import Outcome
 from extproc.core.states import State
 from extproc.errors import BudgetSpent
 from extproc.feeds.saved_levels import SavedLevels
+from tests.examples import examples
 from tests.extproc.scenes import configuration, request
 
 if TYPE_CHECKING:
@@ -221,6 +225,37 @@ def test_the_wall_clock_may_be_set_back_and_nothing_is_refilled() -> None:
     assert isinstance(process.ask(20.0), Decision)
     process.core.on_wall_clock(utc("2026-11-15T23:59:00+00:00"), 30.0)
     refusal(process.ask(30.0))
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.sampled_from("xy"), st.integers(-200, 200), st.sampled_from([1, 2])),
+        min_size=2,
+        max_size=40,
+    )
+)
+def test_accounts_are_those_of_the_caller_the_clock_and_the_configuration(
+    steps: list[tuple[str, str, int, int]],
+) -> None:
+    """Though those of the last callers are kept."""
+    budgets = "{name: day, per: User, window: Day, max: {requests: %d}}, {name: hour, window: Hour, max: {tokens: %d}}"
+    process, most = Process(budgets % (1, 1)), 1
+    admission = process.core.admission
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "_MOST_CALLERS", 3)
+        for tenant, user, quarters, wanted in steps:
+            if wanted != most:
+                most = wanted
+                process.core.apply(Process(budgets % (most, most)).snapshot, 0.0)
+            wall_s = process.began_s + quarters * 900.0
+            arrival = request(process.core, headers={"x-attache-tenant": tenant, "x-attache-user": user})
+            found = admission.charges(arrival, NO_USAGE, now=0.0, wall_s=wall_s)
+            assert found == admission.budgets_of("default/chat").charges(arrival.caller, NO_USAGE, wall_s)
+            assert [one.limit.capacity for one in found] == [most, most]
+            assert all(0 < one.ends_in_s <= 86_400 for one in found)
+            assert f"/{tenant}/{user}" in found[0].key
+            assert len(admission._accounts) <= 3
 
 
 def test_route_and_gateway_must_both_have_room() -> None:
