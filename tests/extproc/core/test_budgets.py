@@ -29,7 +29,7 @@ from extproc.core.effects import (
     RequestSettled,
     SoftBudgetPassed,
 )
-from extproc.core.peers import EventBatch, decode_events, encode_events
+from extproc.core.peers import EventBatch, LimitSpent, decode_events, encode_events
 from extproc.core.record import Outcome
 from extproc.core.states import State
 from extproc.errors import BudgetSpent
@@ -38,7 +38,7 @@ from tests.examples import examples
 from tests.extproc.scenes import configuration, request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from extproc.admission.buckets import BucketLevel
@@ -71,6 +71,7 @@ class Process:
         name: str = "t",
         wire: list[Process] | None = None,
         recent: RecentGrants = NO_OTHERS,
+        has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         others = ""
         if gateway:
@@ -87,7 +88,14 @@ class Process:
             others=others,
         )
         machine = None if wire is None else "here"
-        self.core = Core(self.snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine, recent=recent)
+        self.core = Core(
+            self.snapshot,
+            rng=random.Random(0),
+            ticket_prefix=name,
+            machine=machine,
+            recent=recent,
+            has_readers=has_readers,
+        )
         self.name, self.began_s, self.wire = name, began_s, [] if wire is None else wire
         self.wire.append(self)
         self.core.on_wall_clock(began_s, 0.0)
@@ -272,6 +280,16 @@ def test_an_unreadable_body_gets_round_no_budget_of_the_gateway() -> None:
     process = Process("", gateway='{"name": "all", "window": "Day", "max": {"tokens": 3}}')
     assert process.core.builder.has_limits
     assert process.core.asks_who
+
+
+@pytest.mark.parametrize("has_readers", [True, False])
+def test_what_is_spent_is_told_where_anybody_reads_it(*, has_readers: bool) -> None:
+    process = Process("{name: b, window: Month, max: {requests: 3}}", wire=[], has_readers=lambda: has_readers)
+    own, effects = process.core.arrive(request(process.core, headers={"x-attache-tenant": "a"}), 0.0)
+    effects += process.core.on_outcome(Outcome(own.ticket, 200, "10.0.0.1:8000", 1.0, 0.1, 10, 10, None), 1.0)
+    told = [one.event.reserved for one in effects if isinstance(one, Broadcast) and isinstance(one.event, LimitSpent)]
+    assert told == ([1.0, -1.0] if has_readers else [])
+    assert process.left(1.0) == 2.0
 
 
 def test_workers_of_a_machine_share_a_budget_and_a_new_one_is_told() -> None:
