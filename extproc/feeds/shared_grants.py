@@ -54,8 +54,8 @@ _LONGEST_S: Final = 0.25
 _LOOK_S: Final = 0.0001
 # After it, the lock is not asked for this long: all requests of a process wait meanwhile.
 _PAUSE_S: Final = 5.0
-# Between two looks for other workers, of one that is not alone.
-_LOOK_EACH_S: Final = 1.0
+# How often one that is not alone sees whether it is by now.
+_FIND_EACH_S: Final = 1.0
 # ``struct flock``: the kind, whence, where, how many bytes, and whose it is.
 _FILE_LOCK: Final = struct.Struct("hhqqi0q")
 # What a worker was not told of in this time it will not be told: the message is lost, or its sender is dead.
@@ -84,7 +84,7 @@ class SharedGrants:
         size = _MARK.stop + _MOST_RECORDS * _RECORD.size
         # while it is open, nobody else can have this number
         self._file = os.open(directory / "grants", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._look_at_s = 0.0 if self._show_presence() else math.inf
+        self._find_at_s = 0.0 if self._show_presence() else math.inf
         # a full disk is an error here, and would be a signal later
         os.posix_fallocate(self._file, 0, size)
         self._memory = mmap.mmap(self._file, size)
@@ -116,9 +116,9 @@ class SharedGrants:
         try:
             self._read(now)
             # what one that is gone has granted counts for a while
-            if self._is_locked and not self._granted and now >= self._look_at_s:
-                self._look_at_s = now + _LOOK_EACH_S
-                self._look_for_others()
+            if self._is_locked and not self._granted and now >= self._find_at_s:
+                self._find_at_s = now + _FIND_EACH_S
+                self._find_others()
         except BaseException:
             self._unlock()
             raise
@@ -137,7 +137,7 @@ class SharedGrants:
             return False
         return True
 
-    def _look_for_others(self) -> None:
+    def _find_others(self) -> None:
         mark = self._memory[_MARK]
         kind, *_ = _FILE_LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _presence(fcntl.F_WRLCK)))
         self._alone_until = mark if kind == fcntl.F_UNLCK else None
