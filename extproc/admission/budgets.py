@@ -22,7 +22,7 @@ import msgspec
 
 from extproc.admission.buckets import BucketLevel, ByWindow, Limit
 from extproc.admission.identity import Caller, named_callers
-from extproc.admission.limits import NO_USAGE, BudgetPart, Charge, Resource, Usage, amount_to_reserve
+from extproc.admission.limits import BudgetPart, Charge, Resource, Usage, amount_to_reserve
 from extproc.api.calendars import Window, window_of, zone_of
 from extproc.api.usage import OTHERS as FOLDED
 from extproc.api.usage import real_name
@@ -205,14 +205,14 @@ class CompiledBudget:
             self._maxima = list(self._maxima_of(self._window))
         return self._window
 
-    def charges(self, caller: Caller, usage: Usage, wall_s: float) -> list[Charge]:
-        """One for each amount that the budget limits."""
-        return self._charges(self._subject(caller.tenant, caller.user, caller.api_key), usage, wall_s)
+    def blank_charges(self, caller: Caller, wall_s: float) -> list[Charge]:
+        """One for each amount that the budget limits, with nothing reserved."""
+        return self._charges(self._subject(caller.tenant, caller.user, caller.api_key), wall_s)
 
     def charges_of_row(self, row: RolledUp, wall_s: float) -> list[Charge]:
         """Those of the caller of ``row``, with nothing reserved."""
         tenant, user, api_key = (None if one == FOLDED else real_name(one) for one in (row.tenant, row.user, row.key))
-        return self._charges(self._subject(tenant, user, api_key), NO_USAGE, wall_s)
+        return self._charges(self._subject(tenant, user, api_key), wall_s)
 
     def dimensions(self, beside: Iterable[CompiledBudget]) -> frozenset[str]:
         """Those of usage rows that tell whose they are. ``beside``: the budgets of the same route or gateway."""
@@ -224,7 +224,7 @@ class CompiledBudget:
             needed.add("route")
         return frozenset(needed)
 
-    def _charges(self, subject: tuple[str | None, str | None], usage: Usage, wall_s: float) -> list[Charge]:
+    def _charges(self, subject: tuple[str | None, str | None], wall_s: float) -> list[Charge]:
         end_s = self.window(wall_s).end_s
         account = f"{_escaped(subject[0])}/{_escaped(subject[1])}"
         return [
@@ -232,11 +232,10 @@ class CompiledBudget:
                 self._accounts.account(one.prefix + account, end_s),
                 one.limit,
                 one.resource,
-                amount_to_reserve(usage, one.resource, one.limit),
+                0.0,
                 self._is_global,
                 self._needs_redis,
                 budget=one.part,
-                ends_in_s=end_s - wall_s,
             )
             for one in self._maxima
         ]
@@ -300,6 +299,32 @@ def compile_keys(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> BudgetsOfK
     return BudgetsOfKeys(found, tuple(known.values()))
 
 
+class CallerAccounts(msgspec.Struct, frozen=True):
+    """What one caller is charged by all its budgets, while their windows are open: from ``since_s`` until ``until_s``.
+    ``blank``: with nothing reserved.
+    """
+
+    blank: Sequence[Charge]
+    since_s: float
+    until_s: float
+
+    def charges(self, usage: Usage, wall_s: float) -> list[Charge]:
+        """Those of a request that arrives at ``wall_s``, between the two."""
+        return [
+            Charge(
+                one.key,
+                one.limit,
+                one.resource,
+                amount_to_reserve(usage, one.resource, one.limit),
+                one.is_global,
+                one.needs_redis,
+                budget=one.budget,
+                ends_in_s=one.limit.ends_at_s - wall_s,
+            )
+            for one in self.blank
+        ]
+
+
 class BudgetsOf:
     """The budgets that hold for the requests of one route: its own, those of the GatewayConfig, and those of keys."""
 
@@ -333,9 +358,19 @@ class BudgetsOf:
         if self._of_keys.every:
             yield self._of_keys.every
 
+    def accounts(self, caller: Caller, wall_s: float) -> CallerAccounts:
+        """Those of the caller, of all budgets that apply."""
+        budgets = self.budgets_of(caller)
+        windows = [one.window(wall_s) for one in budgets]
+        return CallerAccounts(
+            [charge for one in budgets for charge in one.blank_charges(caller, wall_s)],
+            max((one.start_s for one in windows), default=-math.inf),
+            min((one.end_s for one in windows), default=math.inf),
+        )
+
     def charges(self, caller: Caller, usage: Usage, wall_s: float) -> list[Charge]:
         """All of them, of all budgets that apply."""
-        return [charge for one in self.budgets_of(caller) for charge in one.charges(caller, usage, wall_s)]
+        return self.accounts(caller, wall_s).charges(usage, wall_s)
 
 
 def _escaped(name: str | None) -> str:

@@ -269,7 +269,9 @@ def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) ->
 def amount_to_reserve(usage: Usage, resource: Resource, limit: Limit) -> float:
     """The amount to reserve. An estimate alone must not make a request larger than the whole bucket."""
     amount, known = usage.of(resource), usage.known
-    return amount if known is None else max(known.of(resource), min(amount, limit.capacity))
+    if known is None or amount <= limit.capacity:
+        return amount
+    return max(known.of(resource), limit.capacity)
 
 
 def _limit(limit: RateLimit | KeyRateLimit, amount: int) -> Limit:

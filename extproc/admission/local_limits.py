@@ -15,7 +15,7 @@ from extproc.admission.limits import CHOSEN, MOST_NAMES, Charge, Grant
 from extproc.admission.refusals import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from extproc.admission.limits import Usage
 
@@ -59,19 +59,23 @@ class LocalLimits:
         """Reserve all charges or none; raises RateLimited or BudgetSpent. The grant's charges name the buckets that
         were charged. ``unheard``: what others have taken of a bucket that its level has not subtracted.
         """
-        owned, buckets, taken, is_short = [], [], [], False
+        owned, buckets, levels, is_short = [], [], [], False
         for charge in charges:
             key, bucket = self._bucket(charge.key, charge.limit, now)
-            more = unheard(key)
-            is_short = is_short or bucket.shortfall(charge.needed_level + more) > 0
+            taken = unheard(key)
+            is_short = is_short or bucket.shortfall(charge.needed_level + taken) > 0
             owned.append(charge if key == charge.key else msgspec.structs.replace(charge, key=key))
             buckets.append(bucket)
-            taken.append(more)
+            levels.append(bucket.level - taken)
         if is_short:
-            raise refusal(owned, _levels(buckets, taken))
+            raise refusal(owned, levels)
         self.changes += 1
-        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(owned, buckets, strict=True)]
-        return Grant(owned, claims, _levels(buckets, taken))
+        claims = []
+        for index, bucket in enumerate(buckets):
+            claim = bucket.reserve(owned[index].amount)
+            claims.append(claim)
+            levels[index] -= claim.amount
+        return Grant(owned, claims, levels)
 
     def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
         """Settle with the actual usage; None refunds all: the request was never dispatched."""
@@ -244,7 +248,3 @@ class LocalLimits:
             self._chosen.move_to_end(owner)
         # twice as many as this process has names: other processes of this machine have names, too
         return table, 2 * MOST_NAMES
-
-
-def _levels(buckets: Iterable[Bucket], taken: Iterable[float]) -> list[float]:
-    return [bucket.level - more for bucket, more in zip(buckets, taken, strict=True)]

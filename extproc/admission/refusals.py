@@ -33,7 +33,7 @@ def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
         for charge, shortfall in zip(charges, shortfalls, strict=True)
     ]
     worst = max(range(len(charges)), key=lambda index: waits[index])
-    charge, headers = charges[worst], {**rate_limit_headers(charges, levels), **budget_headers(charges, levels)}
+    charge, headers = charges[worst], _headers(charges, levels)
     if charge.budget is not None:
         return _spent(charge, charge.budget, levels[worst], headers)
     resource, capacity = charge.resource.replace("_", " "), math.floor(charge.limit.capacity)
@@ -130,8 +130,6 @@ def unavailable() -> LimitsUnavailable:
 def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
     """OpenAI's ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``, each of the emptiest bucket."""
     headers: dict[str, str] = {}
-    if all(charge.budget is not None for charge in charges):
-        return headers
     for kind in ("requests", "tokens"):
         held = [
             (level / charge.limit.capacity, level, charge.limit)
@@ -148,9 +146,17 @@ def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> di
 
 def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
     """The same headers for granted reservations."""
+    if len(grants) == 1:
+        return _headers(grants[0].charges, grants[0].levels)
     charges = [charge for grant in grants for charge in grant.charges]
-    levels = [level for grant in grants for level in grant.levels]
-    return {**rate_limit_headers(charges, levels), **budget_headers(charges, levels)}
+    return _headers(charges, [level for grant in grants for level in grant.levels])
+
+
+def _headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
+    headers = budget_headers(charges, levels)
+    if None in [charge.budget for charge in charges]:
+        headers.update(rate_limit_headers(charges, levels))
+    return headers
 
 
 def _duration(seconds: float) -> str:

@@ -84,6 +84,7 @@ class Accounts:
 
     ``machine``: the machine whose processes share the local limits; None: there is only this process. ``peers``:
     returns the number of other processes whose messages arrive. ``recent``: grants of this machine's other processes.
+    ``has_readers``: whether there is any process that could read what is broadcast.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class Accounts:
         machine: str | None,
         peers: Callable[[], int] = lambda: 0,
         recent: RecentGrants = NO_OTHERS,
+        has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         self._limits = limits
         self._recent = recent
         self._machine = machine
+        self._has_readers = has_readers
         self._peers = peers
         # processes that use the shared store, counted when it last answered; without it fewer messages between
         # processes arrive
@@ -111,10 +114,14 @@ class Accounts:
         with self._recent.turn():
             grant = self._limits.reserve(charges, now, self._recent.unheard)
             number = self._recent.add(grant.charges)
-        if self._machine is not None:
+        if self._is_shared:
             for charge in grant.charges:
                 self._broadcast_spent(charge, charge.amount, out, reserved=charge.amount, number=number)
         return grant
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._machine is not None and self._has_readers()
 
     def store_answered(self) -> None:
         """The shared store has answered: count the processes that share it."""
@@ -161,7 +168,7 @@ class Accounts:
             if grant.owed:
                 out.extend(Overdraft(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
                 continue
-            if self._machine is not None:
+            if self._is_shared:
                 for charge in grant.charges:
                     self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
 

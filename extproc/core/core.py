@@ -57,7 +57,7 @@ from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from extproc.admission.buckets import BucketLevel
     from extproc.admission.budgets import SpentByRows
@@ -90,10 +90,11 @@ class Core:
         make_picker: MakePicker = without_files,
         machine: str | None = None,
         recent: RecentGrants = NO_OTHERS,
+        has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         """``ticket_prefix``: unique to this process, and its name among others. ``make_picker``: by default one that
-        refuses ModelServers with an EndpointPickerConfig. ``machine``: its processes share local
-        limits; None: no peers. ``recent``: what they have granted.
+        refuses ModelServers with an EndpointPickerConfig. ``machine``: its processes share local limits; None: no
+        peers. ``recent``: what they have granted. ``has_readers``: whether any process would be told.
         """
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
@@ -118,7 +119,7 @@ class Core:
         self._tickets = 0
         self._machine = machine
         limits, peers = self.admission.limits, lambda: self.peer_view.peers
-        self._accounts = Accounts(limits, machine=machine, peers=peers, recent=recent)
+        self._accounts = Accounts(limits, machine=machine, peers=peers, recent=recent, has_readers=has_readers)
         self.levels = LevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
         self._records: dict[str, Record] = {}
         self.meter = DemandMeter(ticket_prefix)

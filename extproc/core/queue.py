@@ -18,6 +18,7 @@ from extproc.admission.budgets import (
     GATEWAY,
     BudgetAccounts,
     BudgetsOf,
+    CallerAccounts,
     CompiledBudget,
     SpentByRows,
     UsageQuery,
@@ -58,6 +59,8 @@ _MOST_HOLDERS: Final = 4
 # After this time without a request, the name of a session may be replaced by another.
 _FLOW_IDLE_S: Final = 60.0
 _QUEUE_FAILED: Final = "the queue of a server could not be served"
+# Callers whose accounts are kept, over all routes; where there are more, all are looked up anew.
+_MOST_CALLERS: Final = 10_000
 # Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
 MOST_AT_ONCE: Final = 64
 
@@ -76,6 +79,8 @@ class AdmissionController:
         self.key_limits: dict[str, Sequence[KeyRateLimit]] = {}
         # of requests whose route has none
         self.gateway_budgets = BudgetsOf()
+        # by route, tenant, user and API key: what the budgets of the configuration charge
+        self._accounts: dict[tuple[str, str, str, str], CallerAccounts] = {}
         self._names = ChosenNames()
         self._rng = rng
         # by the name of an API key
@@ -104,6 +109,7 @@ class AdmissionController:
             for route in snapshot.routes
             if route.spec.budgets or route.spec.callers == "Steps"
         }
+        self._accounts.clear()
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
             control, known = snapshot.flow_control_of(pool.spec, namespace_of(name)), before.get(name)
@@ -131,8 +137,20 @@ class AdmissionController:
         route, caller = arrival.destination.route, arrival.caller
         limits, budgets = self.routes.get(route), self.budgets_of(route)
         charges = [] if limits is None else limits.charges(caller, arrival.head.headers, usage, now)
-        charges += key_charges(self.key_limits.get(caller.api_key, ()), caller, usage)
-        return [*charges, *budgets.charges(caller, usage, wall_s)] if budgets else charges
+        if caller.api_key in self.key_limits:
+            charges += key_charges(self.key_limits[caller.api_key], caller, usage)
+        if budgets:
+            charges += self._accounts_of(route, budgets, caller, wall_s).charges(usage, wall_s)
+        return charges
+
+    def _accounts_of(self, route: str, budgets: BudgetsOf, caller: Caller, wall_s: float) -> CallerAccounts:
+        name = route, caller.tenant, caller.user, caller.api_key
+        found = self._accounts.get(name)
+        if found is None or not found.since_s <= wall_s < found.until_s:
+            if len(self._accounts) >= _MOST_CALLERS:
+                self._accounts.clear()
+            found = self._accounts[name] = budgets.accounts(caller, wall_s)
+        return found
 
     def usage_queries(self, wall_s: float) -> list[UsageQuery]:
         """Those that all budgets need."""

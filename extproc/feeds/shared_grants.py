@@ -9,13 +9,19 @@ here: it is in the levels of its buckets.
 The file has a counter, and a ring of records of one size. A record counts once the counter says so, so none is read
 that a killed worker has half written. A worker that waits too long for the lock, because one that holds it hangs, goes
 on without it for a while, and knows what it was told.
+
+A worker that is alone takes no lock and reads nothing, but writes all the same, for whoever comes after it. Each worker
+holds a shared lock on a byte of the file for as long as it lives. Once it has that, it writes a mark that nobody had
+before. So a worker that reads the mark, and then finds no such lock of another one, is alone until the mark changes.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
+import math
 import mmap
 import os
 import struct
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COUNT: Final = struct.Struct("<Q")
+# Behind the counter: of who has opened the file last.
+_MARK: Final = slice(_COUNT.size, _COUNT.size + 8)
 # The process, the number of its grant, the bucket, the amount, and the time by the machine's monotonic clock.
 _RECORD: Final = struct.Struct("<8sQ16sdd")
 # 3 MB, for some seconds at thousands of grants a second.
@@ -46,6 +54,10 @@ _LONGEST_S: Final = 0.25
 _LOOK_S: Final = 0.0001
 # After it, the lock is not asked for this long: all requests of a process wait meanwhile.
 _PAUSE_S: Final = 5.0
+# How often one that is not alone sees whether it is by now.
+_FIND_EACH_S: Final = 1.0
+# ``struct flock``: the kind, whence, where, how many bytes, and whose it is.
+_FILE_LOCK: Final = struct.Struct("hhqqi0q")
 # What a worker was not told of in this time it will not be told: the message is lost, or its sender is dead.
 _KEPT_S: Final = 10.0
 _ROUNDING: Final = 1e-6
@@ -69,12 +81,18 @@ class SharedGrants:
         """Raises OSError."""
         self._clock = clock
         self._process = _digest(process, 8)
-        size = _COUNT.size + _MOST_RECORDS * _RECORD.size
+        size = _MARK.stop + _MOST_RECORDS * _RECORD.size
         # while it is open, nobody else can have this number
-        self._file = os.open(directory / "granted", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(directory / "grants", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._find_at_s = 0.0 if self._show_presence() else math.inf
         # a full disk is an error here, and would be a signal later
         os.posix_fallocate(self._file, 0, size)
         self._memory = mmap.mmap(self._file, size)
+        self._memory[_MARK] = os.urandom(8)
+        # the mark until whose change this process is alone; None: it is not known to be
+        self._alone_until: bytes | None = None
+        # in this turn
+        self._may_write = False
         self._read_count = 0
         self._number = 0
         self._is_locked = False
@@ -90,9 +108,17 @@ class SharedGrants:
 
     def __enter__(self) -> None:
         """The turn begins."""
-        self._is_locked = self._lock()
+        self._may_write = self._memory[_MARK] == self._alone_until
+        if self._may_write:
+            return
+        now = self._clock()
+        self._may_write = self._is_locked = self._lock(now)
         try:
-            self._read()
+            self._read(now)
+            # what one that is gone has granted counts for a while
+            if self._is_locked and not self._granted and now >= self._find_at_s:
+                self._find_at_s = now + _FIND_EACH_S
+                self._find_others()
         except BaseException:
             self._unlock()
             raise
@@ -100,6 +126,21 @@ class SharedGrants:
     def __exit__(self, *_: object) -> None:
         """The turn ends."""
         self._unlock()
+
+    def _show_presence(self) -> bool:
+        """False if the system has no such locks: then nobody knows that it is alone. Raises OSError."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _presence(fcntl.F_RDLCK))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
+    def _find_others(self) -> None:
+        mark = self._memory[_MARK]
+        kind, *_ = _FILE_LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _presence(fcntl.F_WRLCK)))
+        self._alone_until = mark if kind == fcntl.F_UNLCK else None
 
     def _unlock(self) -> None:
         if self._is_locked:
@@ -113,7 +154,7 @@ class SharedGrants:
     def add(self, charges: Iterable[Charge]) -> int:
         """This process grants them, in its turn. Returns the number of the grant, which the others are told."""
         self._number += 1
-        if self._is_locked:
+        if self._may_write:
             now, count = self._clock(), self._read_count
             for one in charges:
                 amount, place = at_least_zero(one.amount), _place(count)
@@ -132,8 +173,7 @@ class SharedGrants:
             del self._heard[next(iter(self._heard))]
         self._forget(origin, lambda one: one.number <= number)
 
-    def _lock(self) -> bool:
-        began_s = self._clock()
+    def _lock(self, began_s: float) -> bool:
         if began_s < self._retry_at_s:
             return False
         while True:
@@ -153,12 +193,12 @@ class SharedGrants:
         count: int = _COUNT.unpack_from(self._memory, 0)[0]
         return count
 
-    def _read(self) -> None:
+    def _read(self, now: float) -> None:
         """What others have granted since the last turn."""
         count = self._count()
         if count == self._read_count and not self._granted:
             return
-        oldest_s = self._clock() - _KEPT_S
+        oldest_s = now - _KEPT_S
         for number in range(max(self._read_count, count - _MOST_RECORDS), count):
             origin, *fields = _RECORD.unpack_from(self._memory, _place(number))
             one = _Granted(*fields)
@@ -182,8 +222,13 @@ class SharedGrants:
             del self._granted[origin]
 
 
+def _presence(kind: int) -> bytes:
+    """Of a lock on the first byte. It is the open file's: nobody else closes it, and the kernel does if we end."""
+    return _FILE_LOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
+
+
 def _place(number: int) -> int:
-    return _COUNT.size + number % _MOST_RECORDS * _RECORD.size
+    return _MARK.stop + number % _MOST_RECORDS * _RECORD.size
 
 
 @lru_cache(maxsize=4096)

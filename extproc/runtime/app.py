@@ -170,6 +170,7 @@ class App:
             make_picker=PickerFactory(),
             machine=machine if buses else None,
             recent=self._recent_grants(origin),
+            has_readers=self._has_readers,
         )
         core.on_wall_clock(wall_clock(), clock())
         self._log_file = self._open_decision_log()
@@ -558,8 +559,11 @@ class App:
 
     def _publish(self, event: PeerEvent) -> None:
         """Send it to the other processes, if there are any."""
-        if self._settings.redis is not None or (self._neighbours is not None and self._neighbours.has_readers):
+        if self._has_readers():
             self._peers.publish(event)
+
+    def _has_readers(self) -> bool:
+        return self._settings.redis is not None or (self._neighbours is not None and self._neighbours.has_readers)
 
     async def _share(self) -> None:
         await self._peers.run(on_batch=self._performer.on_batch, heartbeat=self._performer.heartbeat)

@@ -9,12 +9,15 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from extproc.admission import budgets
 from extproc.admission.budgets import RolledUp
 from extproc.admission.limits import NO_USAGE
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_line
+from extproc.core import queue
 from extproc.core.accounts import NO_OTHERS
 from extproc.core.core import Core
 from extproc.core.effects import (
@@ -26,15 +29,16 @@ from extproc.core.effects import (
     RequestSettled,
     SoftBudgetPassed,
 )
-from extproc.core.peers import EventBatch, decode_events, encode_events
+from extproc.core.peers import EventBatch, LimitSpent, decode_events, encode_events
 from extproc.core.record import Outcome
 from extproc.core.states import State
 from extproc.errors import BudgetSpent
 from extproc.feeds.saved_levels import SavedLevels
+from tests.examples import examples
 from tests.extproc.scenes import configuration, request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from extproc.admission.buckets import BucketLevel
@@ -67,6 +71,7 @@ class Process:
         name: str = "t",
         wire: list[Process] | None = None,
         recent: RecentGrants = NO_OTHERS,
+        has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         others = ""
         if gateway:
@@ -83,7 +88,14 @@ class Process:
             others=others,
         )
         machine = None if wire is None else "here"
-        self.core = Core(self.snapshot, rng=random.Random(0), ticket_prefix=name, machine=machine, recent=recent)
+        self.core = Core(
+            self.snapshot,
+            rng=random.Random(0),
+            ticket_prefix=name,
+            machine=machine,
+            recent=recent,
+            has_readers=has_readers,
+        )
         self.name, self.began_s, self.wire = name, began_s, [] if wire is None else wire
         self.wire.append(self)
         self.core.on_wall_clock(began_s, 0.0)
@@ -223,6 +235,37 @@ def test_the_wall_clock_may_be_set_back_and_nothing_is_refilled() -> None:
     refusal(process.ask(30.0))
 
 
+@settings(max_examples=examples(100))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.sampled_from("xy"), st.integers(-200, 200), st.sampled_from([1, 2])),
+        min_size=2,
+        max_size=40,
+    )
+)
+def test_accounts_are_those_of_the_caller_the_clock_and_the_configuration(
+    steps: list[tuple[str, str, int, int]],
+) -> None:
+    """Though those of the last callers are kept."""
+    budgets = "{name: day, per: User, window: Day, max: {requests: %d}}, {name: hour, window: Hour, max: {tokens: %d}}"
+    process, most = Process(budgets % (1, 1)), 1
+    admission = process.core.admission
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "_MOST_CALLERS", 3)
+        for tenant, user, quarters, wanted in steps:
+            if wanted != most:
+                most = wanted
+                process.core.apply(Process(budgets % (most, most)).snapshot, 0.0)
+            wall_s = process.began_s + quarters * 900.0
+            arrival = request(process.core, headers={"x-attache-tenant": tenant, "x-attache-user": user})
+            found = admission.charges(arrival, NO_USAGE, now=0.0, wall_s=wall_s)
+            assert found == admission.budgets_of("default/chat").charges(arrival.caller, NO_USAGE, wall_s)
+            assert [one.limit.capacity for one in found] == [most, most]
+            assert all(0 < one.ends_in_s <= 86_400 for one in found)
+            assert f"/{tenant}/{user}" in found[0].key
+            assert len(admission._accounts) <= 3
+
+
 def test_route_and_gateway_must_both_have_room() -> None:
     process = Process(
         "{name: own, per: User, window: Day, max: {requests: 2}}",
@@ -237,6 +280,16 @@ def test_an_unreadable_body_gets_round_no_budget_of_the_gateway() -> None:
     process = Process("", gateway='{"name": "all", "window": "Day", "max": {"tokens": 3}}')
     assert process.core.builder.has_limits
     assert process.core.asks_who
+
+
+@pytest.mark.parametrize("has_readers", [True, False])
+def test_what_is_spent_is_told_where_anybody_reads_it(*, has_readers: bool) -> None:
+    process = Process("{name: b, window: Month, max: {requests: 3}}", wire=[], has_readers=lambda: has_readers)
+    own, effects = process.core.arrive(request(process.core, headers={"x-attache-tenant": "a"}), 0.0)
+    effects += process.core.on_outcome(Outcome(own.ticket, 200, "10.0.0.1:8000", 1.0, 0.1, 10, 10, None), 1.0)
+    told = [one.event.reserved for one in effects if isinstance(one, Broadcast) and isinstance(one.event, LimitSpent)]
+    assert told == ([1.0, -1.0] if has_readers else [])
+    assert process.left(1.0) == 2.0
 
 
 def test_workers_of_a_machine_share_a_budget_and_a_new_one_is_told() -> None:

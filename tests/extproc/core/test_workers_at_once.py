@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from typing import TYPE_CHECKING
@@ -53,9 +54,9 @@ class Worker(Process):
         self.machine = machine
         # by sender
         self.coming: dict[str, deque[bytes]] = {}
-        recent = SharedGrants(machine.directory, name, lambda: machine.now)
+        self.recent = SharedGrants(machine.directory, name, lambda: machine.now)
         budget = f"{{name: b, window: Month, max: {{outputTokens: {MOST}}}}}"
-        super().__init__(budget, name=name, wire=[], recent=recent)
+        super().__init__(budget, name=name, wire=[], recent=self.recent)
 
     def perform(self, effects: Iterable[Effect], now: float) -> list[Effect]:  # noqa: ARG002 - as it is on its way
         done = list(effects)
@@ -99,11 +100,13 @@ def test_what_was_not_used_can_be_granted_by_every_worker(tmp_path: Path) -> Non
 
 
 class History:
-    """Requests use at most what they reserve. Messages take up to seconds; workers start, and are killed."""
+    """Requests use at most what they reserve. Messages take up to seconds; workers start, and are killed; there may be
+    one alone.
+    """
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.chosen = random.Random(seed)
-        self.machine = Machine(directory, 3)
+        self.machine = Machine(directory, self.chosen.choice([1, 3]))
         self.running: list[tuple[Worker, RequestEffect, int]] = []
         self.used = 0.0
 
@@ -130,13 +133,19 @@ class History:
         """Some of its messages were not sent. What its requests had reserved is not used."""
         machine = self.machine
         machine.workers.remove(worker)
+        worker.recent._memory.close()
+        os.close(worker.recent._file)
         for other in machine.workers:
             late = other.coming.get(worker.name, deque())
             while late and self.chosen.randrange(2):
                 late.pop()
         machine.deliver()
-        machine.starts(successor)
-        machine.deliver()
+        if not machine.workers or self.chosen.randrange(2):
+            self.starts(successor)
+
+    def starts(self, name: str) -> None:
+        self.machine.starts(name)
+        self.machine.deliver()
 
     def steps(self, number: int) -> None:
         self.machine.now += self.chosen.choice([0.0, 0.0, 0.001, 0.05])
@@ -144,6 +153,8 @@ class History:
         match self.chosen.randrange(64):
             case 0:
                 self.is_killed(worker, f"w{number}")
+            case 1 if len(self.machine.workers) < 3:
+                self.starts(f"w{number}")
             case step if step < 20:
                 for sender in worker.coming:
                     worker.receives(sender)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +25,7 @@ from extproc.feeds import shared_grants
 from extproc.feeds.shared_grants import SharedGrants
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
 MOST = 20.0
@@ -114,15 +116,13 @@ def test_a_worker_that_hangs_in_its_turn_does_not_stop_the_others(
     started_s = time.monotonic()  # noqa: TID251 - an edge: the wait is real
     one._clock = other._clock = lambda: 100.0 + time.monotonic() - started_s  # noqa: TID251 - as above
     grants(one, charge(3.0))
-    hangs = os.open(tmp_path / "granted", os.O_RDWR)
-    fcntl.flock(hangs, fcntl.LOCK_EX)
-    # what was granted before counts
-    assert unheard(other) == 3.0
-    assert "see whether it hangs" in caplog.text
-    # nothing is written without the lock
-    grants(one, charge(1.0))
-    assert unheard(other) == 3.0
-    os.close(hangs)
+    with held_by_another(tmp_path):
+        # what was granted before counts
+        assert unheard(other) == 3.0
+        assert "see whether it hangs" in caplog.text
+        # nothing is written without the lock
+        grants(one, charge(1.0))
+        assert unheard(other) == 3.0
     one._retry_at_s = other._retry_at_s = 0.0
     grants(one, charge(1.0))
     assert unheard(other) == 4.0
@@ -137,6 +137,90 @@ def test_a_refusal_ends_the_turn(workers: list[SharedGrants]) -> None:
     assert unheard(other) == MOST
 
 
+def ends(worker: SharedGrants) -> None:
+    """As the kernel does it for a process."""
+    worker._memory.close()
+    os.close(worker._file)
+
+
+@contextmanager
+def held_by_another(directory: Path) -> Iterator[None]:
+    """The lock, by one that hangs."""
+    hangs = os.open(directory / "grants", os.O_RDWR)
+    fcntl.flock(hangs, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(hangs)
+
+
+def test_a_worker_that_is_alone_asks_for_no_lock_and_whoever_comes_sees_what_it_granted(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = SharedGrants(tmp_path, "x", clock)
+    grants(one, charge(1.0))
+    with held_by_another(tmp_path):
+        grants(one, charge(2.0))
+    assert not caplog.records
+    other = SharedGrants(tmp_path, "y", clock)
+    assert unheard(other) == 3.0
+    # neither is alone
+    grants(other, charge(4.0))
+    grants(one, charge(8.0))
+    assert (unheard(one), unheard(other)) == (4.0, 11.0)
+
+
+def test_a_worker_that_comes_in_the_turn_of_one_that_is_alone_sees_its_grant(tmp_path: Path, clock: Clock) -> None:
+    one = SharedGrants(tmp_path, "x", clock)
+    grants(one)
+    with one.turn():
+        other = SharedGrants(tmp_path, "y", clock)
+        one.add([charge(3.0)])
+    assert unheard(other) == 3.0
+
+
+def test_a_worker_is_alone_again_once_what_the_others_have_granted_counts_no_more(
+    workers: list[SharedGrants], tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other, third = workers
+    grants(other, charge(3.0))
+    ends(other)
+    ends(third)
+    clock.now += shared_grants._KEPT_S - 1.0
+    assert unheard(one) == 3.0
+    clock.now += 1.0
+    assert unheard(one) == 0.0
+    with held_by_another(tmp_path):
+        grants(one, charge(1.0))
+    assert not caplog.records
+
+
+def test_where_nobody_can_know_that_it_is_alone_all_take_turns(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    one = SharedGrants(tmp_path, "x", clock)
+    with one.turn():
+        assert one._is_locked
+    other = SharedGrants(tmp_path, "y", clock)
+    grants(one, charge(3.0))
+    assert unheard(other) == 3.0
+
+
+def test_a_worker_that_cannot_show_that_it_is_there_shares_by_messages_alone(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    with pytest.raises(OSError, match="No locks"):
+        SharedGrants(tmp_path, "x", clock)
+
+
 WORKER = """
     import sys, time
     from pathlib import Path
@@ -149,15 +233,16 @@ WORKER = """
     recent = SharedGrants(Path(sys.argv[1]), sys.argv[2], time.monotonic)
     accounts = Accounts(LocalLimits(), machine="here", recent=recent)
     print("ready", flush=True)
-    sys.stdin.readline()
     granted = 0
-    for _ in range(200):
-        try:
-            accounts.reserve([charge()], 0.0, [])
-        except BudgetSpent:
-            continue
-        granted += 1
-    print(granted, flush=True)
+    # each line: how many requests come
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            try:
+                accounts.reserve([charge()], 0.0, [])
+            except BudgetSpent:
+                continue
+            granted += 1
+        print(granted, flush=True)
 """
 
 
@@ -170,18 +255,50 @@ async def started(directory: Path, name: str) -> asyncio.subprocess.Process:
     return process
 
 
-async def granted_by(processes: Sequence[asyncio.subprocess.Process]) -> list[int]:
-    """They begin at once."""
+async def granted_by(*processes: asyncio.subprocess.Process, count: int = 200) -> list[int]:
+    """They begin at once, with so many requests each. Returns how many each has granted, ever."""
     for one in processes:
         assert one.stdin is not None
-        one.stdin.write(b"go\n")
-    return [int((await one.communicate())[0]) for one in processes]
+        one.stdin.write(f"{count}\n".encode())
+    return [int(await one.stdout.readline()) for one in processes if one.stdout is not None]
+
+
+async def end_all(*processes: asyncio.subprocess.Process) -> None:
+    for one in processes:
+        if one.returncode is None:
+            one.kill()
+            await one.wait()
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 async def test_real_workers_that_are_told_nothing_grant_a_budget_once(tmp_path: Path, count: int) -> None:
     processes = [await started(tmp_path, str(number)) for number in range(count)]
-    assert sum(await granted_by(processes)) == MOST
+    try:
+        assert sum(await granted_by(*processes)) == MOST
+    finally:
+        await end_all(*processes)
+
+
+async def test_real_workers_of_which_one_was_alone_grant_a_budget_once(tmp_path: Path) -> None:
+    first = await started(tmp_path, "first")
+    second = None
+    try:
+        assert await granted_by(first, count=7) == [7]
+        second = await started(tmp_path, "second")
+        assert sum(await granted_by(first, second)) == MOST
+    finally:
+        await end_all(first, *([] if second is None else [second]))
+
+
+async def test_what_a_killed_worker_has_granted_while_it_was_alone_is_not_granted_again(tmp_path: Path) -> None:
+    first = await started(tmp_path, "first")
+    assert await granted_by(first, count=7) == [7]
+    await end_all(first)
+    second = await started(tmp_path, "second")
+    try:
+        assert await granted_by(second) == [MOST - 7]
+    finally:
+        await end_all(second)
 
 
 HOLDER = """
@@ -195,7 +312,7 @@ HOLDER = """
 
 async def test_the_lock_of_a_killed_worker_is_free(tmp_path: Path, clock: Clock) -> None:
     one, pipe = SharedGrants(tmp_path, "x", clock), asyncio.subprocess.PIPE
-    command = (sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / "granted"))
+    command = (sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / "grants"))
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
     await process.stdout.readline()
