@@ -159,6 +159,11 @@ SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 MODEL_REWRITES: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 # What a client sends under these prefixes is removed as well.
 OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
+# What only the gateway writes into answers: headers and trailers of a server's answer under these prefixes are removed
+# before a filter or a client reads them. The second list is of engines and providers. Other servers behind HTTPRoutes
+# have limits of their own, and policies for browsers.
+RESERVED_IN_ANSWERS: Final = (*RESERVED_PREFIXES, *OBJECTIVE_PREFIXES, "x-envoy-")
+RESERVED_FROM_ENGINES: Final = (*RESERVED_IN_ANSWERS, "x-ratelimit-", "access-control-", "alt-svc")
 # Why a request was refused, on the refusal; llm-d's header and values.
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 # OpenAI's response headers for rate limits; our dynamic metadata uses the same names.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.bundle.envoy.answers import REPLACING
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, KEYED, PATH
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
@@ -49,8 +50,6 @@ _ANSWER_HEADERS: Final = (
     *(":status", "cache-control", "content-encoding", "content-length", "content-type", "transfer-encoding"),
     *("openai-processing-ms", "openai-version", "request-id", RETRY_AFTER, "x-should-retry"),
 )
-# A refusal of known length up to this is replaced when it is whole, a longer one while it comes.
-_SHORT_BYTES: Final = 64 * 1024
 _REFUSED_KEY: Final = "provider_refused_key"
 _REDIRECTED: Final = "provider_redirected"
 _SWITCHED: Final = "provider_switched_protocols"
@@ -59,7 +58,9 @@ _MESSAGES: Final = {
     _REDIRECTED: "The provider of this model is elsewhere; tell whoever runs the gateway.",
     _SWITCHED: "The provider of this model does not answer by HTTP; tell whoever runs the gateway.",
 }
-_SCRIPT: Final = r"""
+_SCRIPT: Final = (
+    REPLACING
+    + r"""
 local KEYS = {@KEYS@}
 local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
 local ERRORS = {@ERRORS@}
@@ -121,27 +122,10 @@ function envoy_on_response(handle)
   code = code or string.sub(status, 1, 1) == "3" and "@REDIRECTED@"
   -- unasked, what follows would be read as answers to others who share the client's connection
   code = code or status == "101" and "@SWITCHED@"
-  if not code then return end
-  -- one kind has no body, and says no length
-  local length = status == "304" and 0 or tonumber(headers:get("content-length") or "") or math.huge
-  for _, name in ipairs({"content-encoding", "content-length", "@RETRY_AFTER@", "x-should-retry"}) do
-    headers:remove(name)
-  end
-  headers:replace(":status", "502")
-  headers:replace("content-type", "application/json")
-  local text = ERRORS[form_of(handle)][code]
-  if length <= @SHORT@ then
-    handle:body(true):setBytes(text)
-    -- after the wait for the body, the object of before is gone
-    return handle:headers():replace("content-length", tostring(#text))
-  end
-  -- one that is longer than what Envoy keeps would end in an answer that is never tried again
-  for chunk in handle:bodyChunks() do
-    chunk:setBytes(text)
-    text = ""
-  end
+  if code then replace_answer(handle, ERRORS[form_of(handle)][code]) end
 end
 """
+)
 
 
 def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
@@ -164,7 +148,6 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
         "@AUTHORITY@": lua_text(provider.authority.encode()),
         "@PREFIX@": lua_text(provider.path_prefix.encode()),
-        "@SHORT@": str(_SHORT_BYTES),
         "@REFUSED_KEY@": _REFUSED_KEY,
         "@REDIRECTED@": _REDIRECTED,
         "@SWITCHED@": _SWITCHED,

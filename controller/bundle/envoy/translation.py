@@ -56,6 +56,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions as UpstreamOptions
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp
 
+from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, assignment, unlimited_circuit_breakers
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, to_plain, to_resource
@@ -223,14 +224,13 @@ def _filters() -> list[HttpFilter]:
         )
         for name, value in values.items()
     ]
-    # an engine's own are removed, also where there is no value
-    removed = [HeaderMutation(remove=name) for name in values]
     return [
         http_filter("envoy.filters.http.header_to_metadata", HeaderToMetadata(request_rules=[chosen])),
         http_filter(
             "envoy.filters.http.header_mutation",
-            MutationFilter(mutations=Mutations(response_mutations=[*removed, *written])),
+            MutationFilter(mutations=Mutations(response_mutations=written)),
         ),
+        *refuses_answers(model_paths=False),
         http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
     ]
 
