@@ -124,6 +124,10 @@ ENGINE_ANSWERED: Final = "x-attache-engine-answered"
 TRANSLATED_NAMESPACE: Final = "attache.translated"
 TRANSLATED_ATTEMPTS: Final = "attempts"
 TRANSLATED_DETAILS: Final = "details"
+# That the engine, or Envoy's second listener, has cut a stream: the translator writes this comment at its end, which no
+# event of an engine can become. Envoy takes it out. A stream that is cut without it was cut by the translator's end.
+TRANSLATED_CUT: Final = "cut"
+CUT_MARK: Final = b":cut by the engine\n\n"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 # The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.

@@ -235,7 +235,7 @@ class Outcome(msgspec.Struct, frozen=True):
     providers of attempts before the last; None: they do not say for how long. ``refused``: by address of an attempt,
     the class for which the prompt was refused there, and may not be at another ModelServer. ``errors``: the addresses
     of attempts of a request with fallbacks that have answered 500. ``is_of_gateway``: the request was to be translated,
-    and nothing came back of an engine.
+    and nothing came back of an engine, or the translator has ended in the middle of the stream.
     Durations count from the request's arrival, time in the queue included.
     """
 

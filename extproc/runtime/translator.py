@@ -33,6 +33,7 @@ from extproc.notify import ALIVE, READY, notify, watchdog_s
 from extproc.page_server import PageLimits, PageServer
 from extproc.ports import listen
 from extproc.protocol import (
+    CUT_MARK,
     DROPPED_FIELDS,
     ENGINE_ANSWERED,
     ENGINE_ATTEMPTS,
@@ -125,7 +126,7 @@ class Translator:
         if found.status == 200 and asked.stream and found.content_type == _EVENTS:
             answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
             await answer.prepare(request)
-            await _relay(request, found, answer, between.stream(include_usage=asked.include_usage))
+            await self._relay(request, found, answer, between.stream(include_usage=asked.include_usage))
             return answer
         try:
             body = await self._in_turn(partial(between.answer, found.status), await _whole(found))
@@ -133,9 +134,40 @@ class Translator:
             return _refused(refusal, order.client, headers)
         return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON})
 
-    async def _in_turn(self, work: Callable[[bytes], _T], body: bytes) -> _T:
-        """``work`` of ``body``; long ones one at a time, beside the streams of others."""
-        if len(body) < _LONG_BYTES:
+    async def _relay(
+        self,
+        request: web.Request,
+        found: aiohttp.ClientResponse,
+        answer: web.StreamResponse,
+        stream: StreamTranslator,
+    ) -> None:
+        """Events as they come. After an answer that was cut, the client's is cut, too: it has no end that looks
+        whole.
+        """
+        is_cut = False
+        try:
+            async for piece in found.content.iter_any():
+                out = await self._in_turn(stream.feed, piece, held_bytes=stream.held_bytes)
+                if out:
+                    await answer.write(out)
+                if stream.error is not None:
+                    # an engine that goes on would keep both busy for nothing
+                    break
+        except aiohttp.ClientPayloadError:
+            is_cut = True
+        out = stream.end()
+        if is_cut:
+            out += CUT_MARK
+        if out:
+            await answer.write(out)
+        if is_cut and request.transport is not None:
+            request.transport.close()
+
+    async def _in_turn(self, work: Callable[[bytes], _T], body: bytes, *, held_bytes: int = 0) -> _T:
+        """``work`` of ``body``; long ones one at a time, beside the streams of others. ``held_bytes``: that came
+        before it.
+        """
+        if held_bytes + len(body) < _LONG_BYTES:
             return work(body)
         return await asyncio.get_running_loop().run_in_executor(self._long, work, body)
 
@@ -158,28 +190,6 @@ def _request_headers(
 def _is_text(value: str) -> bool:
     """Whether it was read without loss: bytes that are no UTF-8 cannot be written again."""
     return not any("\ud800" <= one <= "\udfff" for one in value) if not value.isascii() else True
-
-
-async def _relay(
-    request: web.Request, found: aiohttp.ClientResponse, answer: web.StreamResponse, stream: StreamTranslator
-) -> None:
-    """Events as they come. After an answer that was cut, the client's is cut, too: it has no end that looks whole."""
-    is_cut = False
-    try:
-        async for piece in found.content.iter_any():
-            out = stream.feed(piece)
-            if out:
-                await answer.write(out)
-            if stream.error is not None:
-                # an engine that goes on would keep both busy for nothing
-                break
-    except aiohttp.ClientPayloadError:
-        is_cut = True
-    out = stream.end()
-    if out:
-        await answer.write(out)
-    if is_cut and request.transport is not None:
-        request.transport.close()
 
 
 async def _whole(found: aiohttp.ClientResponse) -> bytes:
