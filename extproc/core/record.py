@@ -274,7 +274,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     tokens in its prompts does not follow from them. ``tenant``: under which it counts. ``answers``: number of requested
     answers, over all its prompts. ``expects_usage``: a whole answer reports usage. ``waited_s``: before it was sent.
     ``checks_refusal``: whether Envoy tries the next endpoint if the first refuses it; None: nothing can try it.
-    ``is_fallback``: it was another ModelServer's.
+    ``is_fallback``: it was another ModelServer's. ``next_servers``: the ModelServers that Envoy tries next.
     """
 
     chain: list[int]
@@ -287,6 +287,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     waited_s: float = 0.0
     checks_refusal: bool | None = None
     is_fallback: bool = False
+    next_servers: tuple[str, ...] = ()
 
 
 class Reserve(msgspec.Struct, frozen=True):

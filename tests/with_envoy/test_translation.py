@@ -628,22 +628,20 @@ async def test_a_translator_that_dies_in_mid_stream_blames_no_engine(gateway: Ga
     count, opened = 30, ("attache_breaker_transitions_total", 'to="open"')
     engine, before = gateway.engines["chat"], await gateway.metric(*opened)
     engine.goes_on.clear()
-    begun, ids = asyncio.Semaphore(0), list[str]()
+    begun = set[str]()
 
     async def read() -> None:
         body = {"model": "patient", "messages": HELLO, "max_tokens": 9, "stream": True}
         async with gateway.http.stream("POST", gateway.url + MESSAGES, json=body, headers=KEYED) as answer:
-            ids.append(answer.headers["x-request-id"])
             async for _ in answer.aiter_text():
-                begun.release()
+                begun.add(answer.headers["x-request-id"])
 
     tasks = [asyncio.create_task(read()) for _ in range(count)]
-    for _ in tasks:
-        await begun.acquire()
+    await eventually(lambda: len(begun) == count)
     os.kill(gateway.pids["translate"], signal.SIGKILL)
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert [one for one in ends if not isinstance(one, httpx.TransportError)] == []
-    rows = [await gateway.row_of_id(one) for one in ids]
+    rows = [await gateway.row_of_id(one) for one in begun]
     assert {(one.ended, one.endpoint) for one in rows} == {("gateway", engine.address)}
     assert all(one.input > 0 for one in rows), "the engine has worked for it"
     engine.be_good()
