@@ -52,6 +52,8 @@ _MESSAGES: Final = ({"role": "user", "content": "hello"},)
 _TEMPLATED: Final = "`documents`, `chat_template` and its arguments"
 _CHAT_PROMPT: Final = f"messages with all their texts, tokens sent in their place, tools, {_TEMPLATED}"
 _WRITTEN: Final = "what is written"
+# Anthropic's SDK writes it where its client uses what a header asks for.
+_BETA: Final = "beta=true"
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and the key's namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 LB_NAMESPACE: Final = "envoy.lb"
@@ -328,6 +330,8 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     JSON that clients and models wrote, and count in their own place only. ``reports_usage``: answers have usage.
     ``usage_if_asked``: streams have it only where ``stream_options`` requests it.
 
+    ``query``: the parameter that a provider gets of a client's query; it gets no other.
+
     ``owner``, ``engines``, ``input``, ``output``: for the reference page: who defined the API, which engines serve it,
     and which tokens count.
     """
@@ -354,6 +358,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     usage: Literal["prompt_tokens", "input_tokens"] = "prompt_tokens"
     reports_usage: bool = True
     usage_if_asked: bool = False
+    query: str = ""
 
 
 class Api(enum.Enum):
@@ -424,6 +429,7 @@ class Api(enum.Enum):
         takes_salt=True,
         limits=("max_tokens",),
         errors="anthropic",
+        query=_BETA,
         usage="input_tokens",
         example={"messages": _MESSAGES, "max_tokens": 3},
         owner="Anthropic",
@@ -437,6 +443,7 @@ class Api(enum.Enum):
         parser="anthropic:count_tokens",
         waits_in_queue=False,
         errors="anthropic",
+        query=_BETA,
         usage="input_tokens",
         reports_usage=False,
         example={"messages": _MESSAGES},

@@ -61,7 +61,7 @@ _MESSAGES: Final = {
 _SCRIPT: Final = (
     REPLACING
     + r"""
-local KEYS = {@KEYS@}
+local KEYS, QUERIES = {@KEYS@}, {@QUERIES@}
 local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
 local ERRORS = {@ERRORS@}
 
@@ -86,7 +86,8 @@ end
 function envoy_on_request(handle)
   local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
   local path = path_of(handle)
-  local wanted = KEYS[string.match(path, "^[^?]*")]
+  local plain, query = string.match(path, "^([^?]*)%??(.*)")
+  local wanted = KEYS[plain]
   if not wanted or headers:get(":method") ~= "POST" then
     local refusal = {[":status"] = "404", ["content-type"] = "application/json"}
     return handle:respond(refusal, ERRORS[form_of(handle)]["unknown_url"])
@@ -107,7 +108,9 @@ function envoy_on_request(handle)
     metadata:set("@ATTEMPT@", "@PATH@", path)
   end
   headers:replace(":authority", "@AUTHORITY@")
-  headers:replace(":path", "@PREFIX@" .. path)
+  local sent = QUERIES[plain]
+  sent = sent and string.find("&" .. query .. "&", "&" .. sent .. "&", 1, true) and "?" .. sent or ""
+  headers:replace(":path", "@PREFIX@" .. plain .. sent)
 end
 
 function envoy_on_response(handle)
@@ -133,6 +136,7 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     apis = server.spec.apis or ()
     marks = {
         "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis)),
+        "@QUERIES@": ", ".join(f'["{path}"] = "{query}"' for path, query in _queries(apis)),
         "@ASKED@": lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": lua_set(_ANSWER_HEADERS),
         "@ERRORS@": _errors(apis),
@@ -162,6 +166,13 @@ def _key_headers(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
     """By path, the header that has the key: Anthropic's API has one of its own."""
     for spec in (APIS_BY_NAME[name].spec for name in apis):
         yield spec.paths[0], _API_KEY if spec.errors == "anthropic" else _AUTHORIZATION
+
+
+def _queries(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """By path, the parameter that may be in its query."""
+    for spec in (APIS_BY_NAME[name].spec for name in apis):
+        if spec.query:
+            yield spec.paths[0], spec.query
 
 
 def _errors(apis: Iterable[str]) -> str:
