@@ -31,6 +31,7 @@ from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
 
 A1, A2, B1, B2, C1 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.1:8000", "10.0.1.2:8000", "10.0.2.1:8000"
@@ -934,3 +935,58 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
     assert not core.requests() or all(one.state is State.ENDED for one in core.requests())
     budgets = core._running._budgets._servers.values()
     assert not any(one.sent or one.listed or one.places for one in budgets)
+
+
+def snapshot_with(*names: str, servers: dict[str, str] | None = None) -> Snapshot:
+    rule: dict[str, object] = {"targetModels": [{"modelServerName": "a"}]}
+    if "b" in names:
+        rule |= {"fallback": FALLBACK[:1], "retry": {"minConcurrency": 4, "budgetPercent": 0}}
+    known = {**SERVERS, **(servers or {})}
+    return configuration(
+        servers={name: known[name] for name in names}, routes={"chat": f"rules: {json.dumps([rule])}\n"}
+    )
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+@pytest.mark.parametrize("comes_back", ["never", "as it was", "with other engines", "as another protocol"])
+def test_a_fallback_that_is_deleted_or_changed_while_it_has_a_request(*, is_at_once: bool, comes_back: str) -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 4, "budgetPercent": 0})
+    if is_at_once:
+        fail(core, "a", 1.0)
+    decisions = [sent(core, 1.1) for _ in range(4)]
+    assert {one.server for one in decisions} == {"default/b" if is_at_once else "default/a"}
+    core.apply(snapshot_with("a"), 1.2)
+    others = {
+        "as it was": {},
+        "with other engines": {"b": endpoints("10.0.7.1:8000") + QUIET + "model: other\n"},
+        "as another protocol": {"b": endpoints(B1) + QUIET + "protocol: V2\n"},
+    }
+    if comes_back != "never":
+        core.apply(snapshot_with("a", "b", servers=others[comes_back]), 1.3)
+    for number, one in enumerate(decisions):
+        served = {"served": B1, "served_by": "default/b", "attempts": 1 if is_at_once else 3}
+        found = end(core, one, 2.0 + number / 10, **served)
+        # by the price of the one that has served
+        assert (found.server, found.used.cost_micros) == ("default/b", 5 * 610)
+    assert in_flight(core) == 0
+    assert not core.requests()
+    budgets = core._running._budgets._servers.values()
+    assert not any(one.sent or one.listed or one.places for one in budgets)
+    # and the next one is served, by what there is now
+    core.apply(snapshot_with("a", "b"), 3.0)
+    fail(core, "a", 3.0)
+    assert [sent(core, 3.1).server for _ in range(5)].count("default/b") == 4
+
+
+def test_a_request_that_waits_for_a_fallback_that_is_deleted_stays_where_it_is() -> None:
+    servers = {"a": "endpoints: []\nactivation: {}\n"}
+    core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "2s"}])
+    held = ask(core)
+    assert isinstance(held, Held)
+    core.apply(snapshot_with("a", servers=servers), 1.0)
+    assert not ends(core.tick(2.1))
+    assert core.count_requests(State.AWAITING_ENGINE) == 1
+    core.apply(snapshot_with("a"), 3.0)
+    (moved,) = ends(core.tick(3.1))
+    assert isinstance(moved, Decision)
+    assert moved.server == "default/a"
