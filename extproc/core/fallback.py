@@ -73,6 +73,7 @@ class FallbackPlanner:
     def apply(self, builder: RequestBuilder) -> None:
         """Follow the configuration."""
         self._builder = builder
+        self._budgets.keep(builder.pools)
 
     def begin(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""

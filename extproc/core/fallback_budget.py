@@ -5,13 +5,12 @@ Those that were sent there count, and so do those that were sent to an engine th
 nothing after they came: Envoy has passed them on. One more is let in while the budget is not used up.
 
 A tenant whose requests all fail would use it up, so that those of others fail with it. So where others may want it, a
-tenant that has ``m`` of the budget ``B`` gets one more only if ``m < 2 * left``, ``left`` being what nobody has. By
-that rule
+tenant that has ``m`` of the budget gets one more only if it has none yet, or if it would have at most twice as many as
+are left then: ``m + 1 <= 2 * (left - 1)``, ``left`` being what nobody has. By that rule
 
-- one tenant takes no more than two thirds of ``B``, rounded up;
-- of ``n`` tenants that all want more, each has ``2 * B / (2 * n + 1)`` when none is let in any more, and so a part of
-  ``1 / (2 * n + 1)`` stays for those who come;
-- a tenant that has nothing gets one as long as something is left.
+- one tenant has no more than two thirds of the budget;
+- whoever is let in, no tenant with fewer would be refused at that moment;
+- the last of the budget goes to a tenant that has nothing of it.
 
 A tenant that is alone has all of ``B``. Others may want it if they have requests in flight that are there or would be
 tried there next, or were refused for the budget in the last seconds.
@@ -26,7 +25,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from extproc.core.record import Outcome, Run
     from extproc.routing.resolve import Fallbacks
@@ -46,6 +45,10 @@ class FallbackBudgets:
 
     def __init__(self) -> None:
         self._servers: dict[str, FallbackBudget] = {}
+
+    def keep(self, servers: Collection[str]) -> None:
+        """Forget others that have no requests."""
+        self._servers = {name: one for name, one in self._servers.items() if name in servers or one.has_requests}
 
     def begin(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
@@ -98,6 +101,11 @@ class FallbackBudget:
         # the last two tenants that were refused, and when
         self._refused: OrderedDict[str, float] = OrderedDict()
 
+    @property
+    def has_requests(self) -> bool:
+        """In flight, there or with this one as a fallback."""
+        return bool(self.sent or self.listed or self.places)
+
     def learn(self, tenant: str, time_there: float) -> None:
         """``time_there``: the part of a request's time that it had there."""
         mean = self._means.pop(tenant, 0.0)
@@ -126,8 +134,7 @@ class FallbackBudget:
         expected = {**passed, **expected}
         mine = self.sent[tenant] + expected.get(tenant, 0.0)
         left = budget - self.sent.total() - sum(expected.values())
-        # more may be expected there than there is
-        return mine < 2 * max(0.0, left) or mine == 0.0
+        return mine == 0.0 or mine + 1 <= 2 * (left - 1)
 
     def _passed_on(self) -> Counter[str]:
         found: Counter[str] = Counter()

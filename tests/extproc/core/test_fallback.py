@@ -517,7 +517,7 @@ def test_one_tenants_failures_leave_a_part_of_the_budget_to_others() -> None:
         core.on_stream_closed(one.ticket, now)
         for tenant in ("one", "one", "one", "two"):
             got[tenant] += of_tenant(core, tenant, now).server == "default/b"
-    assert got == {"one": 4, "two": 4}
+    assert got == {"one": 4, "two": 3}
     # a third one comes
     assert of_tenant(core, "three", 3.0).server == "default/b"
 
@@ -566,7 +566,7 @@ def test_what_waits_long_before_it_fails_counts_little() -> None:
         end(core, one, 1.0 + number / 100, **passed, duration_s=10.0, ttfb_s=9.1)
         served_at(core, A1, "two", 1.0 + number / 100)
     running = [of_tenant(core, "one", 2.0) for _ in range(50)]
-    assert sum("default/b" in one.attempts.servers for one in running) >= 45
+    assert sum("default/b" in one.attempts.servers for one in running) >= 40
 
 
 def test_a_request_over_which_its_engines_fail_sends_no_other_one_to_the_fallback() -> None:
@@ -933,8 +933,7 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
         core.on_stream_closed(one.ticket, now)
     assert in_flight(core) == 0
     assert not core.requests() or all(one.state is State.ENDED for one in core.requests())
-    budgets = core._running._budgets._servers.values()
-    assert not any(one.sent or one.listed or one.places for one in budgets)
+    assert not any(one.has_requests for one in core._running._budgets._servers.values())
 
 
 def snapshot_with(*names: str, servers: dict[str, str] | None = None) -> Snapshot:
@@ -970,8 +969,8 @@ def test_a_fallback_that_is_deleted_or_changed_while_it_has_a_request(*, is_at_o
         assert (found.server, found.used.cost_micros) == ("default/b", 5 * 610)
     assert in_flight(core) == 0
     assert not core.requests()
-    budgets = core._running._budgets._servers.values()
-    assert not any(one.sent or one.listed or one.places for one in budgets)
+    core.apply(snapshot_with("a"), 2.9)
+    assert not core._running._budgets._servers
     # and the next one is served, by what there is now
     core.apply(snapshot_with("a", "b"), 3.0)
     fail(core, "a", 3.0)

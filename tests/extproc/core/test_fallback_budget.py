@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
@@ -30,7 +29,7 @@ def leave(budget: FallbackBudget, tenant: str) -> None:
     budget.sent += {}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(STEPS, st.integers(1, 20))
 def test_the_rule(steps: list[tuple[bool, int, int]], most: int) -> None:
     budget = FallbackBudget()
@@ -45,26 +44,30 @@ def test_the_rule(steps: list[tuple[bool, int, int]], most: int) -> None:
         assert budget.sent.total() <= most
         assert is_in == (left > 0) or has, "who has nothing gets one while something is left"
         if is_in and others:
-            assert has < 2 * left
-            assert has + 1 <= math.ceil(2 * most / 3)
+            assert not has or has + 1 <= 2 * (left - 1)
+            assert has + 1 <= max(1, 2 * most // 3)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_of_tenants_that_all_want_more_each_has_as_much(count: int, most: int, rng: random.Random) -> None:
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 5), st.integers(6, 12), st.randoms(use_true_random=False))
+def test_of_tenants_that_all_want_more_each_gets_its_part(count: int, most: int, rng: random.Random) -> None:
     budget, names = FallbackBudget(), [f"tenant {number}" for number in range(count)]
     # the first one has all of it before the others come
     while ask(budget, names[0], most):
         pass
     assert budget.sent == {names[0]: most}
-    for _ in range(5 * most):
+    for _ in range(3 * most):
         for tenant in rng.sample(names, count):
-            ask(budget, tenant, most)
+            fewer = [one for one in names if budget.sent[one] < budget.sent[tenant]]
+            before = FallbackBudget()
+            before.sent.update(budget.sent)
+            if ask(budget, tenant, most):
+                assert all(before.lets_in(one, most, 0.0) for one in fewer)
         leave(budget, rng.choice(sorted(budget.sent.elements())))
-    for _ in range(most):
-        for tenant in rng.sample(names, count):
-            ask(budget, tenant, most)
-    assert all(budget.sent[one] >= 2 * most // (2 * count + 1) for one in names)
+    for tenant in names:
+        ask(budget, tenant, most)
+    assert all(budget.sent[one] for one in names)
+    assert max(budget.sent.values()) <= 2 * most // 3
 
 
 def test_a_tenant_that_is_alone_has_all_of_it() -> None:
