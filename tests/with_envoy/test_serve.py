@@ -67,7 +67,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory, envoy: str) -> AsyncI
         "extproc": f"127.0.0.1:{extproc}",
         "usageLog": {"path": str(directory / "usage" / "usage.log")},
     }
-    server = {"pricing": [{"perMillion": {"input": "2.5", "output": "10"}}]}
+    server: dict[str, Any] = {"pricing": [{"perMillion": {"input": "2.5", "output": "10"}}]}
+    server |= {"apis": ["ChatCompletions"], "translation": "Lenient"}
     route = {"budgets": [{"name": "all", "per": "Route", "window": "Month", "max": {"requests": 1_000_000}}]}
     text = documents([f"127.0.0.1:{engine}"], gateway=gateway, more=server, route=route)
     (config / "attache.yaml").write_text(text)
@@ -187,6 +188,15 @@ async def test_a_child_that_is_killed_comes_back_and_costs_no_request(served: Se
     assert load.tally.lost == []
     assert load.tally.cut == 0
     assert f"{name} ended by SIGKILL; {then}" in served.log
+
+
+async def test_a_translator_that_is_killed_comes_back(served: Served) -> None:
+    body = {"model": ALIAS, "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    async with httpx.AsyncClient(timeout=30) as http:
+        assert (await http.post(f"{served.url}/v1/messages", json=body)).json()["type"] == "message"
+        os.kill(served.child("translate"), signal.SIGKILL)
+        await eventually(lambda: "translate is ready again" in served.log)
+        assert (await http.post(f"{served.url}/v1/messages", json=body)).json()["type"] == "message"
 
 
 async def test_an_envoy_that_is_killed_comes_back(served: Served) -> None:
