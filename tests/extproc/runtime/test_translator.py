@@ -16,11 +16,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bench.stack.processes import free_ports
 from extproc.cli.translate import main
 from extproc.ports import listen
 from extproc.protocol import CUT_MARK, TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 from extproc.runtime import translator
 from extproc.runtime.translator import running
+from extproc.runtime.translator_metrics import TranslatorMetrics, showing
 from extproc.translate import forms
 from tests.waiting import eventually
 
@@ -244,6 +246,55 @@ async def test_a_stream_that_an_engine_cuts_is_marked_behind_its_error(tmp_path:
     error, mark = b"".join(pieces).rsplit(b"\n\n", 2)[:-1]
     assert b"event: error" in error
     assert mark + b"\n\n" == CUT_MARK
+
+
+async def test_what_is_counted(tmp_path: Path) -> None:
+    metrics, does = TranslatorMetrics(), [good]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await does[0](request)
+
+    async def none(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": "none"})
+
+    async def hangs(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    def value(ended: str) -> float | None:
+        labels = {"client": "messages", "engine": "chat", "ended": ended}
+        return metrics.registry.get_sample_value("attache_translations_total", labels)
+
+    connector = aiohttp.UnixConnector(str(tmp_path / TRANSLATOR_SOCKET))
+    async with (
+        running(tmp_path, end_s=1.0, metrics=metrics),
+        aiohttp.ClientSession("http://here", connector=connector) as http,
+        envoy(tmp_path, answer) as got,
+    ):
+        await post(http)
+        await post(http, body={**BODY, "container": "c"})
+        does[0] = none
+        await post(http)
+        does[0] = hangs
+        asked = len(got)
+        task = asyncio.create_task(post(http))
+        await eventually(lambda: len(got) > asked)
+        assert metrics.registry.get_sample_value("attache_translations_in_flight") == 1
+        task.cancel()
+        await eventually(lambda: value("left") == 1)
+    assert [value(one) for one in ("answered", "refused", "untranslatable")] == [1, 1, 1]
+    assert metrics.registry.get_sample_value("attache_translations_in_flight") == 0
+
+
+async def test_its_page() -> None:
+    (port,) = free_ports(1)
+    metrics = TranslatorMetrics()
+    url = f"http://127.0.0.1:{port}/metrics"
+    async with showing(metrics, listen(f"127.0.0.1:{port}"), "127.0.0.1"), aiohttp.ClientSession() as http:
+        async with http.get(url) as page:
+            assert "attache_translations_in_flight 0.0" in await page.text()
+        async with http.get(url, headers={"host": "elsewhere.example"}) as refused:
+            assert refused.status >= 400
 
 
 async def test_an_answer_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
