@@ -84,6 +84,12 @@ def parser(prog: str = "attache serve") -> argparse.ArgumentParser:
         help="IP:PORT of /metrics and /readyz of the bundle's writer, or 'off' (default: %(default)s)",
     )
     add(
+        "--translate-metrics",
+        default="off",
+        metavar="ADDRESS",
+        help="IP:PORT of /metrics of the translator, or 'off' (default: %(default)s)",
+    )
+    add(
         "--usage-store",
         metavar="URL",
         help="where attache usage keeps rows, if the GatewayConfig has usageLog (default: usage.db beside that log)",
@@ -194,7 +200,11 @@ def plan_programs(options: argparse.Namespace, gateway: GatewayConfigSpec, envoy
         ),
         translator=Program(
             "translate",
-            (*python, "translate", "--bundle", str(bundle), "--drain", options.drain, *log_words(options)),
+            (
+                *(*python, "translate", "--bundle", str(bundle), "--drain", options.drain),
+                *("--metrics", options.translate_metrics),
+                *log_words(options),
+            ),
         ),
         usage=_usage_program(options, gateway, python),
         keys=_keys_program(options, gateway, python),
@@ -263,6 +273,8 @@ def _taken(
     yield gateway.admin, "'admin' of the GatewayConfig"
     if options.bundle_metrics != "off":
         yield options.bundle_metrics, "--bundle-metrics"
+    if options.translate_metrics != "off":
+        yield options.translate_metrics, "--translate-metrics"
     if gateway.usage_log is not None:
         of_usage = ((options.usage_metrics, "--usage-metrics"), (options.usage_admin, "--usage-admin"))
         yield from (one for one in of_usage if one[0] != "off")

@@ -54,6 +54,8 @@ _MESSAGES: Final = ({"role": "user", "content": "hello"},)
 _TEMPLATED: Final = "`documents`, `chat_template` and its arguments"
 _CHAT_PROMPT: Final = f"messages with all their texts, tokens sent in their place, tools, {_TEMPLATED}"
 _WRITTEN: Final = "what is written"
+# Anthropic's SDK writes it where its client uses what a header asks for.
+_BETA: Final = "beta=true"
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and the key's namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 LB_NAMESPACE: Final = "envoy.lb"
@@ -135,6 +137,10 @@ ENGINE_ANSWERED: Final = "x-attache-engine-answered"
 TRANSLATED_NAMESPACE: Final = "attache.translated"
 TRANSLATED_ATTEMPTS: Final = "attempts"
 TRANSLATED_DETAILS: Final = "details"
+# That the engine, or Envoy's second listener, has cut a stream: the translator writes this comment at its end, which no
+# event of an engine can become. Envoy takes it out. A stream that is cut without it was cut by the translator's end.
+TRANSLATED_CUT: Final = "cut"
+CUT_MARK: Final = b":cut by the engine\n\n"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 # The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.
@@ -170,6 +176,11 @@ SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 MODEL_REWRITES: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 # What a client sends under these prefixes is removed as well.
 OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
+# What only the gateway writes into answers: headers and trailers of a server's answer under these prefixes are removed
+# before a filter or a client reads them. The second list is of engines and providers. Other servers behind HTTPRoutes
+# have limits of their own, and policies for browsers.
+RESERVED_IN_ANSWERS: Final = (*RESERVED_PREFIXES, *OBJECTIVE_PREFIXES, "x-envoy-")
+RESERVED_FROM_ENGINES: Final = (*RESERVED_IN_ANSWERS, "x-ratelimit-", "access-control-", "alt-svc")
 # Why a request was refused, on the refusal; llm-d's header and values.
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 # OpenAI's response headers for rate limits; our dynamic metadata uses the same names.
@@ -330,6 +341,8 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     JSON that clients and models wrote, and count in their own place only. ``reports_usage``: answers have usage.
     ``usage_if_asked``: streams have it only where ``stream_options`` requests it.
 
+    ``query``: the parameter that a provider gets of a client's query; it gets no other.
+
     ``owner``, ``engines``, ``input``, ``output``: for the reference page: who defined the API, which engines serve it,
     and which tokens count.
     """
@@ -356,6 +369,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     usage: Literal["prompt_tokens", "input_tokens"] = "prompt_tokens"
     reports_usage: bool = True
     usage_if_asked: bool = False
+    query: str = ""
 
 
 class Api(enum.Enum):
@@ -426,6 +440,7 @@ class Api(enum.Enum):
         takes_salt=True,
         limits=("max_tokens",),
         errors="anthropic",
+        query=_BETA,
         usage="input_tokens",
         example={"messages": _MESSAGES, "max_tokens": 3},
         owner="Anthropic",
@@ -439,6 +454,7 @@ class Api(enum.Enum):
         parser="anthropic:count_tokens",
         waits_in_queue=False,
         errors="anthropic",
+        query=_BETA,
         usage="input_tokens",
         reports_usage=False,
         example={"messages": _MESSAGES},

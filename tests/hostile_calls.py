@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Headers = list[tuple[str, str]]
 _HEAD: Final = [(":status", "200"), ("content-type", "application/grpc")]
+_FORGED: Final = [("x-attache-cost-micros", "1"), ("x-ratelimit-remaining-tokens", "1"), ("x-envoy-anything", "1")]
 _FINE: Final = framed(V2["ModelInferResponse"](model_name="fine").SerializeToString())
 HUGE_BYTES: Final = 40 * 2**20
 
@@ -226,6 +227,9 @@ ANSWERS: Final[dict[str, Sequence[tuple[Headers | bytes, bool]]]] = {
     "html": [([(":status", "200"), ("content-type", "text/html")], False), (b"<html>", True)],
     "http-503": [([(":status", "503"), ("content-type", "text/plain")], False), (b"busy", True)],
     "http-404": [([(":status", "404")], True)],
+    "http-302": [([(":status", "302"), ("location", "http://127.0.0.1:9/")], True)],
+    "forged": [(_FORGED, False), (_FINE, False), ([("grpc-status", "0"), *_FORGED], True)],
+    "forged-in-headers-alone": [([("grpc-status", "13"), *_FORGED], True)],
 }
 
 

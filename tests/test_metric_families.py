@@ -24,6 +24,7 @@ from controller.models.metrics import ModelMetrics
 from extproc.api.load import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
 from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.runtime.translator_metrics import TranslatorMetrics
 from tests.controller.agents.runtime.test_engine_page import STATE
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
     bundle.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     yield bundle
     yield ProgressMetrics().registry
+    yield TranslatorMetrics().registry
 
 
 def of_agents() -> Iterator[tuple[str, Said]]:

@@ -252,7 +252,7 @@ def _end_of(line: UsageLine, context: UsageContext) -> str:
     """How it ended: the first that fits."""
     flags = _flags(line)
     # the translator has ended, not the engine
-    is_lost_on_the_way = line.cluster == TRANSLATOR_CLUSTER and line.translated is None
+    is_lost_on_the_way = line.cluster == TRANSLATOR_CLUSTER and not (line.translated and line.translated.cut)
     if not flags and not context.refused and 200 <= line.status < 400:
         return WHOLE
     found = (

@@ -33,7 +33,8 @@ CONDITIONS: Final[Mapping[FailureClass, tuple[str, ...]]] = MappingProxyType(
         "connect": ("connect-failure", "refused-stream", "reset-before-request"),
         "timeout": ("reset",),
         "overloaded": (),
-        "server-error": (),
+        # an engine's redirects
+        "server-error": ("retriable-headers",),
         **dict.fromkeys(REFUSALS, ("retriable-headers",)),
     }
 )

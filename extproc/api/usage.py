@@ -124,12 +124,13 @@ class UsageCounts(msgspec.Struct, frozen=True):
 
 class TranslatedAnswer(msgspec.Struct, frozen=True):
     """Of a request that was translated for its engines: what Envoy saw of them (``attache.translated``). ``host``: the
-    engine that answered. ``details``: Envoy's, of the answer.
+    engine that answered. ``details``: Envoy's, of the answer. ``cut``: the engine has cut its stream.
     """
 
     host: str | None = None
     attempts: float | None = None
     details: str | None = None
+    cut: bool | None = None
 
 
 class UsageLine(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from extproc.api.gateway_config import unreachable_listener
 from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.load import Loader, load_directory, max_bytes
 from extproc.api.matches import ANY_HOST, have_common_hosts
-from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS
+from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS, TRANSLATABLE
 from extproc.api.picker_config import PICKER_KIND
 from extproc.api.references import backend_key, backend_refs
 from extproc.api.schema import suggest
@@ -606,11 +606,24 @@ def _fallback_notes(snapshot: Snapshot, targets: Sequence[ModelServerSpec], spec
         )
     if any(one.stream_usage != spec.stream_usage for one in targets):
         yield "has another streamUsage, so no stream without usage can go on to it; write the same"
+    # all attempts have one body
+    missing = [one for one in TRANSLATABLE if not _takes(spec, one) and any(_takes(own, one) for own in targets)]
+    if spec.translates and missing:
+        yield (
+            f"gets requests of {' and '.join(missing)} only if they go there at once: after an attempt elsewhere"
+            " nothing is translated; add the APIs to its apis if its engines have them"
+        )
+    if any(one.translates for one in targets):
+        yield "gets no request that was translated for a target of the rule, unless it goes there at once"
     default = snapshot.gateway.cache_isolation
     # a provider gets no salt
     engines = () if spec.provider is not None else targets
     if any((one.cache_isolation or default) != (spec.cache_isolation or default) for one in engines):
         yield "has another cacheIsolation, so requests would need another body there; write the same"
+
+
+def _takes(spec: ModelServerSpec, api: str) -> bool:
+    return spec.apis is None or api in spec.apis
 
 
 def circles_of_fallbacks(snapshot: Snapshot) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvloop
 
+from extproc.api.addresses import parse_address
 from extproc.api.quantities import Duration
 from extproc.cli.system import name_process, raise_limit
 from extproc.logs import add_log_options, start_logging
@@ -37,6 +38,12 @@ def parser(prog: str = "attache translate") -> argparse.ArgumentParser:
         metavar="DURATION",
         help="after SIGTERM, how long running requests may take to end (default: %(default)s)",
     )
+    made.add_argument(
+        "--metrics",
+        default="off",
+        metavar="ADDRESS",
+        help="IP:PORT of /metrics, or 'off' (default: %(default)s)",
+    )
     add_log_options(made)
     return made
 
@@ -47,6 +54,7 @@ def main(words: list[str], prog: str = "attache translate") -> int:
     options = made.parse_args(words)
     try:
         drain_s = Duration(options.drain)
+        page = None if options.metrics == "off" else parse_address(options.metrics)
     except ValueError as error:
         made.error(str(error))
     start_logging(options)
@@ -58,7 +66,7 @@ def main(words: list[str], prog: str = "attache translate") -> int:
     try:
         # the bundle's writer may begin later
         options.bundle.mkdir(parents=True, exist_ok=True)
-        uvloop.run(serve(options.bundle, end_s=drain_s))
+        uvloop.run(serve(options.bundle, end_s=drain_s, page=page))
     except (ListenFailed, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -21,7 +21,8 @@ from extproc.core.breakers import known_breakers, merge_breakers, reset_breakers
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AskGuard, BreakerChanged, Broadcast, Effect
-from extproc.core.fallback import FallbackBudgets, FallbackPlanner
+from extproc.core.fallback import FallbackPlanner
+from extproc.core.fallback_budget import FallbackBudgets
 from extproc.core.feedback import apply_adapter_change, on_metrics
 from extproc.core.guards import GuardStopped
 from extproc.core.mirror import Mirrors

@@ -257,6 +257,7 @@ class Dispatcher:
                 if plan or arrival.engine_api
                 else _checks_refusal(record.attachment, pool, assignment, now),
                 is_fallback=arrival.destination.is_fallback,
+                next_servers=() if plan is None or plan.attempts is None else tuple(plan.reserves),
             ),
             sent_at_s=now,
             reserved=Usage(assignment.input_tokens, output_tokens),

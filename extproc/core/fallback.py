@@ -5,14 +5,10 @@ Envoy makes the attempts of a request, and is told all of them at its decision: 
 then those of each fallback that is possible for it. All attempts have one body, in which only the model's name and the
 limits of the answer can be others. A request whose ModelServer has no usable endpoint or does not take its prompt, or
 that has waited long enough, goes to a fallback at once.
-
-A budget bounds the requests that a fallback has from others. Those that were sent there count, and so do those that
-were sent to an engine that has failed since and has answered nothing after they came: Envoy has passed them on.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -39,6 +35,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from extproc.core.fallback_budget import FallbackBudgets
     from extproc.core.record import Arrival, Attachment, FallbackReason, Record, Run
     from extproc.core.request_builder import RequestBuilder
     from extproc.request.prefill import Changes
@@ -64,54 +61,6 @@ _TAKEN: Final[Mapping[FallbackReason, str]] = MappingProxyType(
 )
 
 
-class FallbackBudgets:
-    """By ModelServer: requests in flight that came, or may come, from another one."""
-
-    def __init__(self) -> None:
-        # sent there
-        self._sent: Counter[str] = Counter()
-        # sent elsewhere, with this one as a fallback: by the endpoint that has them, and by ticket. Those that fail are
-        # few, and there may be ten thousand requests.
-        self._listed: dict[str, dict[tuple[Pool, int], dict[str, Run]]] = {}
-
-    def begin(self, ticket: str, run: Run) -> None:
-        """The request is sent to an engine."""
-        if run.sent.is_fallback:
-            self._sent[run.pool.name] += 1
-        for server in run.reserves:
-            self._listed.setdefault(server, {}).setdefault(_place_of(run), {})[ticket] = run
-
-    def end(self, ticket: str, run: Run) -> None:
-        """Its stream is closed."""
-        if run.sent.is_fallback:
-            self._sent[run.pool.name] -= 1
-        for server in run.reserves:
-            listed, place = self._listed.get(server, {}), _place_of(run)
-            runs = listed.get(place, {})
-            runs.pop(ticket, None)
-            if not runs:
-                listed.pop(place, None)
-
-    def has_headroom(self, pool: Pool, fallbacks: Fallbacks) -> bool:
-        """Whether the ModelServer may have one more request of the rule that has these ``fallbacks``."""
-        in_flight = float(pool.table.in_flight[pool.table.is_active].sum())
-        left = fallbacks.budget(in_flight) - self._sent[pool.name]
-        for (own, row), runs in self._listed.get(pool.name, {}).items():
-            if own.breaker.trips or (own.table.has_failures and own.table.trips[row]):
-                left -= sum(map(_was_passed_on, runs.values()))
-        return left > 0
-
-
-def _place_of(run: Run) -> tuple[Pool, int]:
-    return run.pool, run.assignment.endpoint.row
-
-
-def _was_passed_on(run: Run) -> bool:
-    """Whether its endpoint, which fails, has answered nothing since."""
-    table, endpoint = run.pool.table, run.assignment.endpoint
-    return table.is_current(endpoint) and run.sent_at_s > table.healths[endpoint.row].served_at_s
-
-
 class FallbackPlanner:
     """Which fallbacks are possible for a request."""
 
@@ -124,6 +73,7 @@ class FallbackPlanner:
     def apply(self, builder: RequestBuilder) -> None:
         """Follow the configuration."""
         self._builder = builder
+        self._budgets.keep(builder.pools)
 
     def begin(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
@@ -254,7 +204,9 @@ class FallbackPlanner:
             return "it has no usable endpoint"
         if _is_too_long(other):
             return "the prompt is longer than it takes"
-        return "" if self._budgets.has_headroom(other.pool, fallbacks) else "its budget is used up"
+        if self._budgets.has_headroom(other.pool, fallbacks, other.tenant, now):
+            return ""
+        return "its budget is used up, or this tenant's part of it"
 
 
 class _EditedBody:

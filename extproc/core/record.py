@@ -237,7 +237,7 @@ class Outcome(msgspec.Struct, frozen=True):
     providers of attempts before the last; None: they do not say for how long. ``refused``: by address of an attempt,
     the class for which the prompt was refused there, and may not be at another ModelServer. ``errors``: the addresses
     of attempts of a request with fallbacks that have answered 500. ``is_of_gateway``: the request was to be translated,
-    and nothing came back of an engine.
+    and nothing came back of an engine, or the translator has ended in the middle of the stream.
     Durations count from the request's arrival, time in the queue included.
     """
 
@@ -276,7 +276,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     tokens in its prompts does not follow from them. ``tenant``: under which it counts. ``answers``: number of requested
     answers, over all its prompts. ``expects_usage``: a whole answer reports usage. ``waited_s``: before it was sent.
     ``checks_refusal``: whether Envoy tries the next endpoint if the first refuses it; None: nothing can try it.
-    ``is_fallback``: it was another ModelServer's.
+    ``is_fallback``: it was another ModelServer's. ``next_servers``: the ModelServers that Envoy tries next.
     """
 
     chain: list[int]
@@ -289,6 +289,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     waited_s: float = 0.0
     checks_refusal: bool | None = None
     is_fallback: bool = False
+    next_servers: tuple[str, ...] = ()
 
 
 class Reserve(msgspec.Struct, frozen=True):

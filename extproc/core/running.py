@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
-    from extproc.core.fallback import FallbackBudgets
+    from extproc.core.fallback_budget import FallbackBudgets
     from extproc.core.peers import RequestPrefilled, RequestStarted
     from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool
@@ -126,6 +126,7 @@ class RunningRequests:
             self._remove(record, now)
         else:
             record.become(State.SETTLED, now)
+        self._budgets.learn(run, outcome)
         # what is learned is an estimate; what was granted must be settled
         with_fault(out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out))
         reserve, first = run.reserves.get(outcome.served_by), run.pool.name

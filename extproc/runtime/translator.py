@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from extproc.api.addresses import join_host_port
 from extproc.errors import (
     InternalError,
     NoEndpoint,
@@ -33,6 +34,7 @@ from extproc.notify import ALIVE, READY, notify, watchdog_s
 from extproc.page_server import PageLimits, PageServer
 from extproc.ports import listen
 from extproc.protocol import (
+    CUT_MARK,
     DROPPED_FIELDS,
     ENGINE_ANSWERED,
     ENGINE_ATTEMPTS,
@@ -43,6 +45,7 @@ from extproc.protocol import (
     TRANSLATED_SOCKET,
     TRANSLATOR_SOCKET,
 )
+from extproc.runtime.translator_metrics import TranslatorMetrics, showing
 from extproc.translate.order import TranslationOrder, decode_order
 from extproc.translate.translation import translation
 
@@ -84,9 +87,10 @@ _CUT: Final = "The engine's answer ended before it was whole."
 class Translator:
     """``http``: connects to Envoy's second listener. ``long``: a thread for long bodies."""
 
-    def __init__(self, http: aiohttp.ClientSession, long: Executor) -> None:
+    def __init__(self, http: aiohttp.ClientSession, long: Executor, metrics: TranslatorMetrics) -> None:
         self._http = http
         self._long = long
+        self._metrics = metrics
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The client's answer to one request."""
@@ -97,6 +101,18 @@ class Translator:
         between = translation(order.client, order.engine)
         if between is None:
             return _refused(InternalError(), order.client)
+        ended = "left"
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                answer, ended = await self._answer(request, order, between)
+            finally:
+                self._metrics.end(order, ended)
+        return answer
+
+    async def _answer(
+        self, request: web.Request, order: TranslationOrder, between: Translation
+    ) -> tuple[web.StreamResponse, str]:
+        """The answer, and how it has ended."""
         try:
             path = between.path(request.path_qs)
             asked = await self._in_turn(partial(between.request, strict=order.is_strict), await request.read())
@@ -104,11 +120,13 @@ class Translator:
             async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
                 return await self._translated(request, found, order, between, asked)
         except Refusal as refusal:
-            return _refused(refusal, order.client)
+            return _refused(refusal, order.client), "refused"
         except aiohttp.ClientConnectionError:
-            return _refused(NoEndpoint("The gateway is not ready for this request; try again soon."), order.client)
+            no_engine = NoEndpoint("The gateway is not ready for this request; try again soon.")
+            return _refused(no_engine, order.client), "no_engine"
         except aiohttp.ClientResponseError:
-            return _refused(UntranslatableAnswer("The engine's answer is not HTTP."), order.client)
+            no_http = UntranslatableAnswer("The engine's answer is not HTTP.")
+            return _refused(no_http, order.client), "untranslatable"
 
     async def _translated(
         self,
@@ -117,7 +135,7 @@ class Translator:
         order: TranslationOrder,
         between: Translation,
         asked: Translated,
-    ) -> web.StreamResponse:
+    ) -> tuple[web.StreamResponse, str]:
         headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
         headers.update(order.answer_headers)
         if asked.dropped:
@@ -125,17 +143,51 @@ class Translator:
         if found.status == 200 and asked.stream and found.content_type == _EVENTS:
             answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
             await answer.prepare(request)
-            await _relay(request, found, answer, between.stream(include_usage=asked.include_usage))
-            return answer
+            stream = between.stream(include_usage=asked.include_usage)
+            if await self._relay(request, found, answer, stream):
+                return answer, "cut"
+            return answer, "answered" if stream.error is None else "untranslatable"
         try:
             body = await self._in_turn(partial(between.answer, found.status), await _whole(found))
         except Refusal as refusal:
-            return _refused(refusal, order.client, headers)
-        return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON})
+            return _refused(refusal, order.client, headers), "untranslatable"
+        return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON}), "answered"
 
-    async def _in_turn(self, work: Callable[[bytes], _T], body: bytes) -> _T:
-        """``work`` of ``body``; long ones one at a time, beside the streams of others."""
-        if len(body) < _LONG_BYTES:
+    async def _relay(
+        self,
+        request: web.Request,
+        found: aiohttp.ClientResponse,
+        answer: web.StreamResponse,
+        stream: StreamTranslator,
+    ) -> bool:
+        """Events as they come; returns whether the answer was cut. Then the client's is cut, too: it has no end that
+        looks whole.
+        """
+        is_cut = False
+        try:
+            async for piece in found.content.iter_any():
+                out = await self._in_turn(stream.feed, piece, held_bytes=stream.held_bytes)
+                if out:
+                    await answer.write(out)
+                if stream.error is not None:
+                    # an engine that goes on would keep both busy for nothing
+                    break
+        except aiohttp.ClientPayloadError:
+            is_cut = True
+        out = stream.end()
+        if is_cut:
+            out += CUT_MARK
+        if out:
+            await answer.write(out)
+        if is_cut and request.transport is not None:
+            request.transport.close()
+        return is_cut
+
+    async def _in_turn(self, work: Callable[[bytes], _T], body: bytes, *, held_bytes: int = 0) -> _T:
+        """``work`` of ``body``; long ones one at a time, beside the streams of others. ``held_bytes``: that came
+        before it.
+        """
+        if held_bytes + len(body) < _LONG_BYTES:
             return work(body)
         return await asyncio.get_running_loop().run_in_executor(self._long, work, body)
 
@@ -158,28 +210,6 @@ def _request_headers(
 def _is_text(value: str) -> bool:
     """Whether it was read without loss: bytes that are no UTF-8 cannot be written again."""
     return not any("\ud800" <= one <= "\udfff" for one in value) if not value.isascii() else True
-
-
-async def _relay(
-    request: web.Request, found: aiohttp.ClientResponse, answer: web.StreamResponse, stream: StreamTranslator
-) -> None:
-    """Events as they come. After an answer that was cut, the client's is cut, too: it has no end that looks whole."""
-    is_cut = False
-    try:
-        async for piece in found.content.iter_any():
-            out = stream.feed(piece)
-            if out:
-                await answer.write(out)
-            if stream.error is not None:
-                # an engine that goes on would keep both busy for nothing
-                break
-    except aiohttp.ClientPayloadError:
-        is_cut = True
-    out = stream.end()
-    if out:
-        await answer.write(out)
-    if is_cut and request.transport is not None:
-        request.transport.close()
 
 
 async def _whole(found: aiohttp.ClientResponse) -> bytes:
@@ -209,8 +239,9 @@ def _refused(refusal: Refusal, client: str, headers: Mapping[str, str] | None = 
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
+async def running(folder: Path, *, end_s: float, metrics: TranslatorMetrics | None = None) -> AsyncIterator[None]:
     """Serve at the socket in ``folder``. ``end_s``: for requests that run at the end. Raises ListenFailed."""
+    metrics = metrics or TranslatorMetrics()
     connector = aiohttp.UnixConnector(str(folder / TRANSLATED_SOCKET), limit=0)
     skipped = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
     long = ThreadPoolExecutor(1, "long-bodies")
@@ -226,7 +257,7 @@ async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
         max_field_size=_LIMITS.header_bytes,
     ) as http:
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
-        app.router.add_post("/{path:.*}", Translator(http, long).answer)
+        app.router.add_post("/{path:.*}", Translator(http, long, metrics).answer)
         runner = PageServer(app, end_s=end_s, limits=_LIMITS, cancels=True)
         await runner.setup()
         try:
@@ -244,13 +275,17 @@ async def running(folder: Path, *, end_s: float) -> AsyncIterator[None]:
             long.shutdown(wait=False, cancel_futures=True)
 
 
-async def serve(folder: Path, *, end_s: float) -> None:
-    """Until SIGTERM or SIGINT; raises ListenFailed."""
+async def serve(folder: Path, *, end_s: float, page: tuple[str, int] | None = None) -> None:
+    """Until SIGTERM or SIGINT; raises ListenFailed. ``page``: where metrics are shown."""
+    metrics = TranslatorMetrics()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     within_s = watchdog_s(os.environ)
-    async with running(folder, end_s=end_s):
+    async with contextlib.AsyncExitStack() as exits:
+        if page is not None:
+            await exits.enter_async_context(showing(metrics, listen(join_host_port(*page)), page[0]))
+        await exits.enter_async_context(running(folder, end_s=end_s, metrics=metrics))
         notify(READY if within_s is None else b"\n".join((ALIVE, READY)), os.environ)
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):

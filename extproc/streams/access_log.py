@@ -35,6 +35,7 @@ from extproc.protocol import (
     SERVER_CLUSTER,
     TICKET,
     TRANSLATED_ATTEMPTS,
+    TRANSLATED_CUT,
     TRANSLATED_DETAILS,
     TRANSLATED_NAMESPACE,
     TRANSLATOR_CLUSTER,
@@ -164,9 +165,11 @@ def _of_translated(seen: Outcome, entry: HttpAccessLogEntry) -> Outcome:
             return msgspec.structs.replace(seen, served="", retry_after_s=None, is_of_gateway=True)
         first = _text(metadata.get(LB_NAMESPACE), DESTINATION).partition(",")[0]
         return msgspec.structs.replace(seen, served=first, attempts=1)
-    details = _text(found, TRANSLATED_DETAILS)
+    details, cut = _text(found, TRANSLATED_DETAILS), found.fields.get(TRANSLATED_CUT)
     return msgspec.structs.replace(
         seen,
+        # without it the translator has ended in the middle of a stream
+        is_of_gateway=seen.was_cut and not (cut is not None and cut.bool_value),
         served=_text(found, SERVED_HOST),
         attempts=_whole(_numbers(found), TRANSLATED_ATTEMPTS) or 0,
         has_timed_out=seen.has_timed_out or details in TIMEOUT_DETAILS,

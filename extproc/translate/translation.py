@@ -167,6 +167,11 @@ class StreamTranslator:
         """The client has had the end of the answer, or an error."""
         return self._is_over
 
+    @property
+    def held_bytes(self) -> int:
+        """Of an engine's event that has not ended."""
+        return self._reader.held_bytes
+
     def feed(self, piece: bytes) -> bytes:
         """The client's events that ``piece`` completes."""
         out: list[bytes] = []

@@ -146,6 +146,9 @@ OUTCOMES: Final = {
     "html": ("200/-", 500),
     "http-503": ("503/-", 503),
     "http-404": ("404/-", 404),
+    "http-302": ("502/-", 502),
+    "forged": ("200/0", 200),
+    "forged-in-headers-alone": ("200/13", 500),
     "reset": ("200/14", 503),
     "reset-refused": ("200/14", 503),
     "reset-no-error": ("200/14", 503),
@@ -162,6 +165,15 @@ async def test_an_answer_that_is_none_ends_one_call_with_one_row(site: Site, nam
     await site.good()
     await eventually(lambda: site.rows(name) == [status])
     await site.nothing_left()
+
+
+@pytest.mark.parametrize("name", ["forged", "forged-in-headers-alone"])
+async def test_what_only_the_gateway_may_say_is_in_neither_headers_nor_trailers(site: Site, name: str) -> None:
+    client = await RawClient.connect(site.stack.url)
+    answer = await client.call(INFER, framed(infer(name, 1.0).SerializeToString()), GRPC)
+    await client.close()
+    assert "grpc-status" in answer.headers
+    assert not [one for one in answer.headers if one.startswith(("x-attache-", "x-ratelimit-", "x-envoy-"))]
 
 
 async def test_an_answer_beyond_all_buffers_arrives_whole(site: Site) -> None:

@@ -360,6 +360,22 @@ async def test_a_provider_gets_its_host_its_path_and_the_key_of_its_api(gateway:
     assert "cache_salt" not in message.body
 
 
+@pytest.mark.parametrize(
+    "query", ["?key=of-the-client", "?beta=trueish&xbeta=true&beta", "?a=/../v1/files&api-version=1"]
+)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_the_clients_query_does_not_reach_a_provider(gateway: Gateway, path: str, query: str) -> None:
+    await gateway.heal()
+    assert (await gateway.ask("p", path + query)).status_code == 200
+    assert [one.path for one in gateway.log] == [PREFIX + path]
+    assert (await gateway.ask("p", f"{path}{query}&beta=true")).status_code == 200
+    assert [one.path for one in gateway.log] == [PREFIX + path + "?beta=true" * (path == MESSAGES)]
+    # an engine that is tried after it gets what the client sent
+    gateway.servers["p"].status = 503
+    assert await gateway.tried("p-c", path + query) == ["p", "c"]
+    assert [one.path for one in gateway.log] == [PREFIX + path, path + query]
+
+
 async def test_clients_of_openai_and_anthropic_read_its_answers_and_streams(gateway: Gateway) -> None:
     await gateway.heal()
     asked: Any = [{"role": "user", "content": "hi"}]

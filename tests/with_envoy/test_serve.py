@@ -29,8 +29,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Served(msgspec.Struct, frozen=True):
-    """``url``: of Envoy; ``writer``: of the bundle's writer's page; ``usage``: of reports about all callers.
-    ``command``: of the process called ``serve``.
+    """``url``: of Envoy; ``writer``: of the bundle's writer's page; ``usage``: of reports about all callers;
+    ``translator``: of its page. ``command``: of the process called ``serve``.
     """
 
     processes: Processes
@@ -38,6 +38,7 @@ class Served(msgspec.Struct, frozen=True):
     url: str
     writer: str
     usage: str
+    translator: str
     command: tuple[str, ...]
 
     @property
@@ -58,7 +59,7 @@ class Served(msgspec.Struct, frozen=True):
 async def served(tmp_path_factory: pytest.TempPathFactory, envoy: str) -> AsyncIterator[Served]:
     """An engine, and the command. Each test leaves it serving."""
     directory = tmp_path_factory.mktemp("serve")
-    engine, listen, admin, extproc, metrics, writer, usage, rows = free_ports(8)
+    engine, listen, admin, extproc, metrics, writer, usage, rows, translator = free_ports(9)
     config = directory / "config"
     config.mkdir()
     gateway = {
@@ -67,7 +68,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory, envoy: str) -> AsyncI
         "extproc": f"127.0.0.1:{extproc}",
         "usageLog": {"path": str(directory / "usage" / "usage.log")},
     }
-    server = {"pricing": [{"perMillion": {"input": "2.5", "output": "10"}}]}
+    server: dict[str, Any] = {"pricing": [{"perMillion": {"input": "2.5", "output": "10"}}]}
+    server |= {"apis": ["ChatCompletions"], "translation": "Lenient"}
     route = {"budgets": [{"name": "all", "per": "Route", "window": "Month", "max": {"requests": 1_000_000}}]}
     text = documents([f"127.0.0.1:{engine}"], gateway=gateway, more=server, route=route)
     (config / "attache.yaml").write_text(text)
@@ -76,13 +78,14 @@ async def served(tmp_path_factory: pytest.TempPathFactory, envoy: str) -> AsyncI
         *("env", f"ENVOY={envoy}", sys.executable, "-m", "attache", "serve", "--config", str(config)),
         *("--metrics", f"127.0.0.1:{metrics}", "--bundle-metrics", f"127.0.0.1:{writer}"),
         *("--usage-metrics", f"127.0.0.1:{rows}", "--usage-admin", f"127.0.0.1:{usage}"),
+        *("--translate-metrics", f"127.0.0.1:{translator}"),
         *("--usage-store", f"sqlite:///{directory}/store/usage.db"),
     )
     async with Processes(directory) as processes, httpx.AsyncClient() as http:
         words = flags.arguments([EnginePorts(engine, 0, 0)])
         await processes.start("engines", [sys.executable, "-m", "bench.engine", *words])
         await processes.start("serve", command)
-        urls = [f"http://127.0.0.1:{port}" for port in (listen, writer, usage)]
+        urls = [f"http://127.0.0.1:{port}" for port in (listen, writer, usage, translator)]
         one = Served(processes, directory, *urls, command)
         # its store cannot be opened yet: nothing waits for rows
         await eventually(lambda: "ready: clients connect to" in one.log)
@@ -187,6 +190,17 @@ async def test_a_child_that_is_killed_comes_back_and_costs_no_request(served: Se
     assert load.tally.lost == []
     assert load.tally.cut == 0
     assert f"{name} ended by SIGKILL; {then}" in served.log
+
+
+async def test_a_translator_that_is_killed_comes_back(served: Served) -> None:
+    body = {"model": ALIAS, "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    async with httpx.AsyncClient(timeout=30) as http:
+        assert (await http.post(f"{served.url}/v1/messages", json=body)).json()["type"] == "message"
+        os.kill(served.child("translate"), signal.SIGKILL)
+        await eventually(lambda: "translate is ready again" in served.log)
+        assert (await http.post(f"{served.url}/v1/messages", json=body)).json()["type"] == "message"
+        page = (await http.get(f"{served.translator}/metrics")).text
+        assert 'attache_translations_total{client="messages",ended="answered",engine="chat"} 1.0' in page
 
 
 async def test_an_envoy_that_is_killed_comes_back(served: Served) -> None:

@@ -25,6 +25,7 @@ from bench.stack.stack import IsThere, envoy_command
 from controller.bundle.admin import begin_drain
 from controller.usage.rows import UsageRow, row_of
 from extproc.protocol import (
+    CUT_MARK,
     DROPPED_FIELDS,
     ENGINE_ANSWERED,
     ENGINE_ATTEMPTS,
@@ -93,7 +94,8 @@ MESSAGE_EVENTS: Final = (
 
 class Engine:
     """``does``: what it does with requests, a status or a word. ``headers``: of its answers. ``got``: path, headers and
-    body of each. ``ended``: requests whose client left. ``goes_on``: lets a stream go on that waits in its middle.
+    body of each. ``ended``: requests whose client left.
+    ``goes_on``: lets a stream go on that waits in its middle. ``written``: bytes of a flood.
     """
 
     def __init__(self, path: str) -> None:
@@ -101,7 +103,7 @@ class Engine:
         self.does: int | str = "answer"
         self.headers: dict[str, str] = {}
         self.got: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-        self.ended = 0
+        self.ended = self.written = 0
         self.goes_on = asyncio.Event()
         self.address = ""
 
@@ -146,6 +148,11 @@ class Engine:
         answer = web.StreamResponse(headers={"content-type": "text/event-stream", **self.headers})
         await answer.prepare(http)
         events = self._events(body)
+        # long ones are of about the same length in all APIs
+        flood = b"data: %b\n\n" % json.dumps(chunk({"content": "a" * 4000})).encode() * 40
+        while self.does == "flood":
+            await answer.write(flood)
+            self.written += len(flood)
         for at, event in enumerate(events):
             if at == len(events) // 2:
                 await self.goes_on.wait()
@@ -297,10 +304,11 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gatew
     chat, messages = engines.values()
     async with chat.running(), messages.running():
         own: Any = {"translation": "Lenient", "pricing": [{"perMillion": {"input": "1000", "output": "2000"}}]}
-        names = ("chat", "strict", "never", "messages", "behind")
+        names = ("chat", "strict", "patient", "never", "messages", "behind")
         documents = [
             model_server("chat", chat, apis=["ChatCompletions"], **own),
             model_server("strict", chat, apis=["ChatCompletions", "Embeddings"], **{**own, "translation": "Strict"}),
+            model_server("patient", chat, apis=["ChatCompletions"], **own, trafficPolicy={"timeout": "120s"}),
             model_server("never", chat, apis=["ChatCompletions"]),
             model_server("messages", messages, apis=["Messages", "CountTokens"], **own),
             document("ModelServer", "empty", {"model": "m", "endpoints": []}),
@@ -459,6 +467,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_and_no_clean_end(gateway:
         text = "".join(pieces)
         assert "hel" in text
         assert "error" in text.rstrip().rpartition("\n\n")[2]
+        assert CUT_MARK.decode() not in text
         row = await gateway.row_of_id(identifier)
         assert (row.ended, row.endpoint) == ("engine", gateway.engines[name].address)
 
@@ -602,14 +611,67 @@ async def test_while_the_translator_is_away_no_engine_is_blamed(gateway: Gateway
     assert (await gateway.post(MESSAGES, "chat")).status_code == 503
     # others are served
     assert (await gateway.post(CHAT, "chat")).status_code == 200
+    await start_translator(gateway, "translate-again")
+    assert await gateway.metric(*opened) == before
+
+
+async def start_translator(gateway: Gateway, name: str) -> None:
     command = [sys.executable, "-m", "attache", "translate", "--bundle", str(gateway.bundle), "--drain", "5s"]
-    gateway.pids["translate"] = await gateway.processes.start("translate-again", command)
+    gateway.pids["translate"] = await gateway.processes.start(name, command)
 
     async def is_back() -> bool:
         return bool((await gateway.post(MESSAGES, "chat")).status_code == 200)
 
     await eventually(is_back)
+
+
+async def test_a_translator_that_dies_in_mid_stream_blames_no_engine(gateway: Gateway) -> None:
+    # far more than open a breaker, if the engine is to blame
+    count, opened = 30, ("attache_breaker_transitions_total", 'to="open"')
+    engine, before = gateway.engines["chat"], await gateway.metric(*opened)
+    engine.goes_on.clear()
+    begun = set[str]()
+
+    async def read() -> None:
+        body = {"model": "patient", "messages": HELLO, "max_tokens": 9, "stream": True}
+        async with gateway.http.stream("POST", gateway.url + MESSAGES, json=body, headers=KEYED) as answer:
+            async for _ in answer.aiter_text():
+                begun.add(answer.headers["x-request-id"])
+
+    tasks = [asyncio.create_task(read()) for _ in range(count)]
+    await eventually(lambda: len(begun) == count)
+    os.kill(gateway.pids["translate"], signal.SIGKILL)
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [one for one in ends if not isinstance(one, httpx.TransportError)] == []
+    rows = [await gateway.row_of_id(one) for one in begun]
+    assert {(one.ended, one.endpoint) for one in rows} == {("gateway", engine.address)}
+    assert all(one.input > 0 for one in rows), "the engine has worked for it"
+    engine.be_good()
+    await start_translator(gateway, "translate-once-more")
     assert await gateway.metric(*opened) == before
+
+
+async def test_a_client_that_reads_nothing_holds_little_more_than_without_a_translation(gateway: Gateway) -> None:
+    plain, translated = [await sent_to_nobody(gateway, path) for path in (CHAT, MESSAGES)]
+    assert translated < 1.5 * plain, f"{translated} and {plain} bytes"
+
+
+async def sent_to_nobody(gateway: Gateway, path: str) -> int:
+    """How many bytes the engine could write of a stream of which its client reads nothing."""
+    engine = gateway.engines["chat"]
+    engine.does, engine.written = "flood", 0
+    body = json.dumps({"model": "patient", "messages": HELLO, "max_tokens": 9, "stream": True})
+    host, port = gateway.addresses["envoy"].split(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1)
+    lines = [f"POST {path} HTTP/1.1", "host: a", "content-type: application/json", f"content-length: {len(body)}"]
+    writer.write("\r\n".join([*lines, f"authorization: {KEYED['authorization']}", "", body]).encode())
+    seen, since = -1, 0
+    while since < 20:
+        since = since + 1 if engine.written == seen and seen > 0 else 0
+        seen = engine.written
+        await asyncio.sleep(0.1)
+    writer.transport.abort()
+    return seen
 
 
 async def test_without_extproc_the_path_that_is_served_is_named(gateway: Gateway) -> None:

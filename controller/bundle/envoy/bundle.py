@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 
+from controller.bundle.envoy.answers import named_headers
 from controller.bundle.envoy.authentication import authentication_files, key_set_clusters
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.bundle.envoy.clusters import (
@@ -137,11 +138,12 @@ class BundleWriter:
             key: memo.get(Chained, one.budget_percent, one.min_concurrency, one.most_read)
             for key, one in chained_servers(snapshot).items()
         }
+        named = named_headers(snapshot)
         clusters = [
-            memo.get(server_cluster, server, self._directory, chained.get(server.metadata.key))
+            memo.get(server_cluster, server, self._directory, chained.get(server.metadata.key), named)
             for server in snapshot.servers
         ]
-        clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
+        clusters.extend(memo.get(self._backend, one, *named) for one in snapshot.backends)
         own = [
             memo.get(extproc_cluster, gateway),
             *memo.get(key_set_clusters, gateway.authentication),
@@ -183,13 +185,13 @@ class BundleWriter:
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
 
-    def _backend(self, backend: Backend) -> dict[str, object]:
-        like = self._memo.get(self._backend_like, backend.spec.protocol)
+    def _backend(self, backend: Backend, *named: str) -> dict[str, object]:
+        like = self._memo.get(self._backend_like, backend.spec.protocol, *named)
         return backend_resource(backend, like, self._directory)
 
-    def _backend_like(self, protocol: Literal["HTTP", "H2C", "WebSocket"]) -> dict[str, object]:
+    def _backend_like(self, protocol: Literal["HTTP", "H2C", "WebSocket"], *named: str) -> dict[str, object]:
         some = Backend(metadata=Metadata(name="some"), spec=BackendSpec(protocol=protocol))
-        return backend_cluster(some, self._directory)
+        return backend_cluster(some, self._directory, named)
 
     def _listener(self, gateways: tuple[GatewayConfigSpec, ...], longest_wait_s: float, *needs: bool) -> str:
         """``gateways``: as clients see it, and as transformers and explainers do."""

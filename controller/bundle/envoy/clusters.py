@@ -44,6 +44,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.envoy.type.v3 import Percent
 
+from controller.bundle.envoy.answers import removes_reserved
 from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.bundle.envoy.envoy_json import (
     PackedMessage,
@@ -67,13 +68,15 @@ from extproc.protocol import (
     GRPC_PROTOCOLS,
     LB_NAMESPACE,
     MOST_STREAMS,
+    RESERVED_FROM_ENGINES,
+    RESERVED_IN_ANSWERS,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_CLUSTER,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from betterproto2 import Message
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
@@ -127,10 +130,12 @@ def file_name(key: str) -> str:
     return f"{namespace}/{name}.json"
 
 
-def server_cluster(server: ModelServer, directory: str, chained: Chained | None = None) -> dict[str, object]:
+def server_cluster(
+    server: ModelServer, directory: str, chained: Chained | None = None, named: Sequence[str] = ()
+) -> dict[str, object]:
     """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests.
 
-    ``chained``: it is in a rule with fallbacks.
+    ``chained``: it is in a rule with fallbacks. ``named``: see ``named_headers``.
     """
     policy = server.spec.traffic_policy
     idle_s = IDLE_S if server.spec.provider is None else _PROVIDER_IDLE_S
@@ -156,7 +161,7 @@ def server_cluster(server: ModelServer, directory: str, chained: Chained | None 
                     UpstreamOptions(
                         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(idle_s)),
                         explicit_http_config=_http_of(server),
-                        http_filters=_upstream_filters(server, directory, chained),
+                        http_filters=_upstream_filters(server, directory, chained, named),
                     )
                 )
             },
@@ -335,10 +340,12 @@ def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, objec
     return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}, **named}}
 
 
-def _upstream_filters(server: ModelServer, directory: str, chained: Chained | None) -> list[HttpFilter]:
+def _upstream_filters(
+    server: ModelServer, directory: str, chained: Chained | None, named: Sequence[str]
+) -> list[HttpFilter]:
     """The ModelServer's model, if a request may come from another one. The engines' key takes the place of what the
-    client sent. A provider gets its own requests, engines with a prefix their own paths. Without all of them, nothing
-    is changed and no filter needed.
+    client sent. A provider gets its own requests, engines with a prefix their own paths. The last one is the first that
+    has the answer.
     """
     connection = server.spec.connection
     found: list[HttpFilter] = []
@@ -354,7 +361,9 @@ def _upstream_filters(server: ModelServer, directory: str, chained: Chained | No
         found.append(adapts_to_provider(server, server.spec.provider))
     elif server.spec.path_prefix:
         found.append(puts_prefix(server.spec.path_prefix))
-    return [*found, http_filter("envoy.filters.http.upstream_codec", UpstreamCodec())] if found else []
+    is_http2 = server.spec.protocol in GRPC_PROTOCOLS
+    found.append(removes_reserved(RESERVED_FROM_ENGINES, named, has_trailers=is_http2))
+    return [*found, http_filter("envoy.filters.http.upstream_codec", UpstreamCodec())]
 
 
 def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
@@ -377,8 +386,8 @@ def backend_endpoints_file(backend: str) -> str:
     return f"{ENDPOINTS_FOLDER}/_backends/{file_name(backend)}"
 
 
-def backend_cluster(backend: Backend, directory: str) -> dict[str, object]:
-    """Balanced by least requests; its only health check is a failing connection."""
+def backend_cluster(backend: Backend, directory: str, named: Sequence[str] = ()) -> dict[str, object]:
+    """Balanced by least requests; its only health check is a failing connection. ``named``: see ``named_headers``."""
     name = backend_cluster_name(backend.metadata.key)
     return to_resource(
         Cluster(
@@ -391,7 +400,7 @@ def backend_cluster(backend: Backend, directory: str) -> dict[str, object]:
             load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
             circuit_breakers=unlimited_circuit_breakers(),
             upstream_connection_options=keepalive(),
-            typed_extension_protocol_options={UPSTREAM_OPTIONS: PackedMessage(_backend_protocol(backend))},
+            typed_extension_protocol_options={UPSTREAM_OPTIONS: PackedMessage(_backend_protocol(backend, named))},
         )
     )
 
@@ -414,10 +423,17 @@ def backend_endpoints(backend: Backend) -> dict[str, object]:
     return resource
 
 
-def _backend_protocol(backend: Backend) -> UpstreamOptions:
-    if backend.spec.protocol == "H2C":
-        return UpstreamOptions(explicit_http_config=ExplicitHttp(http2_protocol_options=Http2ProtocolOptions()))
+def _backend_protocol(backend: Backend, named: Sequence[str]) -> UpstreamOptions:
+    is_http2 = backend.spec.protocol == "H2C"
+    filters = [
+        removes_reserved(RESERVED_IN_ANSWERS, named, has_trailers=is_http2),
+        http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
+    ]
+    if is_http2:
+        http2 = ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())
+        return UpstreamOptions(explicit_http_config=http2, http_filters=filters)
     return UpstreamOptions(
         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
         explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+        http_filters=filters,
     )

@@ -69,9 +69,6 @@ end
 
 function envoy_on_response(handle)
   local headers = handle:headers()
-  -- no engine sets them
-  headers:remove("@MICROS@")
-  headers:remove("@CURRENCY@")
   local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   -- the second: where another name of the model is written into the answer
   local size = tonumber(headers:get("content-length") or "") or decision and decision["@RESPONSE_LENGTH@"]
@@ -80,7 +77,6 @@ function envoy_on_response(handle)
   if string.find(kind, "application/json", 1, true) ~= 1 then return end
   local price = decision and decision["@USAGE_CONTEXT@"]
   local fallbacks = price and string.match(price, '"fallbacks":(%b[])')
-  -- Envoy's own header, which no engine can set where there are fallbacks
   local server = fallbacks and headers:get("@SERVED_BY@")
   for one in string.gmatch(server and string.sub(fallbacks, 2, -2) or "", "%b{}") do
     if string.find(one, '"server":"' .. server .. '"', 1, true) then price = one end

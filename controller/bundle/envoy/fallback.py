@@ -31,6 +31,7 @@ from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Struct, Value
 
+from controller.bundle.envoy.answers import is_no_answer
 from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
 from controller.bundle.envoy.lua import lua, lua_bool, lua_text
 from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
@@ -172,10 +173,6 @@ function envoy_on_request(handle)
 end
 
 function envoy_on_response(handle)
-  -- no engine writes what is said of it, or what decides about the next attempt
-  handle:headers():remove("@DEGRADED@")
-  handle:headers():remove("@REFUSED_FOR@")
-  handle:headers():remove("x-envoy-ratelimited")
   local degraded = chosen(handle)["@SERVERS@"]
   local how = degraded and degraded["@SERVER@"]
   if how then handle:headers():replace("@DEGRADED@", how) end
@@ -407,8 +404,9 @@ def attempts_of(policy: RetryPolicy, fallbacks: Sequence[Fallback], retry: Fallb
     statuses = [status for one in classes for status in STATUSES[one]]
     conditions = dict.fromkeys(condition for one in classes for condition in CONDITIONS[one])
     policy.retry_on = ",".join([*conditions, *(["retriable-status-codes"] if statuses else [])])
+    policy.retriable_headers = [is_no_answer()] if "server-error" in classes else []
     if not classes_of(fallbacks).isdisjoint(REFUSALS):
-        policy.retriable_headers = [HeaderMatcher(name=REFUSED_FOR, present_match=True)]
+        policy.retriable_headers.append(HeaderMatcher(name=REFUSED_FOR, present_match=True))
     policy.retriable_status_codes = sorted(statuses)
     policy.num_retries = attempts - 1
     policy.refresh_cluster_on_retry = True

@@ -15,10 +15,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValue,
     RetryPolicy,
     RetryPolicyRetryHostPredicate,
-    TypedExtensionConfig,
 )
-from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
-from envoy_data_plane.envoy.extensions.filters.common.matcher.action.v3 import SkipFilter
 from envoy_data_plane.envoy.extensions.filters.http.cors.v3 import Cors
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
@@ -31,24 +28,13 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from envoy_data_plane.envoy.extensions.filters.http.health_check.v3 import HealthCheck
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
-from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
 from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
-from envoy_data_plane.xds.core.v3 import TypedExtensionConfig as XdsTypedExtensionConfig
-from envoy_data_plane.xds.type.matcher.v3 import (
-    Matcher,
-    MatcherMatcherList,
-    MatcherMatcherListFieldMatcher,
-    MatcherMatcherListPredicate,
-    MatcherMatcherListPredicateSinglePredicate,
-    MatcherOnMatch,
-    RegexMatcher,
-    RegexMatcherGoogleRe2,
-    StringMatcher,
-)
 
+from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.authentication import authentication_filters
 from controller.bundle.envoy.cost_header import cost_header
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
+from controller.bundle.envoy.matching import request_has, skipped_if
 from controller.bundle.envoy.usage import responses_usage, stream_usage
 from controller.bundle.envoy.usage_log import keeps_for_log
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
@@ -141,8 +127,9 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
     ]
     if gateway.failure_mode == "Open":
         # not where extproc has chosen the server
-        read = _skipped_if(
-            SERVER_HEADER, ".+", typed_extension("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes))
+        read = skipped_if(
+            typed_extension("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes)),
+            request_has(SERVER_HEADER, ".+"),
         )
         chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
@@ -151,6 +138,7 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
         # responses pass the filters below first, which read the counts
         chain.append(http_filter(_COST_FILTER, cost_header(most_bytes=int(gateway.max_body_size))))
     chain += _usage_filters(prefix, hides_counts=hides, logs=logs)
+    chain.extend(refuses_answers(model_paths=needs.model_paths))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
@@ -214,7 +202,7 @@ def _ask_extproc(gateway: GatewayConfigSpec) -> Iterator[HttpFilter]:
     if _SECOND_EXTPROC_FILTER in extproc_filters(gateway):
         again = _external_processor(gateway, passes_failures=gateway.failure_mode == "Open")
         # not where the first has brought a decision
-        skipped = _skipped_if(SERVER_HEADER, ".+", typed_extension(_EXTPROC_FILTER, again))
+        skipped = skipped_if(typed_extension(_EXTPROC_FILTER, again), request_has(SERVER_HEADER, ".+"))
         yield http_filter(_SECOND_EXTPROC_FILTER, skipped)
 
 
@@ -283,27 +271,5 @@ def _external_processor(
 
 
 def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
-    return http_filter(name, _skipped_if(":path", other_paths, typed_extension("envoy.filters.http.lua", script)))
-
-
-def _skipped_if(header: str, regex: str, extension: TypedExtensionConfig) -> ExtensionWithMatcher:
-    """``extension``, skipped for requests where ``regex`` matches the whole value of ``header``."""
-    predicate = MatcherMatcherListPredicateSinglePredicate(
-        input=XdsTypedExtensionConfig(
-            name="request-header", typed_config=PackedMessage(HttpRequestHeaderMatchInput(header_name=header))
-        ),
-        value_match=StringMatcher(safe_regex=RegexMatcher(google_re2=RegexMatcherGoogleRe2(), regex=regex)),
-    )
-    skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=PackedMessage(SkipFilter())))
-    return ExtensionWithMatcher(
-        xds_matcher=Matcher(
-            matcher_list=MatcherMatcherList(
-                matchers=[
-                    MatcherMatcherListFieldMatcher(
-                        predicate=MatcherMatcherListPredicate(single_predicate=predicate), on_match=skip
-                    )
-                ]
-            )
-        ),
-        extension_config=extension,
-    )
+    read = typed_extension("envoy.filters.http.lua", script)
+    return http_filter(name, skipped_if(read, request_has(":path", other_paths)))

@@ -35,6 +35,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     ValueMatcher,
 )
 
+from controller.bundle.envoy.answers import is_no_answer
 from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.fallback import across_clusters, attempts_of
@@ -75,7 +76,7 @@ _ANTHROPIC: Final = tuple(path for path, api in APIS_BY_PATH.items() if api.spec
 _NOWHERE: Final = "attache-nowhere"
 _DEFAULT_POLICY: Final = TrafficPolicy()
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
-_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes,retriable-headers"
 # Of gRPC: not what the request may be the reason for.
 _RETRY_CALLS_ON: Final = "cancelled,resource-exhausted,unavailable"
 _IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
@@ -442,6 +443,7 @@ def retries(attempts: int) -> RetryPolicy | None:
         retry_on=_RETRY_ON,
         # an engine that is overloaded, broken or shutting down fails before its first byte; another engine may serve
         retriable_status_codes=[429, 500, 502, 503, 504],
+        retriable_headers=[is_no_answer()],
         num_retries=attempts,
         retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.01), max_interval=seconds(0.25)),
         # for balancing without extproc: not the same engine again

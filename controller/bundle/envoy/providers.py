@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.bundle.envoy.answers import REPLACING
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import KEYED
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
@@ -50,8 +51,6 @@ _ANSWER_HEADERS: Final = (
     *(":status", "cache-control", "content-encoding", "content-length", "content-type", "transfer-encoding"),
     *("openai-processing-ms", "openai-version", "request-id", RETRY_AFTER, "x-should-retry"),
 )
-# A refusal of known length up to this is replaced when it is whole, a longer one while it comes.
-_SHORT_BYTES: Final = 64 * 1024
 _REFUSED_KEY: Final = "provider_refused_key"
 _REDIRECTED: Final = "provider_redirected"
 _SWITCHED: Final = "provider_switched_protocols"
@@ -62,8 +61,9 @@ _MESSAGES: Final = {
 }
 _SCRIPT: Final = (
     PREFIX_SCRIPT
+    + REPLACING
     + r"""
-local KEYS = {@KEYS@}
+local KEYS, QUERIES = {@KEYS@}, {@QUERIES@}
 local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
 local ERRORS = {@ERRORS@}
 
@@ -82,7 +82,8 @@ end
 function envoy_on_request(handle)
   local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
   local path = path_of(handle)
-  local wanted = KEYS[string.match(path, "^[^?]*")]
+  local plain, query = string.match(path, "^([^?]*)%??(.*)")
+  local wanted = KEYS[plain]
   if not wanted or headers:get(":method") ~= "POST" then
     local refusal = {[":status"] = "404", ["content-type"] = "application/json"}
     return handle:respond(refusal, ERRORS[form_of(handle)]["unknown_url"])
@@ -100,6 +101,9 @@ function envoy_on_request(handle)
   end
   put_prefix(handle)
   headers:replace(":authority", "@AUTHORITY@")
+  local sent = QUERIES[plain]
+  sent = sent and string.find("&" .. query .. "&", "&" .. sent .. "&", 1, true) and "?" .. sent or ""
+  headers:replace(":path", "@PREFIX@" .. plain .. sent)
 end
 
 function envoy_on_response(handle)
@@ -114,25 +118,7 @@ function envoy_on_response(handle)
   code = code or string.sub(status, 1, 1) == "3" and "@REDIRECTED@"
   -- unasked, what follows would be read as answers to others who share the client's connection
   code = code or status == "101" and "@SWITCHED@"
-  if not code then return end
-  -- one kind has no body, and says no length
-  local length = status == "304" and 0 or tonumber(headers:get("content-length") or "") or math.huge
-  for _, name in ipairs({"content-encoding", "content-length", "@RETRY_AFTER@", "x-should-retry"}) do
-    headers:remove(name)
-  end
-  headers:replace(":status", "502")
-  headers:replace("content-type", "application/json")
-  local text = ERRORS[form_of(handle)][code]
-  if length <= @SHORT@ then
-    handle:body(true):setBytes(text)
-    -- after the wait for the body, the object of before is gone
-    return handle:headers():replace("content-length", tostring(#text))
-  end
-  -- one that is longer than what Envoy keeps would end in an answer that is never tried again
-  for chunk in handle:bodyChunks() do
-    chunk:setBytes(text)
-    text = ""
-  end
+  if code then replace_answer(handle, ERRORS[form_of(handle)][code]) end
 end
 """
 )
@@ -143,6 +129,7 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     apis = server.spec.apis or ()
     marks = {
         "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis)),
+        "@QUERIES@": ", ".join(f'["{path}"] = "{query}"' for path, query in _queries(apis)),
         "@ASKED@": lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": lua_set(_ANSWER_HEADERS),
         "@ERRORS@": _errors(apis),
@@ -155,7 +142,6 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
         "@AUTHORITY@": lua_text(provider.authority.encode()),
-        "@SHORT@": str(_SHORT_BYTES),
         "@REFUSED_KEY@": _REFUSED_KEY,
         "@REDIRECTED@": _REDIRECTED,
         "@SWITCHED@": _SWITCHED,
@@ -170,6 +156,13 @@ def _key_headers(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
     """By path, the header that has the key: Anthropic's API has one of its own."""
     for spec in (APIS_BY_NAME[name].spec for name in apis):
         yield spec.paths[0], _API_KEY if spec.errors == "anthropic" else _AUTHORIZATION
+
+
+def _queries(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """By path, the parameter that may be in its query."""
+    for spec in (APIS_BY_NAME[name].spec for name in apis):
+        if spec.query:
+            yield spec.paths[0], spec.query
 
 
 def _errors(apis: Iterable[str]) -> str:

@@ -56,12 +56,14 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions as UpstreamOptions
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp
 
+from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, assignment, unlimited_circuit_breakers
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, to_plain, to_resource
 from controller.bundle.envoy.local_replies import local_replies
-from controller.bundle.envoy.lua import lua
+from controller.bundle.envoy.lua import lua, lua_text
 from extproc.protocol import (
+    CUT_MARK,
     DESTINATION,
     ENGINE_ANSWERED,
     ENGINE_ATTEMPTS,
@@ -75,6 +77,7 @@ from extproc.protocol import (
     SERVER_HEADER,
     TRANSLATE,
     TRANSLATED_ATTEMPTS,
+    TRANSLATED_CUT,
     TRANSLATED_DETAILS,
     TRANSLATED_NAMESPACE,
     TRANSLATED_SOCKET,
@@ -94,10 +97,13 @@ if TYPE_CHECKING:
 TRANSLATED: Final = "attache_translated"
 TRANSLATED_ROUTES_FILE: Final = "rds/translated.json"
 _MANAGER: Final = "envoy.filters.network.http_connection_manager"
+_MOST_WAITING_BYTES: Final = 1024 * 1024
 # The translator closes connections that are idle for longer.
 _IDLE_S: Final = 30.0
 # An answer's headers as metadata, which the access log has; no client gets them.
 _SCRIPT: Final = """
+local MARK = "@MARK@"
+
 function envoy_on_response(handle)
   local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
   local host, details = headers:get("@HOST@"), headers:get("@ANSWERED@")
@@ -109,6 +115,15 @@ function envoy_on_response(handle)
   if host then
     metadata:set("@NAMESPACE@", "@HOST_KEY@", host)
     metadata:set("@SERVED@", "@HOST_KEY@", host)
+  end
+  if string.find(headers:get("content-type") or "", "text/event-stream", 1, true) ~= 1 then return end
+  for chunk in handle:bodyChunks() do
+    local rest = chunk:length() - #MARK
+    if rest >= 0 and chunk:getBytes(rest, #MARK) == MARK then
+      chunk:setBytes(chunk:getBytes(0, rest))
+      -- of the metadata, what was there before the wait is gone
+      handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@CUT_KEY@", true)
+    end
   end
 end
 """
@@ -128,6 +143,8 @@ def translator_cluster(directory: str) -> dict[str, object]:
         "@NAMESPACE@": TRANSLATED_NAMESPACE,
         "@DETAILS_KEY@": TRANSLATED_DETAILS,
         "@ATTEMPTS_KEY@": TRANSLATED_ATTEMPTS,
+        "@CUT_KEY@": TRANSLATED_CUT,
+        "@MARK@": lua_text(CUT_MARK),
         "@HOST_KEY@": SERVED_HOST,
         "@SERVED@": SERVED_NAMESPACE,
     }
@@ -206,7 +223,8 @@ def inner_listener(
         EnvoyListener(
             name=rds.route_config_name,
             address=Address(pipe=Pipe(path=socket, mode=0o600)),
-            per_connection_buffer_limit_bytes=_most_bytes(gateway),
+            # of what servers send while who asked takes nothing; not of bodies
+            per_connection_buffer_limit_bytes=_MOST_WAITING_BYTES,
             traffic_direction=TrafficDirection.OUTBOUND,
             # the requests have been counted where they came from
             ignore_global_conn_limit=True,
@@ -242,14 +260,13 @@ def _filters() -> list[HttpFilter]:
         )
         for name, value in values.items()
     ]
-    # an engine's own are removed, also where there is no value
-    removed = [HeaderMutation(remove=name) for name in values]
     return [
         http_filter("envoy.filters.http.header_to_metadata", HeaderToMetadata(request_rules=[chosen])),
         http_filter(
             "envoy.filters.http.header_mutation",
-            MutationFilter(mutations=Mutations(response_mutations=[*removed, *written])),
+            MutationFilter(mutations=Mutations(response_mutations=written)),
         ),
+        *refuses_answers(model_paths=False),
         http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
     ]
 

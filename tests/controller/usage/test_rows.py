@@ -259,8 +259,10 @@ def test_a_row_has_the_fallback_that_served() -> None:
     assert at_once.is_degraded
 
 
-def translated(*, attempts: float = 2.0, details: str = "via_upstream", **more: object) -> UsageLine:
-    seen = TranslatedAnswer("10.0.0.9:1", attempts, details)
+def translated(
+    *, attempts: float = 2.0, details: str = "via_upstream", cut: bool | None = None, **more: object
+) -> UsageLine:
+    seen = TranslatedAnswer("10.0.0.9:1", attempts, details, cut)
     return line(cluster="attache-translator", served="/x/translator.sock", translated=seen, **more)
 
 
@@ -272,6 +274,12 @@ def test_a_row_of_a_translated_request_names_its_engine() -> None:
     late = row(translated(status=504, details="upstream_response_timeout", usage=None))
     assert (late.ended, late.is_failed) == ("timeout", True)
     assert late.input > 0
+
+
+@pytest.mark.parametrize(("cut", "ended"), [(True, "engine"), (None, "gateway")])
+def test_a_translated_stream_is_cut_by_its_engine_or_by_the_translators_end(cut: bool | None, ended: str) -> None:
+    found = row(translated(cut=cut, flags="UPE"))
+    assert (found.ended, found.endpoint) == (ended, "10.0.0.9:1")
 
 
 def test_a_translated_answer_whose_engine_reports_no_usage_costs_as_one_without_usage() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import yaml
@@ -410,6 +410,21 @@ def test_a_fallback_that_helps_is_not_noted(check: Check) -> None:
 def test_a_fallback_that_cannot_help(check: Check, spare: dict[str, Any], note: str) -> None:
     found = check(ModelServer_spare={**SERVER, **spare}, ModelRoute=fallback_to("spare"))
     assert any(f"ModelRoute default/llama: rules[0].fallback: ModelServer default/spare {note}" in one for one in found)
+
+
+TRANSLATING: Final = {"apis": ["ChatCompletions"], "translation": "Lenient"}
+
+
+def test_a_fallback_that_would_have_to_translate(check: Check) -> None:
+    (note,) = check(ModelServer_spare={**SERVER, **TRANSLATING}, ModelRoute=fallback_to("spare"))
+    assert "default/spare gets requests of Responses and Messages only if they go there at once" in note
+    # where all have the same APIs, what is translated is so for the target
+    both = {"ModelServer": {**SERVER, **TRANSLATING}, "ModelServer_spare": {**SERVER, **TRANSLATING}}
+    (note,) = check(**both, ModelRoute=fallback_to("spare"))
+    assert "default/spare gets no request that was translated for a target of the rule" in note
+    # without a translation it is what apis say
+    other = {**SERVER, "apis": ["ChatCompletions"]}
+    assert check(ModelServer_spare=other, ModelRoute=fallback_to("spare")) == []
 
 
 def test_a_provider_gets_no_cache_salt_so_its_isolation_is_not_noted(check: Check) -> None:

@@ -82,6 +82,8 @@ class Site:
         self.probes: Counter[str] = Counter()
         self.most_probes = 0
         self.is_lossy = False
+        # what happens while a probe is on its way from a process
+        self.meanwhile: Callable[[Core], None] = lambda _: None
         for core in self.cores:
             self.perform(core, core.heartbeat(0.0))
         self.at(1.0, self.beat)
@@ -129,14 +131,36 @@ class Site:
         else:
             self.failed += 1
 
+        if leases:
+            self.at(self.now + took_s / 2, lambda: self.meanwhile(core))
+
         def end() -> None:
             if leases:
                 self.probes[address] -= 1
+            if core not in self.cores:
+                return
             self.perform(core, core.on_stream_closed(own.ticket, self.now))
 
-        reader = self.cores[next(self.order) % len(self.cores)]
+        number = next(self.order) % len(self.cores)
+
+        def read() -> None:
+            reader = self.cores[number]
+            self.perform(reader, reader.on_outcome(outcome, self.now))
+
         self.at(self.now + took_s, end)
-        self.at(self.now + took_s + 0.05, lambda: self.perform(reader, reader.on_outcome(outcome, self.now)))
+        self.at(self.now + took_s + 0.05, read)
+
+    def kill(self, core: Core) -> None:
+        """Another process takes its place, which knows nothing yet."""
+        number, engines = self.cores.index(core), len(self.pool().table.active_addresses)
+        name, rng = f"x{next(self.order)}", random.Random(number)
+        self.cores[number] = Core(site(engines), rng=rng, ticket_prefix=name, machine=core._machine)
+        self.perform(self.cores[number], self.cores[number].heartbeat(self.now))
+
+    def configure(self, snapshot: Snapshot) -> None:
+        """A new configuration, for all processes at once."""
+        for core in self.cores:
+            self.perform(core, core.apply(snapshot, self.now))
 
     def perform(self, core: Core, effects: Iterable[Effect]) -> None:
         events = []
@@ -228,6 +252,44 @@ def test_a_probe_whose_client_leaves_makes_way_for_the_next_one() -> None:
     assert met > 5
     scene.run(10.0)
     assert scene.state(ENGINES[0]) is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("took_s", [0.2, 2.0])
+@pytest.mark.parametrize("what", ["killed", "configured", "removed", "renamed"])
+def test_a_probe_outlives_its_process_and_its_configuration(what: str, took_s: float) -> None:
+    """No probe is lost for ever, and none has company, whatever happens while it is on its way."""
+    scene = Site(3, ill(ENGINES[0], until_s=30.0, **DOWN), processes=3, rate=12.0, took_s=took_s)
+    happened = Counter[str]()
+
+    def meanwhile(core: Core) -> None:
+        happened[what] += 1
+        if what == "killed" and core in scene.cores:
+            scene.kill(core)
+        elif what == "configured":
+            # the same engines in another object
+            scene.configure(site(3, other=bool(happened[what] % 2)))
+        elif what == "removed":
+            without = endpoints(*ENGINES[1:3]) + "scrapeInterval: 0s\n"
+            route = {"chat": "rules: [{targetModels: [{modelServerName: llama}]}]"}
+            scene.configure(configuration(servers={"llama": without}, routes=route))
+            scene.configure(site(3))
+        elif what == "renamed":
+            other = endpoints(*ENGINES[:3]) + "scrapeInterval: 0s\n"
+            route = {"chat": "rules: [{targetModels: [{modelServerName: other}]}]"}
+            scene.configure(configuration(servers={"other": other}, routes=route))
+            scene.configure(site(3))
+
+    scene.meanwhile = meanwhile
+    scene.run(30.0)
+    assert happened[what]
+    assert scene.most_probes <= 1
+    scene.meanwhile = lambda _: None
+    scene.run(45.0)
+    states = [scene.state(ENGINES[0], number) for number in range(3)]
+    assert states == [BreakerState.CLOSED] * 3
+    before = scene.met[ENGINES[0]]
+    scene.run(5.0)
+    assert scene.met[ENGINES[0]] > before
 
 
 def test_below_half_all_endpoints_get_requests_each_its_turn() -> None:

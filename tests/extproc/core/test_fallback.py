@@ -18,6 +18,7 @@ from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import Broadcast, Decision, Held, RequestRefused, RequestSettled
 from extproc.core.explanation import to_text
+from extproc.core.fallback_budget import WANTED_S
 from extproc.core.peers import EngineReported, EventBatch, decode_events, encode_events
 from extproc.core.record import Attachment, Outcome
 from extproc.core.states import State
@@ -30,6 +31,7 @@ from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
 
 A1, A2, B1, B2, C1 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.1:8000", "10.0.1.2:8000", "10.0.2.1:8000"
@@ -403,33 +405,53 @@ def test_the_budget_bounds_what_is_sent_there() -> None:
     assert sent(core, 1.3).server == "default/b"
 
 
-def test_two_workers_have_one_budget() -> None:
-    limits = {"minConcurrency": 6, "budgetPercent": 0}
-    workers = {name: core_with(fallback=FALLBACK[:1], retry=limits, worker=name) for name in ("w1", "w2")}
+class Workers:
+    """Two processes of one machine, each of which is told what the other does."""
 
-    def perform(name: str, effects: Iterable[Effect]) -> None:
+    def __init__(self, **limits: int) -> None:
+        names = ("w1", "w2")
+        self.cores = {name: core_with(fallback=FALLBACK[:1], retry=limits, worker=name) for name in names}
+
+    def fail(self, now: float) -> None:
+        for name, core in self.cores.items():
+            fail(core, "a", now)
+            self.tell(name, core.heartbeat(now), now)
+
+    def ask(self, name: str, tenant: str, now: float) -> Decision:
+        core = self.cores[name]
+        own, effects = core.arrive(request(core, "hi " * 100, headers={"x-attache-tenant": tenant}), now)
+        assert isinstance(own, Decision)
+        self.tell(name, effects, now)
+        return own
+
+    def tell(self, name: str, effects: Iterable[Effect], now: float) -> None:
         events = [one.event for one in effects if isinstance(one, Broadcast)]
         batch = decode_events(encode_events(EventBatch(name, events)))
-        for other, core in workers.items():
+        for other, core in self.cores.items():
             if other != name:
-                core.ingest(batch, 1.0)
+                core.ingest(batch, now)
 
-    for name, core in workers.items():
-        fail(core, "a", 1.0)
-        perform(name, core.heartbeat(1.0))
-    decisions: list[tuple[str, Decision]] = []
-    for number in range(40):
-        name = ("w1", "w2")[number % 2]
-        own, effects = workers[name].arrive(request(workers[name], "hi " * 100), 1.0)
-        assert isinstance(own, Decision)
-        perform(name, effects)
-        decisions.append((name, own))
+
+def test_two_workers_have_one_budget() -> None:
+    workers = Workers(minConcurrency=6, budgetPercent=0)
+    workers.fail(1.0)
+    decisions = [(name, workers.ask(name, "one", 1.0)) for _ in range(20) for name in ("w1", "w2")]
     taken = [(name, one) for name, one in decisions if one.server == "default/b"]
     assert Counter(name for name, _ in taken) == {"w1": 3, "w2": 3}
     # what one of them gets back, the other may use
-    perform("w1", workers["w1"].on_stream_closed(taken[0][1].ticket, 1.0))
+    workers.tell("w1", workers.cores["w1"].on_stream_closed(taken[0][1].ticket, 1.0), 1.0)
     assert taken[0][0] == "w1"
-    assert sent(workers["w2"], 1.0).server == "default/b"
+    assert sent(workers.cores["w2"], 1.0).server == "default/b"
+
+
+def test_a_tenant_has_one_part_over_all_workers() -> None:
+    workers = Workers(minConcurrency=9, budgetPercent=0)
+    quiet = workers.ask("w1", "two", 0.5)
+    assert quiet.server == "default/a", "its request is there, and would be tried at the fallback next"
+    workers.fail(1.0)
+    taken = [workers.ask(name, "one", 1.0).server for _ in range(20) for name in ("w2", "w1")]
+    assert taken.count("default/b") == 6
+    assert workers.ask("w2", "two", 1.0).server == "default/b"
 
 
 def test_requests_that_a_failed_engine_has_got_count_in_the_budget() -> None:
@@ -479,6 +501,72 @@ def of_tenant(core: Core, tenant: str, now: float) -> Decision:
     own, _ = core.arrive(request(core, "hi " * 100, headers={"x-attache-tenant": tenant}), now)
     assert isinstance(own, Decision)
     return own
+
+
+def test_one_tenants_failures_leave_a_part_of_the_budget_to_others() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 9, "budgetPercent": 0})
+    fail(core, "a", 1.0)
+    alone = [of_tenant(core, "one", 1.0) for _ in range(20)]
+    assert sum(one.server == "default/b" for one in alone) == 9, "nobody else wants it"
+    assert of_tenant(core, "two", 1.1).server == "default/a"
+    # as its requests end, the first one gets no more until the second has what is its part
+    had = [one for one in alone if one.server == "default/b"]
+    got = Counter[str]()
+    for number, one in enumerate(had):
+        now = 2.0 + number / 10
+        core.on_stream_closed(one.ticket, now)
+        for tenant in ("one", "one", "one", "two"):
+            got[tenant] += of_tenant(core, tenant, now).server == "default/b"
+    assert got == {"one": 4, "two": 3}
+    # a third one comes
+    assert of_tenant(core, "three", 3.0).server == "default/b"
+
+
+def test_a_tenant_that_was_refused_is_remembered_for_a_while() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 3, "budgetPercent": 0})
+    fail(core, "a", 1.0)
+    running = [of_tenant(core, "one", 1.0) for _ in range(3)]
+    refused = of_tenant(core, "two", 1.1)
+    core.on_disconnect(refused.ticket, 1.1)
+    core.on_stream_closed(running.pop().ticket, 1.2)
+    assert of_tenant(core, "one", 1.3).server == "default/a"
+    fail(core, "a", 1.1 + WANTED_S)
+    assert of_tenant(core, "one", 1.1 + WANTED_S).server == "default/b"
+
+
+def served_at(core: Core, address: str, tenant: str, now: float) -> None:
+    one = of_tenant(core, tenant, now)
+    end(core, one, now, served=address, served_by="default/a", attempts=1 + one.assignment.addresses.index(address))
+
+
+@pytest.mark.parametrize("engine_s", [None, 0.2])
+def test_what_fails_at_its_engines_counts_where_it_is_tried_next(engine_s: float | None) -> None:
+    """No breaker opens for one tenant alone, and Envoy alone knows what it has tried next."""
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 9, "budgetPercent": 0})
+    quiet = of_tenant(core, "two", 1.0)
+    assert "default/b" in quiet.attempts.servers
+    for number in range(20):
+        one = of_tenant(core, "one", 1.0)
+        passed = {"served": B1, "served_by": "default/b", "attempts": 3, "errors": {A1, A2}, "engine_s": engine_s}
+        end(core, one, 1.0 + number / 100, **passed, duration_s=1.0, ttfb_s=0.2)
+        served_at(core, A1, "two", 1.0 + number / 100)
+    running = [of_tenant(core, "one", 2.0) for _ in range(20)]
+    listed = sum("default/b" in one.attempts.servers for one in running)
+    assert 5 <= listed <= 7, "two thirds, as each is expected to be there nearly all of its time"
+    assert "default/b" in of_tenant(core, "two", 2.0).attempts.servers
+    core.on_stream_closed(quiet.ticket, 2.0)
+
+
+def test_what_waits_long_before_it_fails_counts_little() -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 9, "budgetPercent": 0})
+    of_tenant(core, "two", 1.0)
+    for number in range(20):
+        one = of_tenant(core, "one", 1.0)
+        passed = {"served": B1, "served_by": "default/b", "attempts": 3, "errors": {A1, A2}, "engine_s": 0.1}
+        end(core, one, 1.0 + number / 100, **passed, duration_s=10.0, ttfb_s=9.1)
+        served_at(core, A1, "two", 1.0 + number / 100)
+    running = [of_tenant(core, "one", 2.0) for _ in range(50)]
+    assert sum("default/b" in one.attempts.servers for one in running) >= 40
 
 
 def test_a_request_over_which_its_engines_fail_sends_no_other_one_to_the_fallback() -> None:
@@ -845,5 +933,59 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
         core.on_stream_closed(one.ticket, now)
     assert in_flight(core) == 0
     assert not core.requests() or all(one.state is State.ENDED for one in core.requests())
-    assert all(not count for count in core._running._budgets._sent.values())
-    assert not any(core._running._budgets._listed.values())
+    assert not any(one.has_requests for one in core._running._budgets._servers.values())
+
+
+def snapshot_with(*names: str, servers: dict[str, str] | None = None) -> Snapshot:
+    rule: dict[str, object] = {"targetModels": [{"modelServerName": "a"}]}
+    if "b" in names:
+        rule |= {"fallback": FALLBACK[:1], "retry": {"minConcurrency": 4, "budgetPercent": 0}}
+    known = {**SERVERS, **(servers or {})}
+    return configuration(
+        servers={name: known[name] for name in names}, routes={"chat": f"rules: {json.dumps([rule])}\n"}
+    )
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+@pytest.mark.parametrize("comes_back", ["never", "as it was", "with other engines", "as another protocol"])
+def test_a_fallback_that_is_deleted_or_changed_while_it_has_a_request(*, is_at_once: bool, comes_back: str) -> None:
+    core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 4, "budgetPercent": 0})
+    if is_at_once:
+        fail(core, "a", 1.0)
+    decisions = [sent(core, 1.1) for _ in range(4)]
+    assert {one.server for one in decisions} == {"default/b" if is_at_once else "default/a"}
+    core.apply(snapshot_with("a"), 1.2)
+    others = {
+        "as it was": {},
+        "with other engines": {"b": endpoints("10.0.7.1:8000") + QUIET + "model: other\n"},
+        "as another protocol": {"b": endpoints(B1) + QUIET + "protocol: V2\n"},
+    }
+    if comes_back != "never":
+        core.apply(snapshot_with("a", "b", servers=others[comes_back]), 1.3)
+    for number, one in enumerate(decisions):
+        served = {"served": B1, "served_by": "default/b", "attempts": 1 if is_at_once else 3}
+        found = end(core, one, 2.0 + number / 10, **served)
+        # by the price of the one that has served
+        assert (found.server, found.used.cost_micros) == ("default/b", 5 * 610)
+    assert in_flight(core) == 0
+    assert not core.requests()
+    core.apply(snapshot_with("a"), 2.9)
+    assert not core._running._budgets._servers
+    # and the next one is served, by what there is now
+    core.apply(snapshot_with("a", "b"), 3.0)
+    fail(core, "a", 3.0)
+    assert [sent(core, 3.1).server for _ in range(5)].count("default/b") == 4
+
+
+def test_a_request_that_waits_for_a_fallback_that_is_deleted_stays_where_it_is() -> None:
+    servers = {"a": "endpoints: []\nactivation: {}\n"}
+    core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "2s"}])
+    held = ask(core)
+    assert isinstance(held, Held)
+    core.apply(snapshot_with("a", servers=servers), 1.0)
+    assert not ends(core.tick(2.1))
+    assert core.count_requests(State.AWAITING_ENGINE) == 1
+    core.apply(snapshot_with("a"), 3.0)
+    (moved,) = ends(core.tick(3.1))
+    assert isinstance(moved, Decision)
+    assert moved.server == "default/a"

@@ -16,11 +16,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bench.stack.processes import free_ports
 from extproc.cli.translate import main
 from extproc.ports import listen
-from extproc.protocol import TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
+from extproc.protocol import CUT_MARK, TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 from extproc.runtime import translator
 from extproc.runtime.translator import running
+from extproc.runtime.translator_metrics import TranslatorMetrics, showing
 from extproc.translate import forms
 from tests.waiting import eventually
 
@@ -195,6 +197,104 @@ async def test_a_long_body_keeps_nobody_else_waiting(
         assert (await post(http, order=""))[0] == 500
         others.set()
         assert (await task)[0] == 200
+
+
+async def test_a_long_event_keeps_nobody_else_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, text, decode = threading.Event(), "a" * 1_000_000, forms.decode
+
+    def slow(body: bytes) -> Any:  # noqa: ANN401 - JSON
+        if len(body) >= len(text):
+            assert others.wait(10)
+        return decode(body)
+
+    async def streams(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        delta = {"index": 0, "delta": {"content": text}, "finish_reason": "stop"}
+        await answer.write(b"data: " + forms.encode({"id": "1", "choices": [delta]}) + b"\n\ndata: [DONE]\n\n")
+        return answer
+
+    monkeypatch.setattr(forms, "decode", slow)
+    asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: ORDER}}
+    async with envoy(tmp_path, streams), client(tmp_path) as http, http.post(MESSAGES, **asked) as answer:
+        assert (await post(http, order=""))[0] == 500
+        others.set()
+        whole = await answer.read()
+    assert text.encode() in whole
+    assert whole.endswith(b'data: {"type":"message_stop"}\n\n')
+
+
+async def test_a_stream_that_an_engine_cuts_is_marked_behind_its_error(tmp_path: Path) -> None:
+    async def cuts(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b'data: {"id": "1", "choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n')
+        assert request.transport is not None
+        request.transport.close()
+        return answer
+
+    pieces = list[bytes]()
+
+    async def read(answer: aiohttp.ClientResponse) -> None:
+        async for piece in answer.content.iter_any():
+            pieces.append(piece)
+
+    asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: ORDER}}
+    async with envoy(tmp_path, cuts), client(tmp_path) as http, http.post(MESSAGES, **asked) as answer:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await read(answer)
+    error, mark = b"".join(pieces).rsplit(b"\n\n", 2)[:-1]
+    assert b"event: error" in error
+    assert mark + b"\n\n" == CUT_MARK
+
+
+async def test_what_is_counted(tmp_path: Path) -> None:
+    metrics, does = TranslatorMetrics(), [good]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await does[0](request)
+
+    async def none(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": "none"})
+
+    async def hangs(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    def value(ended: str) -> float | None:
+        labels = {"client": "messages", "engine": "chat", "ended": ended}
+        return metrics.registry.get_sample_value("attache_translations_total", labels)
+
+    connector = aiohttp.UnixConnector(str(tmp_path / TRANSLATOR_SOCKET))
+    async with (
+        running(tmp_path, end_s=1.0, metrics=metrics),
+        aiohttp.ClientSession("http://here", connector=connector) as http,
+        envoy(tmp_path, answer) as got,
+    ):
+        await post(http)
+        await post(http, body={**BODY, "container": "c"})
+        does[0] = none
+        await post(http)
+        does[0] = hangs
+        asked = len(got)
+        task = asyncio.create_task(post(http))
+        await eventually(lambda: len(got) > asked)
+        assert metrics.registry.get_sample_value("attache_translations_in_flight") == 1
+        task.cancel()
+        await eventually(lambda: value("left") == 1)
+    assert [value(one) for one in ("answered", "refused", "untranslatable")] == [1, 1, 1]
+    assert metrics.registry.get_sample_value("attache_translations_in_flight") == 0
+
+
+async def test_its_page() -> None:
+    (port,) = free_ports(1)
+    metrics = TranslatorMetrics()
+    url = f"http://127.0.0.1:{port}/metrics"
+    async with showing(metrics, listen(f"127.0.0.1:{port}"), "127.0.0.1"), aiohttp.ClientSession() as http:
+        async with http.get(url) as page:
+            assert "attache_translations_in_flight 0.0" in await page.text()
+        async with http.get(url, headers={"host": "elsewhere.example"}) as refused:
+            assert refused.status >= 400
 
 
 async def test_an_answer_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

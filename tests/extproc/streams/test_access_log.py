@@ -179,7 +179,7 @@ def test_a_whole_answer_was_ended_by_nobody() -> None:
     assert (outcome.status, outcome.has_left, outcome.was_cut) == (200, False, False)
 
 
-def translated(*flags: str, status: int = 200, **seen: str | float) -> Outcome:
+def translated(*flags: str, status: int = 200, **seen: str | float | bool) -> Outcome:
     """``seen``: of the engines, by Envoy's second listener; nothing of it where nothing came back."""
     made = entry(*flags, status=status)
     made.common_properties.upstream_cluster = "attache-translator"
@@ -193,6 +193,8 @@ def translated(*flags: str, status: int = 200, **seen: str | float) -> Outcome:
             metadata["attache.usage"].fields[name].number_value = value
         elif isinstance(value, str):
             metadata["attache.translated"].fields[name].string_value = value
+        elif isinstance(value, bool):
+            metadata["attache.translated"].fields[name].bool_value = value
         else:
             metadata["attache.translated"].fields[name].number_value = value
     return read_outcome(made)
@@ -207,6 +209,18 @@ def test_of_a_translated_request_the_second_listener_has_seen_the_engine() -> No
     assert (own.served, own.attempts, own.retry_after_s, own.is_of_gateway) == ("", 1, None, False)
     late = translated(status=504, attempts=1.0, host="10.0.0.1:8000", details="response_timeout")
     assert late.has_timed_out
+
+
+@pytest.mark.parametrize(
+    "flag", ["upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error"]
+)
+def test_a_stream_is_cut_by_the_engine_only_if_the_translator_says_so(flag: str) -> None:
+    seen: dict[str, str | float] = {"host": "10.0.0.2:8000", "attempts": 1.0, "details": "via_upstream"}
+    found = translated(flag, **seen, cut=True)
+    assert (found.was_cut, found.is_of_gateway, found.served) == (True, False, "10.0.0.2:8000")
+    lost = translated(flag, **seen)
+    assert (lost.was_cut, lost.is_of_gateway, lost.served) == (True, True, "10.0.0.2:8000")
+    assert not translated(**seen).is_of_gateway
 
 
 @pytest.mark.parametrize(("reported", "known"), [(0.0, None), (4.0, 4)])

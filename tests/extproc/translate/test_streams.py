@@ -155,6 +155,24 @@ def test_line_breaks_comments_and_fields_that_nobody_needs_change_nothing(client
     assert read(between(client, engine).stream(), other) == read(between(client, engine).stream(), body)
 
 
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_each_end_of_a_line_and_a_byte_order_mark_wherever_they_are_cut(line_end: bytes, mark: bytes) -> None:
+    expected = read(between("messages", "chat").stream(), example("chat"))
+    body = mark + example("chat").replace(b"\n", line_end)
+    for at in range(len(body)):
+        assert read(between("messages", "chat").stream(), body[:at], b"", body[at:]) == expected
+    assert read(between("messages", "chat").stream(), *(body[at : at + 1] for at in range(len(body)))) == expected
+    # at the end of a line that ends in CR the event is there, without a wait for what follows
+    stream = between("messages", "chat").stream()
+    assert stream.feed(mark + b'data: {"error": {"message": "no"}}' + 2 * line_end)
+
+
+def test_only_the_first_mark_is_one() -> None:
+    stream = between("messages", "chat").stream()
+    assert not stream.feed(b"\xef\xbb\xbf\n\xef\xbb\xbfdata: nonsense\n\n")
+
+
 # What clients see
 
 
