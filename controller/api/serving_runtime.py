@@ -127,17 +127,18 @@ class RuntimeAgent(Spec, frozen=True):
 class ServingRuntimeSpec(Spec, frozen=True):
     """How a kind of engine is started.
 
-    ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model uses it. ``metrics``: the engine
-    family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``: the
-    protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1 and V2
-    for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others. ``openai_path_prefix``: what
-    stands before the paths of protocol OpenAI there. ``port``: the port that it listens on. ``grpc_port``: that on
-    which it serves the same models over gRPC. ``config``: defaults of Models' ``config``. ``arguments``: command line and environment derived from settings, in this order.
-    ``connectors``: supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine
-    can span pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
+    ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model uses it. ``metrics``: the
+    engine family that defines its metric names; without it, engines' metrics are not read. ``protocol_versions``:
+    the protocols that it serves; a Model that names none gets the first. Without it: V2 for Triton and MLServer, V1
+    and V2 for KServe and TorchServe, TensorFlow and V1 for TensorFlow, and OpenAI for others.
+    ``openai_path_prefix``: what stands before the paths of protocol OpenAI there. ``port``: the port that it
+    listens on. ``grpc_port``: that on which it serves the same models over gRPC. ``config``: defaults of Models'
+    ``config``. ``arguments``: command line and environment derived from settings, in this order. ``connectors``:
+    supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine can span
+    pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
     repository calls. ``accelerator``: the resource that pods request by degree of parallelism, such as
-    ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's container is
-    called ``engine``. ``spot_pod``: merged into it for spot backends.
+    ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's
+    container is called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
 
     CEL: ClassVar = (
