@@ -405,8 +405,16 @@ class RequestBuilder:
 
     def is_ready(self, model: str, protocol: str, head: Head, now: float) -> bool:
         """Whether an engine could serve the caller's requests for ``model`` now."""
-        pools = [self.pools.get(one.server) for one in self._open_destinations(model, head) if one.protocol == protocol]
-        return any(pool is not None and pool.is_ready(now) for pool in pools)
+        return any(
+            pool.is_ready(now, one.model)
+            for one in self._open_destinations(model, head)
+            if one.protocol == protocol and (pool := self.pools.get(one.server)) is not None
+        )
+
+    def is_on_demand(self, model: str, head: Head) -> bool:
+        """Whether a request for ``model`` has an engine load it."""
+        pools = [(self.pools.get(one.server), one.model) for one in self._open_destinations(model, head)]
+        return any(pool is not None and pool.slots is not None and name in pool.slots.sources for pool, name in pools)
 
     def has_ready(self, protocol: str, now: float) -> bool:
         """Whether an engine of some model of ``protocol`` could serve a request now."""

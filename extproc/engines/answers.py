@@ -103,6 +103,15 @@ class _InRepository(msgspec.Struct, frozen=True):
     state: str = ""
 
 
+class _Held(msgspec.Struct, frozen=True, gc=False):
+    id: Annotated[str, msgspec.Meta(max_length=1024)]
+    state: str
+
+
+class _HeldModels(msgspec.Struct, frozen=True):
+    data: Annotated[list[_Held], msgspec.Meta(max_length=_MOST_MODELS)]
+
+
 def base_model(body: bytes) -> str:
     """The first model of ``GET /v1/models`` that is no adapter. Raises Unreadable if there is none."""
     for one in parse_json(_listed, body, "the list of models").data:
@@ -120,6 +129,12 @@ def repository_models(body: bytes) -> dict[str, str]:
     """Models of a V2 repository's index that are loaded; their paths are unknown. Raises Unreadable."""
     listed = parse_json(_repository, body, "the index of a repository")
     return {one.name: "" for one in listed if one.state == "READY"}
+
+
+def models_held(body: bytes) -> frozenset[str]:
+    """The models that a server has loaded, of its runtime agent's list. Raises Unreadable."""
+    listed = parse_json(_held, body, "the agent's list of models").data
+    return frozenset([one.id for one in listed if one.state == "loaded"])
 
 
 class LoadProblem(enum.Enum):
@@ -296,4 +311,5 @@ _ranks: Final = msgspec.json.Decoder(
     Annotated[dict[Annotated[int, msgspec.Meta(ge=0)], _Rank], msgspec.Meta(max_length=_MOST_MODELS)]
 )
 _prefilled: Final = msgspec.json.Decoder(_PrefillBody)
+_held: Final = msgspec.json.Decoder(_HeldModels)
 _repository: Final = msgspec.json.Decoder(list[_InRepository])

@@ -187,6 +187,9 @@ class EngineWatch:
     async def _ask_repository(self) -> None:
         timeout_s = self._settings.answer_timeout_s
         path = f"/v2/models/{quote(self._model, safe='')}/ready" if self._model else "/v2/health/ready"
+        if not self._model and self._settings.adapters.file is not None:
+            # servers may not be ready as long as one of many models is broken, which must not cost the others
+            path = self._settings.dialect.health
         (await self._client.get(path, timeout_s=timeout_s)).expect_success(path)
 
     async def _must_answer(self, request: ModelRequest) -> bool:
