@@ -688,15 +688,19 @@ def wrong_sizes(
     """
     if memory is None:
         return
-    for name, (size, _) in wanted.items():
+    pinned = sum(size or 0 for size, is_pinned in wanted.values() if is_pinned)
+    for name, (size, is_pinned) in wanted.items():
         if size is None:
             yield f"'{name}' has no memory, which is needed beside {field}; write what it takes on a server"
         elif size > memory:
             yield f"'{name}' needs {size} of memory, more than the {memory} of {field}; raise that, or remove the model"
-    pinned = {name: size or 0 for name, (size, is_pinned) in wanted.items() if is_pinned}
-    if (total := sum(pinned.values())) > memory and all(size <= memory for size in pinned.values()):
-        names = ", ".join(list(pinned)[:10])
-        yield f"the pinned models ({names}) need {total} bytes together, more than the {memory} of {field}; pin fewer"
+        elif not is_pinned and pinned <= memory < pinned + size:
+            yield (
+                f"'{name}' needs {size} of memory, and the pinned models leave {memory - pinned} bytes of the {memory}"
+                f" of {field}; raise that, or pin fewer"
+            )
+    if pinned > memory:
+        yield f"the pinned models need {pinned} bytes together, more than the {memory} of {field}; pin fewer"
 
 
 def _check_activation(activation: Activation | None) -> Iterator[Finding]:

@@ -128,14 +128,14 @@ def configure(stack: Stack, *documents: Mapping[str, object]) -> None:
 def server(name: str, protocol: str, model: str, *endpoints: str, draining: str = "") -> dict[str, object]:
     """A ModelServer. ``draining``: which of the addresses is."""
     listed = [{"address": one, **({"draining": True} if one == draining else {})} for one in endpoints]
-    return _document("ModelServer", name, {"model": model, "protocol": protocol, "endpoints": listed})
+    return document("ModelServer", name, {"model": model, "protocol": protocol, "endpoints": listed})
 
 
 def route(model: str, **weights: int) -> dict[str, object]:
     """A ModelRoute to ModelServers by weight."""
     targets = [{"modelServerName": name, "weight": weight} for name, weight in weights.items()]
-    return _document("ModelRoute", f"{model}-route", {"modelName": model, "rules": [{"targetModels": targets}]})
+    return document("ModelRoute", f"{model}-route", {"modelName": model, "rules": [{"targetModels": targets}]})
 
 
-def _document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}

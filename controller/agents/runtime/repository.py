@@ -67,7 +67,7 @@ def model_settings(
     name: str, files: Path, own: dict[str, Any], weights_format: str, dialect: Dialect
 ) -> dict[str, Any]:
     """MLServer's settings of a model. ``own``: the artefact's. Raises NameInvalid if nothing says how to load it."""
-    implementation = dialect.implementations.get(weights_format) or own.get("implementation")
+    implementation = own.get("implementation") or dialect.implementations.get(weights_format)
     if not implementation:
         known = ", ".join(sorted(dialect.implementations))
         what = f"format '{weights_format}' is unknown" if weights_format else "its format is missing"

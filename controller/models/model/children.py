@@ -27,6 +27,7 @@ from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
 from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.legs import own_leg
+from controller.models.runtimes.settings import format_of
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from controller.api.model import Backend, Disaggregation
+    from controller.api.serving_runtime import EngineConfig
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
     from controller.models.runtimes.presets import Preset
 
@@ -143,7 +145,8 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     """The ModelServer of one backend. ``start_times``: measured start times, by backend."""
     preset, config = made.preset.spec, made.roles[0].engine.config
     spec: dict[str, Any] = {
-        "model": model.served_name,
+        # no model of many has such a name
+        "model": f"{model.served_name}/*" if model.spec.models else model.served_name,
         "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
         "workloadPort": {"port": preset.port},
     }
@@ -158,18 +161,34 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     if config.kv_events:
         ranks = {"dataParallelSize": config.parallelism.data} if config.parallelism.data > 1 else {}
         spec["kvEvents"] = {**_KV_EVENTS, **ranks}
-    asked_for = [one for one in model.spec.adapters if not one.pinned]
-    if asked_for and preset.agent.enabled:
-        spec["adapterLoading"] = {
-            "port": AGENT_PORT,
-            "adapters": [{"name": one.name, "source": one.uri} for one in asked_for],
-        }
-        if config.lora.max_loaded is not None:
-            spec["adapterLoading"]["slots"] = config.lora.max_loaded
+    if (loading := _loading(model, config)) is not None and preset.agent.enabled:
+        spec["adapterLoading"] = loading
     activation = activation_spec(model, made, start_times)
     if activation is not None:
         spec["activation"] = activation
     return spec
+
+
+def _loading(model: ResolvedModel, config: EngineConfig) -> dict[str, Any] | None:
+    """What is loaded when requests name it. Of many models also the pinned ones, as not every server may have them."""
+    asked_for = [one for one in model.spec.adapters if not one.pinned]
+    found: dict[str, Any] = {"port": AGENT_PORT}
+    if asked_for:
+        found["adapters"] = [{"name": one.name, "source": one.uri} for one in asked_for]
+        return found if config.lora.max_loaded is None else {**found, "slots": config.lora.max_loaded}
+    if not model.spec.models:
+        return None
+    found["adapters"] = [
+        {
+            "name": one.name,
+            "source": one.uri,
+            **({} if one.memory is None else {"memory": str(one.memory)}),
+            **({"pinned": True} if one.pinned else {}),
+        }
+        for one in model.spec.models
+    ]
+    memory = config.models.memory
+    return found if memory is None else {**found, "memory": str(memory)}
 
 
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
@@ -207,7 +226,10 @@ def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[s
     shared: dict[str, Any] = {"rules": [rule]}
     if model.spec.parent_refs:
         shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
-    adapters = [one.name for one in model.spec.adapters]
+    adapters = [one.name for one in model.spec.declared]
+    if model.spec.models:
+        yield model.name, {"loraAdapters": adapters, **shared}
+        return
     own = {"modelName": model.served_name, **shared}
     yield model.name, {**own, "loraAdapters": adapters} if adapters else own
     for alias in model.spec.aliases:
@@ -306,8 +328,13 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
 
 
 def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:
-    if model.spec.adapters:
-        declared = {one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.adapters}
+    if model.spec.declared:
+        declared: dict[str, dict[str, Any]] = {
+            one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.declared
+        }
+        for one in model.spec.models:
+            weights_format = format_of(one.uri, one.format or model.spec.format).name
+            declared[one.name] |= {"memory": int(one.memory or 0), "format": weights_format}
         text = msgspec.json.format(msgspec.json.encode(declared, order="sorted"), indent=2).decode()
         yield Child(CONFIG_MAPS, _object(model, CONFIG_MAPS, f"{model.name}-adapters", {"data": {ADAPTERS_FILE: text}}))
     for resource, name, spec in warmers(model, settings):
