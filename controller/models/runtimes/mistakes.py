@@ -186,10 +186,8 @@ def _places(spec: ModelSpec, file_paths: Sequence[str]) -> Iterator[str]:
         elif scheme == "pvc" and (not place.partition("/")[0] or ".." in PurePosixPath(place).parts):
             yield f"{uri}: write pvc://CLAIM/PATH, without '..'"
     if any(one.uri.startswith(("file://", "pvc://")) for one in spec.declared):
-        yield (
-            "adapters and models are downloaded into a running pod, which cannot mount more; use another URI than file"
-            " or pvc"
-        )
+        what = "models" if spec.models else "adapters"
+        yield f"{what} are downloaded into a running pod, which cannot mount more; use another URI than file or pvc"
     if spec.cache.host_path:
         yield from _outside("cache.hostPath", spec.cache.host_path, CACHE_PATHS)
 
