@@ -69,15 +69,17 @@ class Pair(NamedTuple):
 class Servers:
     """Two MLServers with their agents, and the gateway to them."""
 
-    def __init__(self, servers: ModelServers, stack: Stack, http: httpx.AsyncClient) -> None:
-        self.servers, self.stack, self.http = servers, stack, http
+    def __init__(
+        self, servers: ModelServers, stack: Stack, http: httpx.AsyncClient, hosts: tuple[str, ...] = HOSTS
+    ) -> None:
+        self.servers, self.stack, self.http, self.hosts = servers, stack, http, hosts
         self.pairs: list[Pair] = []
         self.port, self.agent_port, self.metrics_port, self.grpc_port = free_ports(4)
 
     async def start(self, *, idle_unload_s: float = 0.0) -> None:
         file = self.servers.models / "declared.json"
         file.write_text(json.dumps(self.declared()))
-        for host in HOSTS:
+        for host in self.hosts:
             await self.start_server(host)
             words = [sys.executable, "-m", "attache", "agent", "--dialect=MLServer"]
             words += [
@@ -159,6 +161,9 @@ class Servers:
         listed = (await self.http.get(f"{pair.agent}/v1/adapters")).json()
         return {one["id"] for one in listed.get("data", ()) if one["state"] == "loaded"}
 
+    async def is_served(self) -> bool:
+        return (await self.http.get(f"{self.stack.url}/v2/models/{PINNED}/ready")).status_code == 200
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def many(servers: ModelServers, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Servers]:
@@ -168,11 +173,7 @@ async def many(servers: ModelServers, tmp_path_factory: pytest.TempPathFactory) 
     ):
         found = Servers(servers, stack, http)
         await found.start()
-
-        async def is_served() -> bool:
-            return (await http.get(f"{stack.url}/v2/models/{PINNED}/ready")).status_code == 200
-
-        await eventually(is_served, timeout_s=60)
+        await eventually(found.is_served, timeout_s=60)
         yield found
 
 
@@ -248,3 +249,28 @@ async def test_a_server_that_is_killed_and_started_again_has_its_models_loaded_a
     for name in MODELS:
         assert (await many.infer(name)).status_code == 200
     await eventually(all_answer, timeout_s=30)
+
+
+async def test_an_unused_model_is_unloaded_one_in_use_and_a_pinned_one_stay(
+    servers: ModelServers, tmp_path: Path
+) -> None:
+    async with gateway_to(tmp_path / "stack") as stack, httpx.AsyncClient(timeout=90) as http:
+        one = Servers(servers, stack, http, ("127.0.0.4",))
+        await one.start(idle_unload_s=3.0)
+        await eventually(one.is_served, timeout_s=60)
+        (pair,) = one.pairs
+        assert {(await one.infer(name)).status_code for name in ("tree", "logistic")} == {200}
+        assert await one.held(pair) == {"tree", "logistic", PINNED}
+        statuses = set[int]()
+
+        async def is_gone() -> bool:
+            statuses.add((await one.infer("tree")).status_code)
+            return "logistic" not in {
+                model["id"] for model in (await http.get(f"{pair.agent}/v1/adapters")).json()["data"] if model["path"]
+            }
+
+        await eventually(is_gone, timeout_s=60, pause_s=0.1)
+        assert statuses == {200}
+        assert await one.held(pair) == {"tree", PINNED}
+        # a request has it loaded again
+        assert (await one.infer("logistic")).status_code == 200
