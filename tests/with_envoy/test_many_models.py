@@ -9,15 +9,15 @@ import json
 import random
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import quote
 
 import httpx
 import pytest
 import pytest_asyncio
 import yaml
-from aiohttp import web
 
+from bench.engine.as_mlserver import RepositoryServer
 from bench.stack.processes import free_ports
 from bench.stack.stack import EngineFlags, running_stack
 from controller.agents.runtime.adapter_names import SourcePolicy
@@ -47,81 +47,15 @@ BROKEN: Final = "broken"
 BODY: Final = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
 
 
-class Server:
-    """A V2 server that has ten places, and answers 404 for what it has not loaded, as MLServer does. ``overlaps``: how
-    often it unloaded a model that had requests. ``most``: the most models that it ever had.
-    """
+class Server(NamedTuple):
+    """A server of ten places."""
 
-    def __init__(self, host: str, port: int, repository: Path) -> None:
-        self.host, self.port, self.repository = host, port, repository
-        self.ready: set[str] = set()
-        self.requests: Counter[str] = Counter()
-        self.finished: Counter[str] = Counter()
-        self.loads: Counter[str] = Counter()
-        self.overlaps = self.most = 0
-        self._runner: web.AppRunner | None = None
+    double: RepositoryServer
+    host: str
+    port: int
 
     async def start(self) -> None:
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/v2/health/live", self.live),
-                web.get("/metrics", self.metrics),
-                web.post("/v2/repository/index", self.index),
-                web.post("/v2/repository/models/{name}/load", self.load),
-                web.post("/v2/repository/models/{name}/unload", self.unload),
-                web.post("/v2/models/{name}/infer", self.infer),
-            ]
-        )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port).start()
-
-    async def stop(self) -> None:
-        """As if killed: what it had is gone."""
-        self.ready.clear()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    async def live(self, _: web.Request) -> web.Response:
-        return web.Response()
-
-    async def metrics(self, _: web.Request) -> web.Response:
-        lines = [f'model_infer_request_success_total{{model="{name}"}} {n}' for name, n in self.finished.items()]
-        running = sum(self.requests.values())
-        return web.Response(text="\n".join([*lines, f'rest_server_requests_in_progress{{method="POST"}} {running}\n']))
-
-    async def index(self, _: web.Request) -> web.Response:
-        return web.json_response([{"name": name, "state": "READY"} for name in self.ready])
-
-    async def load(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        self.loads[name] += 1
-        await asyncio.sleep(0.02)
-        if name == BROKEN or not (self.repository / name / "model-settings.json").exists():
-            return web.json_response({"error": f"no model {name}"}, status=400)
-        self.ready.add(name)
-        self.most = max(self.most, len(self.ready))
-        return web.Response()
-
-    async def unload(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        self.overlaps += bool(self.requests[name])
-        self.ready.discard(name)
-        return web.Response()
-
-    async def infer(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in self.ready:
-            return web.json_response({"error": f"Model {name} not found"}, status=404)
-        self.requests[name] += 1
-        try:
-            await asyncio.sleep(0.01)
-        finally:
-            self.requests[name] -= 1
-        self.finished[name] += 1
-        return web.json_response({"model_name": name, "outputs": []})
+        await self.double.start(self.host, self.port, self.port)
 
 
 class Fleet:
@@ -129,6 +63,7 @@ class Fleet:
 
     def __init__(self, stack: Stack, http: httpx.AsyncClient, servers: list[Server]) -> None:
         self.stack, self.http, self.servers = stack, http, servers
+        self.doubles = [one.double for one in servers]
 
     async def infer(self, name: str) -> httpx.Response:
         return await self.http.post(f"{self.stack.url}/v2/models/{quote(name, safe='')}/infer", json=BODY)
@@ -157,7 +92,7 @@ async def agent_beside(server: Server, port: int, directory: Path, file: Path) -
         keep_s=0.0,
         policy=SourcePolicy((file.parent,), declared_only=True),
         cache=directory / "cache",
-        links=server.repository,
+        links=server.double.repository,
     )
     dialect = DIALECTS["MLServer"]
     drain = DrainSettings(settle_s=0.0)
@@ -183,20 +118,27 @@ class _NoDownloads:
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     weights = tmp_path / "weights" / "one"
     weights.mkdir(parents=True)
-    declared = {name: {"uri": f"file://{weights}", "memory": 1, "format": "sklearn"} for name in (*NAMES, *ODD, BROKEN)}
+    broken = weights.with_name(BROKEN)
+    broken.mkdir()
+    (broken / "broken").touch()
+    declared = {
+        name: {"uri": f"file://{broken if name == BROKEN else weights}", "memory": 1, "format": "sklearn"}
+        for name in (*NAMES, *ODD, BROKEN)
+    }
     file = tmp_path / "weights" / "declared.json"
     file.write_text(json.dumps(declared))
     port, agent_port = free_ports(2)
     async with contextlib.AsyncExitStack() as stack:
         servers = []
         for host in HOSTS:
-            server = Server(host, port, tmp_path / host / "repository")
+            double = RepositoryServer(tmp_path / host / "repository", load_s=0.02, infer_s=0.01)
+            server = Server(double, host, port)
             await server.start()
-            stack.push_async_callback(server.stop)
+            stack.push_async_callback(double.stop)
             await stack.enter_async_context(agent_beside(server, agent_port, tmp_path / host, file))
             servers.append(server)
         running = await stack.enter_async_context(running_stack(tmp_path / "stack", EngineFlags(count=1), watch=True))
-        add(running, objects([f"{one.host}:{port}" for one in servers], agent_port, declared))
+        add(running, objects([f"{one.host}:{one.port}" for one in servers], agent_port, declared))
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=90))
         found = Fleet(running, http, servers)
 
@@ -233,17 +175,17 @@ async def test_each_of_200_models_answers_and_none_is_unloaded_while_it_has_requ
     names = [*NAMES, *ODD] * 2
     random.Random(7).shuffle(names)
     assert await fleet.ask(names, clients=12) == {200: 400}
-    for server in fleet.servers:
+    for server in fleet.doubles:
         assert server.most == PLACES
-        assert server.overlaps == 0
+        assert server.cut == 0
         # both take part
         assert sum(server.loads.values()) > 400 / 4
     # ten of them in constant demand are loaded once, and stay
     few = NAMES[:10]
     await fleet.ask(few, clients=1)
-    before = sum(sum(one.loads.values()) for one in fleet.servers)
+    before = sum(sum(one.loads.values()) for one in fleet.doubles)
     assert await fleet.ask(few * 20, clients=4) == {200: 200}
-    assert sum(sum(one.loads.values()) for one in fleet.servers) == before
+    assert sum(sum(one.loads.values()) for one in fleet.doubles) == before
 
 
 async def test_a_broken_model_is_tried_at_two_servers_and_costs_no_other_request(fleet: Fleet) -> None:
@@ -252,13 +194,13 @@ async def test_a_broken_model_is_tried_at_two_servers_and_costs_no_other_request
     )
     assert broken == {502: 40}
     assert others == {200: 80}
-    assert [one.loads[BROKEN] for one in fleet.servers] == [1, 1]
+    assert [one.loads[BROKEN] for one in fleet.doubles] == [1, 1]
 
 
 async def test_what_a_killed_server_had_is_loaded_at_the_other_and_a_new_one_gets_its_share(fleet: Fleet) -> None:
     few = NAMES[:16]
     assert await fleet.ask(few, clients=4) == {200: 16}
-    first, second = fleet.servers
+    first, second = fleet.doubles
     assert first.ready
     assert second.ready
     await first.stop()
@@ -268,7 +210,7 @@ async def test_what_a_killed_server_had_is_loaded_at_the_other_and_a_new_one_get
 
     await eventually(all_answer)
     assert not first.ready
-    await first.start()
+    await fleet.servers[0].start()
     before = sum(first.loads.values())
 
     async def has_share() -> bool:
