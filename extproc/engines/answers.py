@@ -162,16 +162,18 @@ class LoadAnswer(msgspec.Struct, frozen=True):
     unloaded: tuple[str, ...] = ()
 
 
-def answer_to_load(status: int, body: bytes) -> LoadAnswer:
-    """The result of a load."""
+def answer_to_load(status: int, body: bytes, *, is_model: bool = False) -> LoadAnswer:
+    """The result of a load. ``is_model``: of a whole model into a V2 server, whose errors have text of the artefact's
+    own: it must not pass for that of the server. Their status counts alone.
+    """
     content, message = _content(body), message_of(body)
     if 200 <= status < 300:
         evicted = content.get("evicted") if isinstance(content, dict) else None
         names = [evicted] if isinstance(evicted, str) else evicted if isinstance(evicted, list) else []
         return LoadAnswer(message=message, unloaded=tuple(one for one in names if isinstance(one, str)))
-    if _ALREADY.search(message):
+    if not is_model and _ALREADY.search(message):
         return LoadAnswer(message=message, was_there=True)
-    is_full = bool(_FULL.search(message) and not _NOT_FULL.search(message))
+    is_full = not is_model and bool(_FULL.search(message) and not _NOT_FULL.search(message))
     is_of_a_model = isinstance(content, dict) and ("error" in content or content.get("object") == "error")
     if status in _BUSY or is_full:
         problem = LoadProblem.BUSY

@@ -120,7 +120,7 @@ class AdapterLoader:
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
         answer = await self._post(pool.spec, ask, _LOAD, {"lora_name": ask.adapter, "lora_path": ask.source})
-        meant = answer_to_load(answer.status, answer.body)
+        meant = answer_to_load(answer.status, answer.body, is_model=pool.spec.protocol == "V2")
         if meant.problem is None:
             return meant
         return msgspec.structs.replace(meant, message=f"{answer.status} {meant.message}")

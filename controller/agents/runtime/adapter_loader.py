@@ -73,7 +73,7 @@ class EngineAdapters(msgspec.Struct, frozen=True):
     reloads: bool = False
     is_idle: bool = False
 
-    def has_room(self, name: str) -> bool:
+    def has_space(self, name: str) -> bool:
         """Whether ``name`` can be loaded before another is evicted."""
         return (not self.limit or len(self.loaded) < self.limit) and self.fits(name)
 
@@ -100,7 +100,7 @@ def next_step(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now
         if _may_go(held, shelf, keep_s, now_s, ignores_pin=True):
             return AdapterAction("unload", name, "replaced")
         return AdapterAction("busy", name, f"{name} is in use with other files")
-    if held is not None or shelf.has_room(name):
+    if held is not None or shelf.has_space(name):
         return AdapterAction("load", name)
     may_go = frozenset(one.name for one in shelf.loaded.values() if _may_go(one, shelf, keep_s, now_s))
     chosen = victim(shelf, keep_s=keep_s, now_s=now_s)
