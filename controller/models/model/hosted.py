@@ -32,8 +32,10 @@ def pods_with_lists(model: ResolvedModel, pods: Sequence[Object]) -> frozenset[s
 
 
 def hosted_status(model: ResolvedModel, observed: ModelState) -> list[dict[str, Any]]:
-    """As ``status.models`` has it. While no agent has answered, the last status stays."""
+    """As ``status.models`` has it. While there are agents and none has answered, the last status stays."""
     before = {one["name"]: one for one in (observed.thing.get("status") or {}).get("models") or ()}
+    if not pods_with_lists(model, observed.pods):
+        before = {}
     lists = [{one.id: one for one in each} for each in observed.lists.values()]
     found = []
     for one in model.spec.models:

@@ -194,9 +194,23 @@ def test_an_agents_words_are_bounded_and_only_about_models_of_the_model() -> Non
 
 def test_while_no_agent_answers_the_last_status_stays() -> None:
     known = [{"name": "iris", "state": "Loaded", "servers": 2}, {"name": "gone", "state": "Loaded", "servers": 1}]
-    plan = plan_of(trees(status={"models": known}))
+    plan = plan_of(trees(status={"models": known}), pods=[pod("a")])
     assert plan.status is not None
     assert plan.status["models"] == known[:1]
+    # where nothing runs, nothing is loaded
+    plan = plan_of(trees(status={"models": known}), pods=[pod("a", "Pending")])
+    assert plan.status is not None
+    assert [(one["state"], one["servers"]) for one in plan.status["models"]] == [("NotLoaded", 0)] * 2
+
+
+def test_templates_add_models_by_name() -> None:
+    shared = {"models": [{**IRIS, "pinned": True}, {"name": "digits", "uri": "s3://models/digits"}]}
+    template = {"metadata": {"name": "shared", "namespace": "default"}, "spec": shared}
+    thing = trees(IRIS, WINE)
+    thing["spec"]["baseRefs"] = ["shared"]
+    found = declared(plan_of(thing, templates=[template]))
+    assert found.keys() == {"iris", "wine", "digits"}
+    assert found["iris"]["pinned"]
 
 
 def test_a_broken_model_does_not_make_the_others_unready() -> None:
