@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, LoadAdapter, RequestRefused
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 SERVER = "default/trees"
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
-# of a memory of 10 GiB
+MEMORY = 10
 SIZES = {"a": 4, "b": 3, "c": 3, "d": 6, "e": 10}
 
 
@@ -75,10 +78,11 @@ class Trees:
         self.tick()
         return own.ticket
 
-    def ended(self, problem: LoadProblem | None = None) -> LoadAdapter:
-        """The oldest load."""
+    def ended(self, problem: LoadProblem | None = None, unloaded: tuple[str, ...] | None = None) -> LoadAdapter:
+        """The oldest load. ``unloaded``: None: what was asked for."""
         ask = self.loads.pop(0)
-        result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=ask.unload)
+        gone = ask.unload if unloaded is None else unloaded
+        result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
         self.perform(self.core.on_result(result, self.now))
         self.tick()
         return ask
@@ -169,13 +173,12 @@ def test_several_that_must_make_room_get_no_new_requests_until_it_is_made() -> N
 
 
 def test_a_pinned_model_makes_no_room() -> None:
-    one = trees(pinned=["a"], engines=1)
+    one = trees({"a": 4, "b": 6, "c": 6}, pinned=["a"], engines=1)
     one.serves("a")
-    one.serves("d")
-    refused = one.ask("e")
-    one.tick(61.0)
-    assert isinstance(one.ends[refused], RequestRefused)
-    assert not one.loads
+    one.serves("b")
+    one.ask("c")
+    # a was used before b
+    assert one.loads[0].unload == ("b",)
 
 
 def test_a_server_that_lists_a_model_no_more_gets_no_request_for_it() -> None:
@@ -234,3 +237,81 @@ def test_an_agents_list_has_the_models_that_are_loaded() -> None:
     for wrong in (b"[]", b'{"data": [{"id": 1, "state": "loaded"}]}', b'{"data": [' + b"{" * 100_000, b"\xff"):
         with pytest.raises(Unreadable):
             models_held(wrong)
+
+
+class Histories(RuleBasedStateMachine):
+    """Requests, loads that end well or not, lists and time, in any order. ``has``: what each server really has."""
+
+    SIZES: ClassVar = {"a": 4, "b": 3, "c": 3, "d": 6, "e": 7}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = trees(self.SIZES, pinned=["c"])
+        self.has: dict[str, set[str]] = {A: set(), B: set()}
+        self.running: dict[str, tuple[str, str]] = {}
+        # the model of each request that waits
+        self.asked: dict[str, str] = {}
+
+    @rule(model=st.sampled_from(sorted(SIZES)))
+    def a_request_comes(self, model: str) -> None:
+        self.asked[self.one.ask(model)] = model
+
+    @precondition(lambda self: self.one.loads)
+    @rule(problem=st.sampled_from([None, None, None, *LoadProblem]), data=st.data())
+    def a_load_ends(self, problem: LoadProblem | None, data: st.DataObject) -> None:
+        ask = data.draw(st.sampled_from(self.one.loads))
+        there = self.has[ask.address]
+        # an agent that does not answer has unloaded nothing
+        unloaded = () if problem is LoadProblem.UNREACHABLE else ask.unload
+        for gone in unloaded:
+            assert (ask.address, gone) not in self.running.values(), "a model with requests was unloaded"
+            assert gone not in self.one.pinned
+        there -= set(unloaded)
+        if problem is None:
+            there.add(ask.adapter)
+            assert sum(self.SIZES[name] for name in there) <= MEMORY, "more than fits"
+        self.one.loads.remove(ask)
+        self.one.loads.insert(0, ask)
+        self.one.ended(problem, unloaded=unloaded)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_request_ends(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.running)))
+        self.running.pop(ticket)
+        self.one.perform(self.one.core.on_stream_closed(ticket, self.one.now))
+        self.one.tick()
+
+    @rule(address=st.sampled_from([A, B]))
+    def an_agent_lists_its_models(self, address: str) -> None:
+        self.one.lists(address, *self.has[address])
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.one.tick(seconds)
+
+    @invariant()
+    def requests_go_where_their_model_is(self) -> None:
+        for ticket, end in list(self.one.ends.items()):
+            if ticket in self.asked:
+                model = self.asked.pop(ticket)
+                if isinstance(end, Decision):
+                    where = end.assignment.endpoint.address
+                    assert model in self.has[where], f"{model} is not at {where}"
+                    self.running[ticket] = where, model
+
+    def teardown(self) -> None:
+        """Nobody waits for ever."""
+        for ticket in list(self.running):
+            self.one.perform(self.one.core.on_stream_closed(ticket, self.one.now))
+        while self.one.loads:
+            self.one.ended(LoadProblem.UNREACHABLE, unloaded=())
+        for _ in range(13):
+            self.one.tick(5.0)
+            while self.one.loads:
+                self.one.ended(LoadProblem.UNREACHABLE, unloaded=())
+        assert self.asked.keys() <= self.one.ends.keys()
+
+
+test_histories = Histories.TestCase
+test_histories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
