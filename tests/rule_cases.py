@@ -274,6 +274,29 @@ CASES: Final = (
         None,
     ),
     Case(
+        "retries go to fallbacks",
+        "ModelRoute",
+        {
+            **_ROUTE,
+            "rules": [
+                {
+                    "targetModels": [{"modelServerName": "llama"}],
+                    "fallback": [{"modelServerName": "other"}],
+                    "retry": {},
+                }
+            ],
+        },
+        ("rules", 0, "fallback"),
+        None,
+    ),
+    Case(
+        "prompts are OpenAI's",
+        "ModelServer",
+        _server(protocol="V2"),
+        ("kvEvents",),
+        {"port": 5557},
+    ),
+    Case(
         "slots or memory",
         "ModelServer",
         _server(adapterLoading={**_MANY, "slots": 2}),
