@@ -29,6 +29,7 @@ _ISSUER: Final = {
     "audiences": ["us"],
 }
 _ON_DEMAND: Final = {"adapters": [{"name": "a", "source": "/adapters/a"}]}
+_MANY: Final = {"port": 9000, "adapters": [{"name": "a", "source": "s3://models/a", "memory": "1Gi"}]}
 _OWN_LEG: Final = {
     "prefillLabels": {"role": "prefill"},
     "decodeLabels": {"role": "decode"},
@@ -340,6 +341,50 @@ CASES: Final = (
         None,
     ),
     Case(
+        "retries go to fallbacks",
+        "ModelRoute",
+        {
+            **_ROUTE,
+            "rules": [
+                {
+                    "targetModels": [{"modelServerName": "llama"}],
+                    "fallback": [{"modelServerName": "other"}],
+                    "retry": {},
+                }
+            ],
+        },
+        ("rules", 0, "fallback"),
+        None,
+    ),
+    Case(
+        "prompts are OpenAI's",
+        "ModelServer",
+        _server(protocol="V2"),
+        ("kvEvents",),
+        {"port": 5557},
+    ),
+    Case(
+        "slots or memory",
+        "ModelServer",
+        _server(adapterLoading={**_MANY, "slots": 2}),
+        ("adapterLoading", "memory"),
+        "1Gi",
+    ),
+    Case(
+        "V2 servers load by way of agents",
+        "ModelServer",
+        _server(protocol="V2", adapterLoading=_MANY),
+        ("adapterLoading", "port"),
+        None,
+    ),
+    Case(
+        "other protocols load nothing",
+        "ModelServer",
+        _server(protocol="V2", adapterLoading=_MANY),
+        ("protocol",),
+        "V1",
+    ),
+    Case(
         "an adapter twice",
         "ModelServer",
         _server(adapterLoading=_ON_DEMAND),
@@ -571,6 +616,22 @@ CASES: Final = (
         {**_INFER, "rollout": {"maxUnavailable": 0, "maxSurge": 1}},
         ("rollout", "maxSurge"),
         "0%",
+        in_directory=False,
+    ),
+    Case(
+        "a Model has weights",
+        "Model",
+        {"uri": "hf://org/model"},
+        ("uri",),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "one model or many",
+        "Model",
+        {"models": [{"name": "iris", "uri": "s3://models/iris"}]},
+        ("uri",),
+        "hf://org/model",
         in_directory=False,
     ),
     Case(

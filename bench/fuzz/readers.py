@@ -38,6 +38,7 @@ from extproc.engines.answers import (
     base_model,
     is_unloaded,
     message_of,
+    models_held,
     models_in,
     repository_models,
 )
@@ -374,7 +375,7 @@ def broken_json(rng: random.Random, *, of: str = "") -> bytes:
 
 
 def _json_answers() -> Attempt:
-    readers: Sequence[Callable[[bytes], object]] = (models_in, base_model, adapters_in, repository_models)
+    readers: Sequence[Callable[[bytes], object]] = (models_in, base_model, adapters_in, repository_models, models_held)
 
     def attempt(rng: random.Random) -> bool:
         body, used = broken_json(rng), False

@@ -188,7 +188,7 @@ class VirtualLoads:
     def begin(self, ask: LoadAdapter, now: float) -> None:
         """The engine begins to load."""
         adapters = self._engines[ask.address].adapters
-        unloaded = () if ask.unload is None else (ask.unload,)
+        unloaded = ask.unload
         self.unloads += len(adapters.intersection(unloaded))
         adapters.difference_update(unloaded)
 

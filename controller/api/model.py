@@ -13,7 +13,7 @@ from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
 from controller.api.steps import Step, Transformer
 from extproc.api.model_server import NO_ENCODE_STAGE, ServingProtocol
-from extproc.api.quantities import Duration
+from extproc.api.quantities import ByteSize, Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
 
 ModelUri = Annotated[
@@ -164,6 +164,19 @@ class LoraAdapter(Layered, frozen=True):
     pinned: bool = False
 
 
+class HostedModel(Layered, frozen=True):
+    """One of many models on each server. ``name``: the model name in requests. ``uri``: its weights. ``format``: of the
+    weights, if not the Model's. ``memory``: what it takes on a server, of ``config.models.memory``. ``pinned``: kept
+    loaded on every server; others are loaded when a request names them.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:@+-]*$", max_length=200)]
+    uri: ModelUri
+    format: ModelFormat | None = None
+    memory: ByteSize | None = None
+    pinned: bool = False
+
+
 class ModelAutoscaling(Layered, frozen=True):
     """``policy_ref``: an AutoscalingPolicy; by default the default policy. Its ``scaleToZero`` applies to all backends
     without ``minReplicas``, and its ``holdTimeout`` to requests that wait. ``scale_to_zero``: time without requests
@@ -219,6 +232,8 @@ class ModelFields(Layered, frozen=True):
     ] = (Backend(name="default"),)
     # LoRA adapters.
     adapters: Annotated[tuple[LoraAdapter, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))] = ()
+    # Many models on each server, in place of one of uri: the runtime must be able to load them (multiModel).
+    models: Annotated[tuple[HostedModel, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))] = ()
     # Replicas follow the load.
     autoscaling: ModelAutoscaling | None = None
     # Join requests into batches, for engines of V1 and V2.
@@ -238,15 +253,25 @@ class ModelFields(Layered, frozen=True):
     # A server that answers ``:explain`` of V1.
     explainer: Step | None = None
 
+    @property
+    def declared(self) -> tuple[LoraAdapter | HostedModel, ...]:
+        """What agents load into running engines."""
+        return (*self.adapters, *self.models)
+
 
 class ModelSpec(ModelFields, frozen=True, kw_only=True):
-    """A model to serve; everything but ``uri`` may be left out.
+    """A model to serve; everything but ``uri``, or ``models``, may be left out.
 
     ``uri``: the weights. ``base_refs``: ModelTemplates that supply the fields left out here; a later one overrides an
     earlier one. They are looked up in this namespace, then in the manager's.
     """
 
-    uri: ModelUri
+    CEL: ClassVar = (
+        Rule("has(self.uri) || has(self.models) || has(self.baseRefs)", "write uri, or models"),
+        Rule("!has(self.uri) || !has(self.models)", "write uri or models, not both"),
+    )
+
+    uri: ModelUri | None = None
     base_refs: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
 
 

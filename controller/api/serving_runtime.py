@@ -12,7 +12,7 @@ from controller.api.common import EnvVar, Layered, ObjectMetadata, Words
 from controller.api.statuses import Status
 from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
-from extproc.api.quantities import Duration
+from extproc.api.quantities import ByteSize, Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
 from extproc.protocol import GRPC_PROTOCOLS
 
@@ -57,6 +57,16 @@ class LoraLimits(Layered, frozen=True):
     max_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
 
 
+class ModelLimits(Layered, frozen=True):
+    """Of the many models on each server. ``memory``: what those that are loaded may take together; without it, all are
+    loaded on every server. ``idle_unload``: one that is not pinned is unloaded when it was not used for so long; 0s:
+    never.
+    """
+
+    memory: ByteSize | None = None
+    idle_unload: Duration = Duration("2h")
+
+
 class EngineConfig(Layered, frozen=True):
     """How an engine is started; fields left out have the runtime's or the engine's default.
 
@@ -64,10 +74,10 @@ class EngineConfig(Layered, frozen=True):
     pods of one engine, the first of which leads the others; its GPUs are distributed evenly. ``max_length``: of prompt
     and answer together, in tokens. ``prefix_caching``: the engine caches prompt prefixes. ``kv_events``: the engine
     publishes changes of its KV cache. ``prompt_token_details``: responses report cached tokens. ``lora``: limits of
-    adapters. ``args``: further arguments, after those of the runtime. ``env``: further environment. ``resources``: of
-    the engine's container. ``drain_timeout``: how long running requests have to end before a pod is deleted. ``pod``:
-    further fields of the PodSpec, merged as Kubernetes' strategic merge does; the engine's container is called
-    ``engine``.
+    adapters. ``models``: limits of the many models on each server. ``args``: further arguments, after those of the
+    runtime. ``env``: further environment. ``resources``: of the engine's container. ``drain_timeout``: how long running
+    requests have to end before a pod is deleted. ``pod``: further fields of the PodSpec, merged as Kubernetes'
+    strategic merge does; the engine's container is called ``engine``.
     """
 
     image: NonEmpty | None = None
@@ -79,6 +89,7 @@ class EngineConfig(Layered, frozen=True):
     kv_events: bool = False
     prompt_token_details: bool = False
     lora: LoraLimits = LoraLimits()
+    models: ModelLimits = ModelLimits()
     args: Words = ()
     env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=keyed_by("name"))] = ()
     resources: dict[str, Any] | None = None
@@ -135,9 +146,9 @@ class ServingRuntimeSpec(Spec, frozen=True):
     listens on. ``grpc_port``: that on which it serves the same models over gRPC. ``config``: defaults of Models'
     ``config``. ``arguments``: command line and environment derived from settings, in this order. ``connectors``:
     supported ways to move KV caches between prefill and decode; empty: none. ``multi_node``: one engine can span
-    pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it lists, loads and unloads models by V2's
-    repository calls. ``accelerator``: the resource that pods request by degree of parallelism, such as
-    ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's
+    pods. ``adapters``: it can load LoRA adapters. ``multi_model``: it loads and unloads models by V2's repository
+    calls, so a Model may have many. ``accelerator``: the resource that pods request by degree of parallelism, such
+    as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's
     container is called ``engine``. ``spot_pod``: merged into it for spot backends.
     """
 

@@ -158,11 +158,23 @@ class ModelFailure(Spec, frozen=True):
     message: str = ""
 
 
+class HostedModelStatus(Spec, frozen=True):
+    """One of many models. ``name``: its name. ``state``: Loaded on some server, Loading, Failed, or NotLoaded until a
+    request names it. ``servers``: how many have it. ``message``: why the last load failed, on any server.
+    """
+
+    name: NonEmpty
+    state: Literal["Loaded", "Loading", "Failed", "NotLoaded"]
+    servers: int = 0
+    message: str = ""
+
+
 class ModelStatus(Status, frozen=True):
     """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``phase``: of the
     model. ``transition_status``: whether the observed state matches the spec. ``phase_since``: when the phase began.
     ``phase_times``: time spent in each phase, without the current stay. ``failure``: why it is not loaded.
-    ``backends``: status of each backend. ``conditions``: Ready, and one for each kind of created object.
+    ``backends``: status of each backend. ``models``: of each of many models. ``conditions``: Ready, and one for each
+    kind of created object.
     """
 
     url: str | None = None
@@ -174,6 +186,9 @@ class ModelStatus(Status, frozen=True):
     phase_times: Annotated[tuple[PhaseTime, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
     failure: ModelFailure | None = None
     backends: Annotated[tuple[BackendStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    models: Annotated[
+        tuple[HostedModelStatus, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))
+    ] = ()
 
 
 class TargetStatus(Spec, frozen=True):

@@ -135,7 +135,8 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         "--adapters",
         type=Path,
         metavar="FILE",
-        help='those to load: JSON {NAME: {"uri": URI, "pinned": false}}; changes are followed',
+        help="those to load, or models of a V2 server:"
+        ' JSON {NAME: {"uri": URI, "pinned": false, "memory": BYTES, "format": FORMAT}}; changes are followed',
     )
     add(
         "--max-adapters",
@@ -143,6 +144,20 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         metavar="N",
         default=0,
         help="the most adapters that the engine holds; default: from its metrics or refusals",
+    )
+    add(
+        "--max-memory",
+        type=_count,
+        metavar="BYTES",
+        default=0,
+        help="what all models that the engine holds may take together, as the file has it; default: any",
+    )
+    add(
+        "--idle-unload",
+        type=_seconds,
+        metavar="SECONDS",
+        default=0.0,
+        help="unload what is not pinned and was not used for so long; default: never",
     )
     add(
         "--keep-adapter",

@@ -10,6 +10,7 @@ import msgspec
 
 from controller.kube.gateway_reports import loads_by_pod, may_have_requests
 from controller.kube.resources import Object, Resource, split_key
+from controller.models.model.model_state import ReportedModel
 from controller.models.model_infer.model_infer_state import PodLoad
 
 if TYPE_CHECKING:
@@ -36,10 +37,13 @@ Enqueue = Callable[[WorkKey], None]
 
 
 class PodLoads(msgspec.Struct, frozen=True):
-    """``pods``: those whose loads were requested. ``loads``: the known ones, by key."""
+    """``pods``: those whose loads were requested. ``loads``: the known ones, by key. ``models``: of Models, in their
+    place, what their agents list.
+    """
 
     pods: frozenset[str] = frozenset()
     loads: Mapping[str, PodLoad] = {}
+    models: Mapping[str, Sequence[ReportedModel]] = {}
 
 
 class KindAdapter(Protocol):

@@ -15,6 +15,7 @@ from controller.kube.informer import trimmed_pod, without_managed_fields
 from controller.kube.plan import KubeEvent
 from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
 from controller.models.adapter import GatewayLoads, KindAdapter, Loads, PodLoads, WorkKey
+from controller.models.agent_lists import AgentLists
 from controller.models.model.model_state import ModelSettings
 from controller.models.model_adapter import ModelAdapter, SharedNamespaces
 from controller.models.model_infer_adapter import ModelInferAdapter
@@ -77,6 +78,7 @@ class ModelController:
         self._metrics = metrics
         self._clock = clock
         self._loads = loads
+        self._lists: AgentLists | None = None
         self._controller = Controller[WorkKey](
             client,
             self._reconcile,
@@ -117,6 +119,7 @@ class ModelController:
             if self._loads is None:
                 trusted = self._settings.gateway_namespaces
                 self._loads = GatewayLoads(http, self._gateways, self._infer_pods.get, trusted)
+            self._lists = AgentLists(http, self._infer_pods.get)
             await self._controller.run()
 
     def objects(self) -> tuple[Collection[Object], Collection[Object]]:
@@ -148,7 +151,7 @@ class ModelController:
             expectations.forget(work)
             self._metrics.count_relist(work.kind)
         state = self._states.setdefault(work, _State())
-        loads = PodLoads(state.asks, await self._ask(state.asks))
+        loads = await self._ask(work.kind, state.asks)
         plan = await self._decide(work, adapter, thing, lambda: adapter.decide(thing, owned, loads, self._clock()))
         await self._carry_out(work, adapter, thing, plan)
         is_new = bool(plan.asks_loads_of - state.asks)
@@ -197,8 +200,13 @@ class ModelController:
         found = await self._client.find(adapter.resource, name, namespace)
         return None if found is None else without_managed_fields(found)
 
-    async def _ask(self, pods: frozenset[str]) -> Mapping[str, Any]:
-        return await self._loads.ask(pods) if pods and self._loads is not None else {}
+    async def _ask(self, kind: str, pods: frozenset[str]) -> PodLoads:
+        """Loads of a ModelInfer's pods, or what the agents of a Model's pods list."""
+        if not pods or self._loads is None or self._lists is None:
+            return PodLoads(pods)
+        if kind == MODELS.kind:
+            return PodLoads(pods, models=await self._lists.ask(pods))
+        return PodLoads(pods, await self._loads.ask(pods))
 
     def _on_change(self, adapter: KindAdapter) -> Callable[[str], None]:
         def changed(key: str) -> None:

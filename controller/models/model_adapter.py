@@ -136,7 +136,7 @@ class ModelAdapter:
         found[PODS] = [trimmed_pod(each) for each in pods.items]
         return found
 
-    def decide(self, thing: Object, owned: Owned, loads: PodLoads, now_s: float) -> Plan:  # noqa: ARG002 - of the protocol
+    def decide(self, thing: Object, owned: Owned, loads: PodLoads, now_s: float) -> Plan:
         namespace = thing["metadata"]["namespace"]
         observed = ModelState(
             thing=thing,
@@ -151,6 +151,7 @@ class ModelAdapter:
                 key=_worth,
             ),
             policies=self._by_namespace[AUTOSCALING_POLICIES].of(namespace),
+            lists=loads.models,
             settings=self._settings,
         )
         return self._decide(observed, now_s)

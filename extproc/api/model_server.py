@@ -62,7 +62,6 @@ EndpointProtocol = Literal[ServingProtocol, "V2-gRPC", "TensorFlow-gRPC"]
 _OF_PROMPTS: Final = {
     "pdGroup": "pd_group",
     "kvEvents": "kv_events",
-    "adapterLoading": "adapter_loading",
     "pickerConfig": "picker_config",
     "modelRewrites": "model_rewrites",
     "cacheIsolation": "cache_isolation",
@@ -157,29 +156,36 @@ RETURNED: Final = Activation(hold_timeout=Duration("60s"))
 
 
 class AdapterSource(Spec, frozen=True):
-    """One adapter that may be loaded. ``name``: what clients ask for, as a ModelRoute's ``loraAdapters`` has it.
-    ``source``: where its weights are, a path or a URI; engines and agents get it as ``lora_path``.
+    """One adapter, or model of a V2 server, that may be loaded. ``name``: what clients ask for, as a ModelRoute's
+    ``loraAdapters`` has it. ``source``: where its weights are, a path or a URI; engines and agents get it as
+    ``lora_path``. ``memory``: what it takes of the ``memory`` of a server. ``pinned``: never unloaded to make room.
     """
 
     name: NonEmpty
     source: NonEmpty
+    memory: ByteSize | None = None
+    pinned: bool = False
 
 
 class AdapterLoading(Spec, frozen=True):
-    """Engines load an adapter when a request needs it, and unload the least recently used one to make room.
+    """Engines load an adapter when a request needs it, and unload the least recently used one to make room. Servers of
+    protocol V2 load whole models likewise, by way of their agents.
 
     ``adapters``: those that may be loaded. ``port``: that of the runtime agents, which then load adapters;
     without it the engines do, and vLLM needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for that. ``slots``: how many
     adapters an engine may hold at a time; without it, as many as the engine reports that a batch may use
-    (``max_lora``), or else as many as it had when it refused another. ``timeout``: the longest that a request waits for
-    its adapter.
+    (``max_lora``), or else as many as it had when it refused another. ``memory``: in place of ``slots``, what all that
+    a server holds may take together. ``timeout``: the longest that a request waits for its adapter.
     """
+
+    CEL: ClassVar = (Rule("!has(self.slots) || !has(self.memory)", "write slots or memory, not both"),)
 
     adapters: Annotated[
         tuple[AdapterSource, ...], msgspec.Meta(min_length=1, max_length=1000, extra_json_schema=keyed_by("name"))
     ]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     slots: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None
+    memory: ByteSize | None = None
     timeout: Duration = Duration("60s")
 
 
@@ -417,6 +423,16 @@ class ModelServerSpec(Spec, frozen=True):
             f" !({' || '.join(f'has(self.{name})' for name in _OF_PROMPTS)})",
             f"{', '.join(_OF_PROMPTS)} are about prompts, which only protocol OpenAI has; remove them",
         ),
+        Rule(
+            "!has(self.adapterLoading) || !has(self.protocol) || self.protocol in ['OpenAI', 'V2']",
+            "only engines of protocol OpenAI or V2 load adapters or models; remove adapterLoading",
+        ),
+        Rule(
+            "!has(self.adapterLoading) || has(self.adapterLoading.port) || !has(self.protocol) ||"
+            " self.protocol != 'V2'",
+            "models of a V2 server are loaded by way of the runtime agents beside the servers; write"
+            " adapterLoading.port",
+        ),
     )
 
     model: NonEmpty
@@ -472,7 +488,8 @@ class ModelServerSpec(Spec, frozen=True):
     allowed_fields: Annotated[tuple[InternalField, ...], msgspec.Meta(max_length=32)] = ()
     # The order of requests while engines are full; without it, every request is sent at once.
     flow_control: FlowControl | None = None
-    # LoRA adapters that are loaded when a request needs them; without it, those that the engines have.
+    # LoRA adapters, or models of a V2 server, that are loaded when a request needs them; without it, those that the
+    # engines have.
     adapter_loading: AdapterLoading | None = None
     # Of requests that no ModelRoute sends here: the first that has the model that the client asks for decides.
     model_rewrites: Annotated[tuple[ModelRewrite, ...], msgspec.Meta(max_length=1000)] = ()
@@ -650,16 +667,13 @@ def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Findi
 
 
 def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> Iterator[Finding]:
-    """The program that loads adapters has an API for it, each adapter has one source, and none has the base model's
-    name.
+    """The program that loads adapters has an API for it, each adapter has one source, none has the base model's name,
+    and each fits.
     """
     if loading is None:
         return
     path: Path = ("spec", "adapterLoading")
-    if spec.pd_group is not None:
-        yield path, "has no effect beside pdGroup: adapters are loaded where one engine does both prefill and decode"
-    if loading.port is None and spec.engine != "vLLM":
-        yield path, f"extproc cannot ask {spec.engine} to load adapters; write port, that of the runtime agents"
+    yield from ((path, wrong) for wrong in _cannot_load(spec, loading))
     yield from check_duration(loading.timeout, (*path, "timeout"), longest_s=LONGEST_MESSAGE_S)
     seen: set[str] = set()
     for index, adapter in enumerate(loading.adapters):
@@ -668,7 +682,47 @@ def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> It
             yield place, f"'{adapter.name}' is listed twice; write each adapter once"
         if adapter.name == spec.model:
             yield place, f"'{adapter.name}' is the base model; give the adapter another name"
+        if spec.protocol == "V2" and adapter.name in {".", ".."}:
+            yield place, f"'{adapter.name}' is no segment of a path, in which protocol V2 names the model"
         seen.add(adapter.name)
+    for wrong in wrong_sizes(loading.memory, {one.name: (one.memory, one.pinned) for one in loading.adapters}):
+        yield path, wrong
+
+
+def _cannot_load(spec: ModelServerSpec, loading: AdapterLoading) -> Iterator[str]:
+    if spec.pd_group is not None:
+        yield "has no effect beside pdGroup: adapters are loaded where one engine does both prefill and decode"
+    if spec.protocol not in {"OpenAI", "V2"}:
+        yield f"servers of protocol {spec.protocol} load no models on demand; remove it"
+    elif spec.protocol == "V2" and loading.port is None:
+        yield "models of a V2 server are loaded by the runtime agents beside the servers; write their port"
+    elif loading.port is None and spec.engine != "vLLM":
+        yield f"extproc cannot ask {spec.engine} to load adapters; write port, that of the runtime agents"
+    if loading.slots is not None and loading.memory is not None:
+        yield loading.CEL[0].message
+
+
+def wrong_sizes(
+    memory: ByteSize | None, wanted: Mapping[str, tuple[ByteSize | None, bool]], field: str = "memory"
+) -> Iterator[str]:
+    """Models by name, with their memory and whether they are pinned, that do not fit into the ``memory`` of a server.
+    ``field``: that has it.
+    """
+    if memory is None:
+        return
+    pinned = sum(size or 0 for size, is_pinned in wanted.values() if is_pinned)
+    for name, (size, is_pinned) in wanted.items():
+        if size is None:
+            yield f"'{name}' has no memory, which is needed beside {field}; write what it takes on a server"
+        elif size > memory:
+            yield f"'{name}' needs {size} of memory, more than the {memory} of {field}; raise that, or remove the model"
+        elif not is_pinned and pinned <= memory < pinned + size:
+            yield (
+                f"'{name}' needs {size} of memory, and the pinned models leave {memory - pinned} bytes of the {memory}"
+                f" of {field}; raise that, or pin fewer"
+            )
+    if pinned > memory:
+        yield f"the pinned models need {pinned} bytes together, more than the {memory} of {field}; pin fewer"
 
 
 def _check_activation(activation: Activation | None) -> Iterator[Finding]:

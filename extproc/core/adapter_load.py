@@ -6,8 +6,9 @@ without one, it tries again whenever a request ends or an engine reports. An ada
 new requests, and is unloaded when no request in flight uses it; other processes are notified, and the unload waits a
 moment for the notice to arrive. A load that fails is tried at another engine.
 
-Weights that two engines cannot use count as broken: for ``BROKEN_S`` no load of them is requested. An engine that does
-not answer gets no load for ``SILENT_S``.
+Weights that two engines cannot use count as broken: for ``BROKEN_S`` no load of them is requested, and each time that
+they are broken again, for twice as long, up to ``LONGEST_BROKEN_S``. An engine that does not answer gets no load for
+``SILENT_S``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
 
 BROKEN_S: Final = 10.0
+LONGEST_BROKEN_S: Final = 120.0
 SILENT_S: Final = 2.0
 _RETRY_AFTER_S: Final = 5
 # Engines that must have refused weights before they are taken for broken.
@@ -56,11 +58,19 @@ _Key = tuple[str, str, frozenset[str] | None]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """A load that was asked for. ``evicts``: the adapter that makes room."""
+    """A load that was asked for. ``evicts``: the adapters that make room."""
 
     pool: Pool
     endpoint: EndpointRef
-    evicts: str | None
+    evicts: tuple[str, ...]
+
+
+class _Broken(msgspec.Struct, frozen=True):
+    """Weights at ``source`` that could not be used ``times`` in a row. ``until_s``: no load is requested before."""
+
+    source: str
+    times: int
+    until_s: float
 
 
 class AdapterLoads:
@@ -70,8 +80,9 @@ class AdapterLoads:
         self.has_peers = has_peers
         # by server, address and adapter
         self._loads: dict[tuple[str, str, str], Load] = {}
-        # until when, by server and adapter, and by server and address
-        self._broken: dict[tuple[str, str], float] = {}
+        # by server and adapter
+        self._broken: dict[tuple[str, str], _Broken] = {}
+        # until when, by server and address
         self._silent: dict[tuple[str, str], float] = {}
 
     def __len__(self) -> int:
@@ -83,8 +94,8 @@ class AdapterLoads:
         if slots is None:
             return
         self._loads[pool.name, endpoint.address, adapter] = Load(pool, endpoint, found.evicts)
-        if found.evicts is not None:
-            self.change(pool, found.row, found.evicts, "gone", now, out)
+        for one in found.evicts:
+            self.change(pool, found.row, one, "gone", now, out)
         self.change(pool, found.row, adapter, "loading", now, out)
         source, timeout_s = slots.sources[adapter], timeout_of(pool)
         out.append(LoadAdapter(pool.name, endpoint.address, adapter, source, found.evicts, timeout_s))
@@ -96,10 +107,13 @@ class AdapterLoads:
             return None
         row = load.endpoint.row
         self.change(pool, row, result.adapter, "loaded" if result.problem is None else "gone", now, out)
-        if load.evicts is not None and load.evicts not in result.unloaded:
-            self.change(pool, row, load.evicts, "loaded", now, out)
+        if result.problem is None:
+            self._broken.pop((pool.name, result.adapter), None)
+        for adapter in load.evicts:
+            if adapter not in result.unloaded:
+                self.change(pool, row, adapter, "loaded", now, out)
         for adapter in result.unloaded:
-            if adapter != load.evicts and adapter in pool.slots.sources:
+            if adapter not in load.evicts and adapter in pool.slots.sources:
                 self.change(pool, row, adapter, "gone", now, out)
         return row
 
@@ -121,7 +135,11 @@ class AdapterLoads:
 
     def mark_broken(self, pool: Pool, adapter: str, now: float) -> None:
         """Its weights cannot be used."""
-        self._broken[pool.name, adapter] = now + BROKEN_S
+        key, source = (pool.name, adapter), _source(pool, adapter)
+        before = self._broken.get(key)
+        times = before.times + 1 if before is not None and before.source == source else 1
+        pause_s = min(BROKEN_S * 2.0 ** min(times - 1, 10), LONGEST_BROKEN_S)
+        self._broken[key] = _Broken(source, times, now + pause_s)
 
     def mark_silent(self, pool: Pool, address: str, now: float) -> None:
         """The engine, or its agent, does not answer."""
@@ -129,7 +147,8 @@ class AdapterLoads:
 
     def is_broken(self, pool: Pool, adapter: str, now: float) -> bool:
         """Whether its weights could not be used a moment ago."""
-        return self._broken.get((pool.name, adapter), 0.0) > now
+        broken = self._broken.get((pool.name, adapter))
+        return broken is not None and broken.until_s > now and broken.source == _source(pool, adapter)
 
     def answering(self, pool: Pool, rows: Iterable[int], now: float) -> list[int]:
         """The rows whose engine did not fail to answer within the last ``SILENT_S`` seconds."""
@@ -138,9 +157,15 @@ class AdapterLoads:
 
     def forget(self, now: float) -> None:
         """Failures that are long ago."""
-        for memory in (self._broken, self._silent):
-            for key in [key for key, until_s in memory.items() if until_s <= now]:
-                del memory[key]
+        for key in [key for key, until_s in self._silent.items() if until_s <= now]:
+            del self._silent[key]
+        # for some time more: weights that are broken again are tried less often
+        for key in [key for key, one in self._broken.items() if one.until_s + LONGEST_BROKEN_S <= now]:
+            del self._broken[key]
+
+
+def _source(pool: Pool, adapter: str) -> str:
+    return "" if pool.slots is None else pool.slots.sources.get(adapter, "")
 
 
 def timeout_of(pool: Pool) -> float:
@@ -149,32 +174,38 @@ def timeout_of(pool: Pool) -> float:
     return 0.0 if loading is None else float(loading.timeout)
 
 
-def unavailable_adapter(adapter: str, what: str) -> Refusal:
+def unavailable_adapter(pool: Pool, adapter: str, what: str) -> Refusal:
     """503: try again."""
     return AdapterUnavailable(
-        f"The adapter '{adapter}' {what}; try again later.", param="model", retry_after_s=_RETRY_AFTER_S
+        f"The {_kind(pool)} '{adapter}' {what}; try again later.", param="model", retry_after_s=_RETRY_AFTER_S
     )
 
 
-def engine_unreachable(adapter: str) -> Refusal:
+def engine_unreachable(pool: Pool, adapter: str) -> Refusal:
     """503: no engine can load it."""
-    return unavailable_adapter(adapter, "is not loaded, and no engine that could load it can be reached")
+    return unavailable_adapter(pool, adapter, "is not loaded, and no engine that could load it can be reached")
 
 
-def adapter_load_failed(adapter: str) -> Refusal:
+def adapter_load_failed(pool: Pool, adapter: str) -> Refusal:
     """502: an operator must correct it."""
+    why = "do not fit the model" if pool.spec.protocol == "OpenAI" else "cannot be read by them"
     return AdapterBroken(
-        f"The adapter '{adapter}' could not be loaded by the engines: its weights are missing, or do not fit the model."
+        f"The {_kind(pool)} '{adapter}' could not be loaded by the engines: its weights are missing, or {why}."
         " Tell the operator of this gateway, whose log says what the engines answered.",
         param="model",
     )
 
 
+def _kind(pool: Pool) -> str:
+    """V2 servers load whole models as others load adapters."""
+    return "adapter" if pool.spec.protocol == "OpenAI" else "model"
+
+
 class _Closing(msgspec.Struct):
-    """An adapter that is to make room. ``since_s``: since then it gets no new requests."""
+    """Adapters that are to make room. ``since_s``: since then they get no new requests."""
 
     endpoint: EndpointRef
-    adapter: str
+    adapters: tuple[str, ...]
     since_s: float
 
 
@@ -237,7 +268,7 @@ class AdapterWait:
             # the picker reports the reason
             return None
         if is_broken:
-            raise adapter_load_failed(adapter)
+            raise adapter_load_failed(pool, adapter)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(pool, adapter, subset)
@@ -307,10 +338,10 @@ class AdapterWait:
         pool, loads = group.pool, self._loads
         answering = loads.answering(pool, rows_in(self._rows(group, now)), now)
         if loads.is_broken(pool, group.adapter, now):
-            self._refuse_all(group, adapter_load_failed(group.adapter), now, out)
+            self._refuse_all(group, adapter_load_failed(pool, group.adapter), now, out)
         elif not answering:
-            self._refuse_all(group, engine_unreachable(group.adapter), now, out)
-        elif pool.spec.scrape_interval and slots.are_unread(answering, now):
+            self._refuse_all(group, engine_unreachable(pool, group.adapter), now, out)
+        elif slots.is_listed and slots.are_unread(answering, now):
             # an engine may have it: its list of models comes within a second
             return
         elif not loads.is_loading(pool, group.adapter, answering):
@@ -323,18 +354,19 @@ class AdapterWait:
         if closing is not None and not (table.is_current(closing.endpoint) and closing.endpoint.row in rows):
             self._reopen(group, now, out)
             closing = None
-        elif closing is not None and not slots.is_loaded_on(closing.endpoint.row, closing.adapter):
+        elif closing is not None and not all(slots.is_loaded_on(closing.endpoint.row, one) for one in closing.adapters):
             # another process was faster, and its adapter has the slot
-            closing = group.closing = None
+            self._reopen(group, now, out)
+            closing = None
         found = place_adapter(slots, table, group.adapter, rows, now=now)
-        if found is not None and (found.evicts is None or not has_peers):
+        if found is not None and not (found.evicts and has_peers):
             self._reopen(group, now, out)
             self._loads.begin(pool, found, group.adapter, now, out)
         elif closing is not None:
-            row, one = closing.endpoint.row, closing.adapter
-            if not slots.is_used(row, one) and (not has_peers or now - closing.since_s >= _NEWS_S):
+            row, is_used = closing.endpoint.row, _are_used(slots, closing.endpoint.row, closing.adapters)
+            if not is_used and (not has_peers or now - closing.since_s >= _NEWS_S):
                 group.closing = None
-                self._loads.begin(pool, Placement(row, one), group.adapter, now, out)
+                self._loads.begin(pool, Placement(row, closing.adapters), group.adapter, now, out)
         else:
             self._close_one(group, slots, found or self._in_use(group, slots, rows, now), now, out)
 
@@ -347,10 +379,11 @@ class AdapterWait:
     def _close_one(
         self, group: _Group, slots: AdapterSlots, found: Placement | None, now: float, out: list[Effect]
     ) -> None:
-        if found is not None and found.evicts is not None:
+        if found is not None and found.evicts:
             group.closing = _Closing(group.pool.table.ref(found.row), found.evicts, now)
-            self._loads.change(group.pool, found.row, found.evicts, "closed", now, out)
-            if not slots.is_used(found.row, found.evicts):
+            for one in found.evicts:
+                self._loads.change(group.pool, found.row, one, "closed", now, out)
+            if not _are_used(slots, found.row, found.evicts):
                 out.append(WakeAt(now + _NEWS_S))
 
     def _copy(
@@ -362,7 +395,7 @@ class AdapterWait:
             return
         found = row_for_second_copy(slots, pool.table, adapter, slots.has(adapter), others, now)
         # for a copy, nothing is closed and waited for
-        if found is not None and (found.evicts is None or not (found.must_wait or self._loads.has_peers)):
+        if found is not None and not (found.evicts and (found.must_wait or self._loads.has_peers)):
             self._loads.begin(pool, found, adapter, now, out)
 
     def _failed(self, result: LoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
@@ -396,20 +429,26 @@ class AdapterWait:
             if closing is not None and loads.has_peers:
                 soonest.append(max(now + _NEWS_S / 2, closing.since_s + _NEWS_S))
                 name, address = group.pool.name, closing.endpoint.address
-                out.append(Broadcast(AdapterChanged(name, address, closing.adapter, "closed")))
+                out.extend(Broadcast(AdapterChanged(name, address, one, "closed")) for one in closing.adapters)
         if soonest:
             out.append(WakeAt(min(soonest)))
 
     def _reopen(self, group: _Group, now: float, out: list[Effect]) -> None:
-        """Open the adapter that was to make room for requests again."""
-        closing, group.closing = group.closing, None
-        if closing is not None and group.pool.table.is_current(closing.endpoint):
-            self._loads.change(group.pool, closing.endpoint.row, closing.adapter, "loaded", now, out)
+        """Open the adapters that were to make room for requests again, those that are still there."""
+        closing, slots, group.closing = group.closing, group.pool.slots, None
+        if closing is None or slots is None or not group.pool.table.is_current(closing.endpoint):
+            return
+        for one in closing.adapters:
+            if slots.is_loaded_on(closing.endpoint.row, one):
+                self._loads.change(group.pool, closing.endpoint.row, one, "loaded", now, out)
 
     def _too_late(self, group: _Group) -> Refusal:
         if self._loads.is_loading(group.pool, group.adapter, group.pool.table.active_rows):
-            return unavailable_adapter(group.adapter, f"takes longer to load than {timeout_of(group.pool):g} s")
-        return unavailable_adapter(group.adapter, "has no room at any engine: all slots are in use by other adapters")
+            text = f"takes longer to load than {timeout_of(group.pool):g} s"
+        else:
+            others = f"{_kind(group.pool)}s"
+            text = f"has no room at any engine: all slots are in use by other {others}"
+        return unavailable_adapter(group.pool, group.adapter, text)
 
     def _refuse_all(self, group: _Group, refusal: Refusal, now: float, out: list[Effect]) -> None:
         for ticket in list(group.deadlines):
@@ -427,6 +466,10 @@ def _remove(group: _Group, ticket: str) -> bool:
     if group.pool.slots is not None:
         group.pool.slots.waiting -= 1
     return True
+
+
+def _are_used(slots: AdapterSlots, row: int, adapters: Iterable[str]) -> bool:
+    return any(slots.is_used(row, one) for one in adapters)
 
 
 def _key(pool: Pool, adapter: str, subset: Collection[str] | None) -> _Key:

@@ -179,14 +179,15 @@ class EngineStarted(msgspec.Struct, frozen=True):
 class LoadAdapter(msgspec.Struct, frozen=True):
     """Have the engine at ``address`` load an adapter, then ``on_result`` with a LoadResult.
 
-    ``source``: where its weights are. ``unload``: the adapter that is unloaded first. ``timeout_s``: for all of it.
+    ``source``: where its weights are. ``unload``: the adapters that are unloaded first. ``timeout_s``: for all of
+    it.
     """
 
     server: str
     address: str
     adapter: str
     source: str
-    unload: str | None
+    unload: tuple[str, ...]
     timeout_s: float
 
 

@@ -388,8 +388,9 @@ def where_adapter_goes(
     where = f"'{adapter}' is on no engine; {table.addresses[found.row]} would load it"
     if slots.is_loading(found.row, adapter):
         where = f"'{adapter}' is on no engine; {table.addresses[found.row]} is loading it"
-    elif found.evicts is not None:
-        where += f" in place of '{found.evicts}'{', once no request uses that' if found.must_wait else ''}"
+    elif found.evicts:
+        others = " and ".join(f"'{one}'" for one in found.evicts)
+        where += f" in place of {others}{', once no request uses that' if found.must_wait else ''}"
     return where, found.row
 
 

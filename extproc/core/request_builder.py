@@ -457,8 +457,16 @@ class RequestBuilder:
             own = self._routing.targets(model, head.headers, head.path, listener=head.listener).destinations
         except UnknownModel:
             own = ()
-        pools = [self.pools.get(one.server) for one in [one for one in speaking if one in own] or speaking]
-        return any(pool is not None and pool.is_ready(now) for pool in pools)
+        return any(
+            pool.is_ready(now, one.model)
+            for one in [one for one in speaking if one in own] or speaking
+            if (pool := self.pools.get(one.server)) is not None
+        )
+
+    def is_on_demand(self, model: str, head: Head) -> bool:
+        """Whether a request for ``model`` has an engine load it."""
+        pools = [(self.pools.get(one.server), one.model) for one in self._open_destinations(model, head)]
+        return any(pool is not None and pool.slots is not None and name in pool.slots.sources for pool, name in pools)
 
     def has_ready(self, protocol: str, now: float) -> bool:
         """Whether an engine of some model of ``protocol`` could serve a request now."""

@@ -40,6 +40,11 @@ def slots_for(spec: ModelServerSpec, table: EndpointTable, known: AdapterSlots |
         return None
     slots = known or AdapterSlots(table, spec.model)
     slots.sources, slots.slots = {one.name: one.source for one in loading.adapters}, loading.slots
+    slots.memory = loading.memory
+    slots.sizes = {one.name: one.memory or 0 for one in loading.adapters}
+    slots.pinned = frozenset(one.name for one in loading.adapters if one.pinned)
+    slots.has_metrics = spec.protocol == "OpenAI"
+    slots.is_listed = not slots.has_metrics or spec.scrape_interval > 0
     return slots
 
 
@@ -53,13 +58,20 @@ class _Changed(msgspec.Struct, frozen=True):
 class AdapterSlots:
     """Adapters that may be loaded, by row of the endpoint table. Bounded by adapters times endpoints.
 
-    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it reports. ``fixed``:
-    other adapters that routes name, which engines always have. ``waiting``: requests that wait for an adapter.
+    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it reports. ``memory``:
+    in place of slots, the bytes that all of an engine may take together; ``sizes``: of each. ``pinned``: make no room
+    for others. ``is_listed``: engines, or their agents, report what they hold; ``has_metrics``: beside their
+    metrics. ``fixed``: other adapters that routes name, which engines always have. ``waiting``: requests
+    that wait for an adapter.
     """
 
     def __init__(self, table: EndpointTable, base_model: str) -> None:
         self.sources: Mapping[str, str] = {}
         self.slots: int | None = None
+        self.memory: int | None = None
+        self.sizes: Mapping[str, int] = {}
+        self.pinned: frozenset[str] = frozenset()
+        self.is_listed = self.has_metrics = False
         self.waiting = 0
         self._first_asked_at_s: float | None = None
         self.fixed: frozenset[str] = frozenset()
@@ -124,7 +136,9 @@ class AdapterSlots:
         if now - self._first_asked_at_s >= UNREAD_S:
             return False
         table = self._table
-        return any(table.loras[row].served is None or not table.has_reported(row) for row in rows)
+        return any(
+            table.loras[row].served is None or (self.has_metrics and not table.has_reported(row)) for row in rows
+        )
 
     def adapters_held(self, row: int) -> set[str]:
         """The adapters that take a slot there, those that are being loaded included."""
@@ -148,14 +162,18 @@ class AdapterSlots:
         """How many adapters are being loaded there."""
         return sum(1 for at, _ in self._loading if at == row)
 
+    def size(self, adapter: str) -> int:
+        """What it takes of an engine, in the unit of ``free_slots``."""
+        return 1 if self.memory is None else self.sizes.get(adapter, 0)
+
     def free_slots(self, row: int) -> float:
-        """How many more adapters fit; infinite if that is not known."""
-        slots = self.slots or self._table.loras[row].max_active or self._learned.get(row)
-        return math.inf if slots is None else slots - len(self.adapters_held(row))
+        """How many more adapters fit, or how many bytes of them; infinite if that is not known."""
+        slots = self.memory or self.slots or self._table.loras[row].max_active or self._learned.get(row)
+        return math.inf if slots is None else slots - sum(map(self.size, self.adapters_held(row)))
 
     def removable(self, row: int) -> Iterator[str]:
-        """Adapters there that can be loaded again, are not being loaded, and take requests."""
-        for one in self._served(row) & self.sources.keys():
+        """Adapters there that can be loaded again, are not pinned or being loaded, and take requests."""
+        for one in (self._served(row) & self.sources.keys()) - self.pinned:
             if (row, one) not in self._loading and (row, one) not in self._closed:
                 yield one
 

@@ -103,6 +103,15 @@ class _InRepository(msgspec.Struct, frozen=True):
     state: str = ""
 
 
+class _Held(msgspec.Struct, frozen=True, gc=False):
+    id: Annotated[str, msgspec.Meta(max_length=1024)]
+    state: str
+
+
+class _HeldModels(msgspec.Struct, frozen=True):
+    data: Annotated[list[_Held], msgspec.Meta(max_length=_MOST_MODELS)]
+
+
 def base_model(body: bytes) -> str:
     """The first model of ``GET /v1/models`` that is no adapter. Raises Unreadable if there is none."""
     for one in parse_json(_listed, body, "the list of models").data:
@@ -120,6 +129,12 @@ def repository_models(body: bytes) -> dict[str, str]:
     """Models of a V2 repository's index that are loaded; their paths are unknown. Raises Unreadable."""
     listed = parse_json(_repository, body, "the index of a repository")
     return {one.name: "" for one in listed if one.state == "READY"}
+
+
+def models_held(body: bytes) -> frozenset[str]:
+    """The models that a server has loaded, of its runtime agent's list. Raises Unreadable."""
+    listed = parse_json(_held, body, "the agent's list of models").data
+    return frozenset([one.id for one in listed if one.state == "loaded"])
 
 
 class LoadProblem(enum.Enum):
@@ -147,16 +162,18 @@ class LoadAnswer(msgspec.Struct, frozen=True):
     unloaded: tuple[str, ...] = ()
 
 
-def answer_to_load(status: int, body: bytes) -> LoadAnswer:
-    """The result of a load."""
+def answer_to_load(status: int, body: bytes, *, is_model: bool = False) -> LoadAnswer:
+    """The result of a load. ``is_model``: of a whole model into a V2 server, whose errors have text of the artefact's
+    own: it must not pass for that of the server. Their status counts alone.
+    """
     content, message = _content(body), message_of(body)
     if 200 <= status < 300:
         evicted = content.get("evicted") if isinstance(content, dict) else None
         names = [evicted] if isinstance(evicted, str) else evicted if isinstance(evicted, list) else []
         return LoadAnswer(message=message, unloaded=tuple(one for one in names if isinstance(one, str)))
-    if _ALREADY.search(message):
+    if not is_model and _ALREADY.search(message):
         return LoadAnswer(message=message, was_there=True)
-    is_full = bool(_FULL.search(message) and not _NOT_FULL.search(message))
+    is_full = not is_model and bool(_FULL.search(message) and not _NOT_FULL.search(message))
     is_of_a_model = isinstance(content, dict) and ("error" in content or content.get("object") == "error")
     if status in _BUSY or is_full:
         problem = LoadProblem.BUSY
@@ -296,4 +313,5 @@ _ranks: Final = msgspec.json.Decoder(
     Annotated[dict[Annotated[int, msgspec.Meta(ge=0)], _Rank], msgspec.Meta(max_length=_MOST_MODELS)]
 )
 _prefilled: Final = msgspec.json.Decoder(_PrefillBody)
+_held: Final = msgspec.json.Decoder(_HeldModels)
 _repository: Final = msgspec.json.Decoder(list[_InRepository])

@@ -76,6 +76,7 @@ class Dialect(msgspec.Struct, frozen=True):
     ``cache_info``            metric whose labels ``block_label`` and ``blocks_label`` have the size of the KV cache
     ``block_size, blocks``    gauges with the same size, in place of ``cache_info``
     ``finishes_requests``     after SIGTERM it waits by itself for running requests, which its metrics do not count
+    ``implementations``       of a repository whose models need settings: the class that loads each format of weights
     ``unpaired``              fields of a body to which a prefill or decode engine answers without the other one
     ========================  =======================================================================================
     """
@@ -98,6 +99,7 @@ class Dialect(msgspec.Struct, frozen=True):
     block_size: str = ""
     blocks: str = ""
     finishes_requests: bool = False
+    implementations: MappingProxyType[str, str] = MappingProxyType({})
     unpaired: MappingProxyType[str, str | int] = MappingProxyType({})
 
 
@@ -229,6 +231,15 @@ _MLSERVER: Final = Dialect(
     adapters="repository",
     metrics_port=8082,
     model_label="model",
+    implementations=MappingProxyType(
+        {
+            "sklearn": "mlserver_sklearn.SKLearnModel",
+            "xgboost": "mlserver_xgboost.XGBoostModel",
+            "lightgbm": "mlserver_lightgbm.LightGBMModel",
+            "mlflow": "mlserver_mlflow.MLflowRuntime",
+            "huggingface": "mlserver_huggingface.HuggingFaceRuntime",
+        }
+    ),
     sources=_sources(
         {
             # its probes are GET

@@ -107,12 +107,12 @@ class AdapterLoader:
         pool = self._core.pools.get(ask.server)
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
-        if ask.unload is not None:
-            answer = await self._post(pool.spec, ask, _UNLOAD, {"lora_name": ask.unload})
+        for one in ask.unload:
+            answer = await self._post(pool.spec, ask, _UNLOAD, {"lora_name": one})
             if not is_unloaded(answer.status, answer.body):
-                message = f"{ask.unload} could not be unloaded: {answer.status} {message_of(answer.body)}"
+                message = f"{one} could not be unloaded: {answer.status} {message_of(answer.body)}"
                 return LoadAnswer(LoadProblem.BUSY, message)
-            unloaded.append(ask.unload)
+            unloaded.append(one)
         return None
 
     async def _change(self, ask: LoadAdapter) -> LoadAnswer:
@@ -120,7 +120,7 @@ class AdapterLoader:
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
         answer = await self._post(pool.spec, ask, _LOAD, {"lora_name": ask.adapter, "lora_path": ask.source})
-        meant = answer_to_load(answer.status, answer.body)
+        meant = answer_to_load(answer.status, answer.body, is_model=pool.spec.protocol == "V2")
         if meant.problem is None:
             return meant
         return msgspec.structs.replace(meant, message=f"{answer.status} {meant.message}")

@@ -39,6 +39,7 @@ from extproc.feeds.guards import Guards
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.payloads import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
+from extproc.feeds.repositories import RepositoryLists
 from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.saved_objectives import SavedObjectives
 from extproc.feeds.shared_grants import SharedGrants
@@ -508,6 +509,7 @@ class App:
         worker = self._settings.worker
         if worker is None or not worker.number:
             feeds["engines"] = self._scraper.run
+            feeds["repositories"] = RepositoryLists(self._core, self._access, deliver=self._performer.on_metrics).run
         return feeds
 
     async def _follow_wall_clock(self) -> None:

@@ -109,6 +109,8 @@ class Performer:
         self._failures = FailureLog(log)
         # whose first failure is in the log
         self._failing_prefills: set[tuple[str, str]] = set()
+        # by server, address and adapter: weights are tried again and again while clients ask for them
+        self._failing_loads: dict[tuple[str, str, str], str] = {}
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
         self._waits: dict[str, asyncio.Future[Decision | RequestRefused]] = {}
@@ -227,7 +229,7 @@ class Performer:
             case ModelChecked():
                 _log_model(effect)
             case LoadEnded():
-                _log_load(effect.result)
+                self._log_load(effect.result)
             case PrefillEnded():
                 self._log_prefill(effect)
             case Fault():
@@ -254,6 +256,17 @@ class Performer:
                 one_line(leg.detail) or "no details",
                 _then(ended),
             )
+
+    def _log_load(self, result: LoadResult) -> None:
+        """A failure that was the same the last time is not repeated."""
+        key = result.server, result.address, result.adapter
+        if result.problem is None:
+            self._failing_loads.pop(key, None)
+        elif self._failing_loads.get(key) == result.message:
+            return
+        elif key in self._failing_loads or len(self._failing_loads) < _MOST_FAILING:
+            self._failing_loads[key] = result.message
+        _log_load(result)
 
     def _deliver(self, end: Decision | RequestRefused) -> None:
         """A request that was held has its answer: to its stream, if that still waits."""

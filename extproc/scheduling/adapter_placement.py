@@ -7,6 +7,9 @@ nothing in flight uses; of several engines, that with the fewest requests in fli
 adapters that have been there for long enough, the one with the fewest requests in flight gets no new requests, and
 makes room when those are over. Without this, ten adapters with continuous requests would never share four slots.
 
+Where memory is counted in place of slots, one adapter may need the room of several; the least recently used go first,
+and no more than have to.
+
 A second copy is worth a slot if the adapter's least loaded engine has more than ``4 + 2 n`` requests in flight, and
 another engine ``n``; it takes a free slot, or that of an adapter that was not used for half a minute, and no request
 waits for it.
@@ -35,12 +38,12 @@ _LONGEST_STAY_S: Final = 2.0
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """``row``: of the engine that loads. ``evicts``: the adapter that is unloaded first. ``must_wait``: that one is in
-    use.
+    """``row``: of the engine that loads. ``evicts``: the adapters that are unloaded first. ``must_wait``: one of them
+    is in use.
     """
 
     row: int
-    evicts: str | None = None
+    evicts: tuple[str, ...] = ()
     must_wait: bool = False
 
 
@@ -64,24 +67,50 @@ def place_adapter(
     for row in nearest:
         if slots.is_loading(row, adapter):
             return Placement(row)
+    size = slots.size(adapter)
     for row in nearest:
-        if slots.free_slots(row) >= 1:
+        if slots.free_slots(row) >= size:
             return Placement(row)
     for row in nearest:
-        idle = [one for one in slots.removable(row) if not slots.is_used(row, one)]
-        oldest = min(idle, key=lambda one: (slots.used_at_s(row, one), one), default=None)
-        if oldest is not None and now - slots.used_at_s(row, oldest) >= idle_s:
-            return Placement(row, oldest)
-    in_use = [
-        (slots.in_flight(row, one), slots.loaded_at_s(row, one), row, one)
-        for row in nearest
-        for one in slots.removable(row)
-        if now - slots.loaded_at_s(row, one) >= shortest_stay_s
-    ]
-    if not in_use:
+        idle = [
+            (slots.used_at_s(row, one), one)
+            for one in slots.removable(row)
+            if not slots.is_used(row, one) and now - slots.used_at_s(row, one) >= idle_s
+        ]
+        if evicts := _first_that_suffice(slots, row, size, [one for _, one in sorted(idle)]):
+            return Placement(row, evicts)
+    if not math.isfinite(shortest_stay_s):
         return None
-    _, _, row, one = min(in_use)
-    return Placement(row, one, must_wait=True)
+    found = [
+        (slots.in_flight(row, evicts[-1]), slots.loaded_at_s(row, evicts[-1]), row, evicts)
+        for row in nearest
+        if (evicts := _first_that_suffice(slots, row, size, _by_use(slots, row, shortest_stay_s, now)))
+    ]
+    if not found:
+        return None
+    _, _, row, evicts = min(found)
+    return Placement(row, evicts, must_wait=True)
+
+
+def _by_use(slots: AdapterSlots, row: int, shortest_stay_s: float, now: float) -> list[str]:
+    """The adapters of an engine that may have to give way: those that nothing uses, then the others by their use."""
+    staying = [one for one in slots.removable(row) if now - slots.loaded_at_s(row, one) >= shortest_stay_s]
+    return sorted(
+        staying,
+        key=lambda one: (slots.is_used(row, one), slots.in_flight(row, one), slots.loaded_at_s(row, one), one),
+    )
+
+
+def _first_that_suffice(slots: AdapterSlots, row: int, size: int, candidates: list[str]) -> tuple[str, ...]:
+    """The first of ``candidates`` that make room for ``size``; empty if all of them do not."""
+    free, chosen = slots.free_slots(row), list[str]()
+    for one in candidates:
+        if free >= size:
+            break
+        if slots.size(one):
+            free += slots.size(one)
+            chosen.append(one)
+    return tuple(chosen) if free >= size else ()
 
 
 def shortest_stay_s(timeout_s: float, *, waiting: int, slots: int) -> float:

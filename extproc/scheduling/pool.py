@@ -213,14 +213,17 @@ class Pool:
         known = listed[table.is_active]
         return int(known.max()) if known.size and known.min() > 0 else 0
 
-    def is_ready(self, now: float) -> bool:
-        """Whether an endpoint could serve a request now, by the breakers. A provider's limits are of this gateway as a
-        whole: until the end of the pause that it asks for, it serves nothing.
+    def is_ready(self, now: float, adapter: str | None = None) -> bool:
+        """Whether an endpoint could serve a request now, by the breakers; of an ``adapter`` on demand, if it has it.
+        A provider's limits are of this gateway as a whole: until the end of the pause that it asks for, it serves
+        nothing.
         """
         if not self.readiness.can_serve or self.breaker.state(now) is BreakerState.OPEN:
             return False
         self.refresh(now)
         usable = self.table.is_active & (self.table.retry_at_s <= now)
+        if adapter is not None and self.slots is not None and adapter in self.slots.sources:
+            usable &= self.slots.has(adapter)
         if self.spec.provider is None:
             return bool(usable.any())
         return any(now >= self.table.breakers[row].not_before_s for row in np.flatnonzero(usable).tolist())

@@ -109,9 +109,15 @@ def _readiness(context: StreamContext, head: Head, named: ModelPath, protocol: s
     if protocol not in builder.protocols_of(named.model, head):
         raise _unknown(named.model)
     if not builder.is_ready(named.model, protocol, head, context.clock()):
-        raise ModelNotReady(f"No engine of '{named.model[:100]}' is ready; try again soon.")
+        raise ModelNotReady(_why_not_ready(named.model, is_on_demand=builder.is_on_demand(named.model, head)))
     context.metrics.answered_here("health")
     return json_answer({"name": named.model, "ready": True}, "health")
+
+
+def _why_not_ready(model: str, *, is_on_demand: bool) -> str:
+    if is_on_demand:
+        return f"No engine has '{model[:100]}' loaded now. A request for it has an engine load it."
+    return f"No engine of '{model[:100]}' is ready; try again soon."
 
 
 def _of_models(context: StreamContext, head: Head, named: ModelPath | None) -> bytes | None:

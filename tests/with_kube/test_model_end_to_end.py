@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -107,6 +108,22 @@ spec:
     <<: *step
     replicas: 1
 """
+MANY = """
+apiVersion: attache.dev/v1alpha1
+kind: Model
+metadata:
+  name: llama
+spec:
+  format: {name: sklearn}
+  models:
+  - {name: iris, uri: "URI", memory: 1Mi, pinned: true}
+  - {name: "wine.v1:2@x", uri: "URI", memory: 1Mi}
+  - {name: spoilt, uri: "BROKEN", memory: 1Mi}
+  backends:
+  - name: default
+    replicas: 2
+    config: {drainTimeout: 2s, models: {memory: 2Mi}, pod: {terminationGracePeriodSeconds: 5}}
+"""
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -122,7 +139,11 @@ class Site(msgspec.Struct, frozen=True):
     downloads: list[str]
 
     async def create(self, text: str) -> None:
-        made = yaml.safe_load(text.replace("URI", self.weights).replace("STEPS", self.steps))
+        made = yaml.safe_load(
+            text.replace("URI", self.weights)
+            .replace("BROKEN", self.weights.replace("llama", "broken"))
+            .replace("STEPS", self.steps)
+        )
         made["metadata"]["namespace"] = self.namespace
         await self.client.create(MODELS if made["kind"] == "Model" else SERVING_RUNTIMES, made)
 
@@ -149,6 +170,19 @@ class Site(msgspec.Struct, frozen=True):
         async with httpx.AsyncClient(timeout=30) as http:
             return await http.post(f"{self.url}/v1/chat/completions", json=question)
 
+    async def infer(self, model: str) -> int:
+        """The status of a request for one of many models."""
+        body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
+        async with httpx.AsyncClient(timeout=90) as http:
+            try:
+                return (await http.post(f"{self.url}/v2/models/{quote(model, safe='')}/infer", json=body)).status_code
+            except httpx.TransportError:
+                return 0
+
+    async def hosted(self) -> dict[str, tuple[str, int]]:
+        """The state of each of many models, and how many servers have it."""
+        return {one["name"]: (one["state"], one["servers"]) for one in (await self.status()).get("models") or ()}
+
     async def tokens(self, role: str, source: str) -> float:
         """Of the prompts of all engines of a role, those from a source, as the engines count them."""
         pods = (await self.client.list(PODS, self.namespace, labels=f"{names.ROLE}={role}")).items
@@ -164,23 +198,30 @@ class Site(msgspec.Struct, frozen=True):
             return False
 
 
-@contextlib.asynccontextmanager
-async def weights_server() -> AsyncIterator[tuple[str, list[str]]]:
-    """A web server with an archive of weights, and the requests for its bytes."""
+def archive_of(*names: str) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
-        for name in ("config.json", "model.safetensors"):
+        for name in names:
             member = tarfile.TarInfo(name)
             member.size = 2
             archive.addfile(member, io.BytesIO(b"{}"))
+    return content.getvalue()
+
+
+@contextlib.asynccontextmanager
+async def weights_server() -> AsyncIterator[tuple[str, list[str]]]:
+    """A web server with an archive of weights, also by other names, and the requests for its bytes. That with the name
+    ``broken`` has a file of that name.
+    """
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(request.method)
-        return web.Response(body=content.getvalue(), headers={"etag": '"1"'})
+        more = ["broken"] if request.match_info["name"] == "broken" else []
+        return web.Response(body=archive_of("config.json", "model.safetensors", *more), headers={"etag": '"1"'})
 
     app = web.Application()
-    app.router.add_get("/llama.tar", answer)
+    app.router.add_get("/{name}.tar", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     (port,) = free_ports(1)
@@ -386,3 +427,61 @@ async def test_a_transformer_and_an_explainer_in_pods_of_their_own_serve_and_sca
             return counts == [1, 1, 1] and await ask("predict") == (200, {"predictions": [3.0, 4.0]})
 
         await eventually(is_gone, timeout_s=PATIENCE_S, pause_s=0.2)
+
+
+async def test_many_models_on_two_servers_are_loaded_when_they_are_asked_for(site: Site) -> None:
+    await site.create(MANY)
+    await site.until_ready()
+
+    async def answers(model: str = "iris") -> bool:
+        return await site.infer(model) == 200
+
+    await eventually(answers, timeout_s=PATIENCE_S, pause_s=0.2)
+    assert await site.infer("spoilt") == 502
+    assert await site.infer("wine.v1:2@x") == 200
+    assert await site.infer("nobody") == 404
+    # whatever becomes of one, the others are served
+    assert await site.is_ready()
+
+    async def is_told() -> bool:
+        found = await site.hosted()
+        return found == {"iris": ("Loaded", 2), "wine.v1:2@x": ("Loaded", 1), "spoilt": ("Failed", 0)}
+
+    await eventually(is_told, timeout_s=PATIENCE_S, pause_s=0.5)
+    said = await site.status()
+    (condition,) = (one for one in said["conditions"] if one["type"] == "ModelsLoadable")
+    assert (condition["status"], condition["reason"]) == ("False", "ModelLoadFailed")
+    assert "the engine does not load spoilt" in condition["message"]
+
+    # another model, and other weights of a broken one: no pod is made anew
+    pods = {one["metadata"]["uid"] for one in (await site.client.list(PODS, site.namespace)).items}
+    models = yaml.safe_load(MANY.replace("BROKEN", site.weights).replace("URI", site.weights))["spec"]["models"]
+    models.append({**models[1], "name": "digits"})
+    await site.client.merge_patch(MODELS, "llama", site.namespace, {"spec": {"models": models}})
+    for name in ("digits", "spoilt"):
+        await eventually(lambda name=name: answers(name), timeout_s=PATIENCE_S, pause_s=0.5)
+    assert pods == {one["metadata"]["uid"] for one in (await site.client.list(PODS, site.namespace)).items}
+
+    # what fits on no server is refused, and what runs goes on
+    wrong = [{**models[0], "memory": "3Mi"}, *models[1:]]
+    await site.client.merge_patch(MODELS, "llama", site.namespace, {"spec": {"models": wrong}})
+
+    async def is_refused() -> bool:
+        failure = (await site.status()).get("failure") or {}
+        return "'iris' needs 3Mi of memory, more than the 2Mi of config.models.memory" in failure.get("message", "")
+
+    await eventually(is_refused, timeout_s=PATIENCE_S, pause_s=0.2)
+    assert await answers()
+    await site.client.merge_patch(MODELS, "llama", site.namespace, {"spec": {"models": models}})
+
+    # a server that is gone comes back with what is pinned
+    first = min(one["metadata"]["name"] for one in (await site.client.list(PODS, site.namespace)).items)
+    await site.client.delete(PODS, first, site.namespace, grace_s=0)
+    await eventually(answers, timeout_s=PATIENCE_S, pause_s=0.2)
+
+    async def has_pinned() -> bool:
+        return (await site.hosted())["iris"] == ("Loaded", 2) and "failure" not in await site.status()
+
+    await eventually(has_pinned, timeout_s=PATIENCE_S, pause_s=0.5)
+    for name in ("iris", "wine.v1:2@x", "digits", "spoilt"):
+        assert await site.infer(name) == 200

@@ -21,12 +21,14 @@ from controller.agents.runtime.adapter_names import (
     link_name,
     local_path,
 )
+from controller.agents.runtime.repository import add_model, remove_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controller.agents.runtime.adapter_names import DeclaredAdapter
     from controller.agents.runtime.settings import AdapterSettings
+    from extproc.engines.dialects import Dialect
 
 _DOWNLOADER: Final = (sys.executable, "-m", "attache", "download")
 # At the same time; each takes a share of the network, and memory of its own.
@@ -107,12 +109,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class AdapterFiles:
-    """``is_repository``: the engine finds them by their names in its model repository, and is given no paths."""
+    """Of an engine of ``dialect``. One with a repository finds models there by their names, and is given no paths."""
 
-    def __init__(self, settings: AdapterSettings, downloads: Downloads, *, is_repository: bool) -> None:
+    def __init__(self, settings: AdapterSettings, downloads: Downloads, dialect: Dialect) -> None:
         self._settings = settings
         self._downloads = downloads
-        self._is_repository = is_repository
+        self._dialect = dialect
+        self._is_repository = dialect.adapters == "repository"
 
     def place(self, name: str, source: str, declared: DeclaredAdapter | None) -> tuple[str, str]:
         """The source, and the path of its files; raises NameInvalid or NotDeclared for what is not allowed.
@@ -131,31 +134,27 @@ class AdapterFiles:
             return source, local_path(source, self._settings.policy)
         if declared is None or source != declared.uri:
             check_uri(source, self._settings.policy)
-        return source, str(self._settings.links / (name if self._is_repository else link_name(name, source)))
+        # the repository holds what is made from them
+        links = self._settings.cache / "adapters" if self._is_repository else self._settings.links
+        return source, str(links / link_name(name, source))
 
-    async def bring(self, name: str, source: str, path: str) -> None:
-        """Raises DownloadFailed or OSError."""
+    async def bring(self, source: str, path: str) -> None:
+        """Download the files to ``path``. Raises DownloadFailed or OSError."""
         if is_uri(source):
             link = Path(path)
             link.parent.mkdir(parents=True, exist_ok=True)
             await self._downloads.fetch(source, link)
-        elif self._is_repository and path:
-            _link(Path(path), self._settings.links / name)
+
+    def add(self, name: str, path: str, declared: DeclaredAdapter | None) -> None:
+        """Where the engine has a repository, put a model there. Raises OSError or NameInvalid."""
+        if self._is_repository and path:
+            weights_format = "" if declared is None else declared.format
+            add_model(self._settings.links, name, Path(path), dialect=self._dialect, weights_format=weights_format)
 
     def remove(self, name: str) -> None:
-        """Take an unloaded model out of the repository, if it is a link there; the files stay in the cache.
+        """Take an unloaded model out of the repository; the files stay in the cache.
 
         Links to LoRA adapters stay: they are in a cache that pods share, and another engine may read by them.
         """
-        link = self._settings.links / name
-        if self._is_repository and link.is_symlink():
-            link.unlink()
-
-
-def _link(target: Path, link: Path) -> None:
-    """A local directory becomes a model of the repository."""
-    if link == target or (link.exists() and not link.is_symlink()):
-        return
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)
+        if self._is_repository:
+            remove_model(self._settings.links, name)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from controller.agents.runtime.adapter_files import DownloadFailed
-from controller.agents.runtime.adapter_names import DeclaredAdapter, NotDeclared
+from controller.agents.runtime.adapter_names import DeclaredAdapter, NameInvalid, NotDeclared
 from controller.agents.runtime.engine_client import EngineFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from controller.agents.runtime.adapter_files import AdapterFiles
     from controller.agents.runtime.adapter_names import DeclaredFile
@@ -38,9 +38,13 @@ _WAITING = "waiting_requests"
 _MOST_COMING: Final = 32
 # Most failures kept: names come from callers.
 _MOST_FAILURES: Final = 256
-# Evictions and the load itself.
-_MOST_STEPS: Final = 8
+# Evictions and the load itself; of models with memory, one may need the room of many.
+_MOST_STEPS: Final = 64
 _LIST_TIMEOUT_S: Final = 10.0
+# How long an unused model is not listed before it is unloaded: gateways, which read the list once a second, send it
+# nothing any more; and how long at most while the engine has requests, which may be for it.
+_LEAVE_S: Final = 3.0
+_LONGEST_LEAVE_S: Final = 60.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -55,18 +59,28 @@ class Adapter(msgspec.Struct, frozen=True):
 class EngineAdapters(msgspec.Struct, frozen=True):
     """The engine's adapters. ``limit``: most adapters, 0 if unknown. ``pinned``: never evicted.
 
-    ``tells_use``: False while it is unknown which adapters are in use, although the engine reports it.
+    ``tells_use``: False while it is unknown which adapters are in use, although the engine reports it. ``memory``:
+    bytes that all of them may take together, 0 if any; ``sizes``: of each. ``reloads``: the engine takes other files
+    for what it has, without a gap. ``is_idle``: it has no requests, as far as it reports.
     """
 
     loaded: Mapping[str, Adapter]
     pinned: frozenset[str] = frozenset()
     limit: int = 0
     tells_use: bool = True
+    memory: int = 0
+    sizes: Mapping[str, int] = {}
+    reloads: bool = False
+    is_idle: bool = False
 
-    @property
-    def is_full(self) -> bool:
-        """Whether an adapter must be evicted before another can be loaded."""
-        return bool(self.limit) and len(self.loaded) >= self.limit
+    def has_space(self, name: str) -> bool:
+        """Whether ``name`` can be loaded before another is evicted."""
+        return (not self.limit or len(self.loaded) < self.limit) and self.fits(name)
+
+    def fits(self, name: str, without: frozenset[str] = frozenset()) -> bool:
+        """Whether ``name`` fits into the memory when those of ``without`` are gone."""
+        held = self.loaded.keys() - without
+        return not self.memory or sum(self.sizes.get(one, 0) for one in {*held, name}) <= self.memory
 
 
 class AdapterAction(msgspec.Struct, frozen=True):
@@ -82,14 +96,15 @@ def next_step(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now
     held = shelf.loaded.get(name)
     if held is not None and (not path or not held.path or held.path == path):
         return AdapterAction("loaded", name)
-    if held is not None:
+    if held is not None and not shelf.reloads:
         if _may_go(held, shelf, keep_s, now_s, ignores_pin=True):
             return AdapterAction("unload", name, "replaced")
         return AdapterAction("busy", name, f"{name} is in use with other files")
-    if not shelf.is_full:
+    if held is not None or shelf.has_space(name):
         return AdapterAction("load", name)
+    may_go = frozenset(one.name for one in shelf.loaded.values() if _may_go(one, shelf, keep_s, now_s))
     chosen = victim(shelf, keep_s=keep_s, now_s=now_s)
-    if chosen:
+    if chosen and shelf.fits(name, without=may_go):
         return AdapterAction("unload", chosen, "evicted")
     return AdapterAction(
         "busy", name, f"the engine holds {len(shelf.loaded)} adapters, and all of them are pinned or in use"
@@ -111,12 +126,19 @@ def _may_go(one: Adapter, shelf: EngineAdapters, keep_s: float, now_s: float, *,
     return ignores_pin or one.name not in shelf.pinned
 
 
+def unused_for(shelf: EngineAdapters, declared: Iterable[str], idle_s: float, now_s: float) -> list[str]:
+    """The adapters of the file that were not used for ``idle_s``, without pinned ones."""
+    held = [shelf.loaded[name] for name in declared if name in shelf.loaded]
+    return [one.name for one in held if _may_go(one, shelf, idle_s, now_s)]
+
+
 class LoadFailures(msgspec.Struct, frozen=True):
-    """Loads of an adapter that failed in a row."""
+    """Loads of an adapter that failed in a row. ``is_busy``: the engine had no room, or did not answer."""
 
     times: int
     at_s: float
     message: str
+    is_busy: bool = False
 
 
 def retry_at_s(failure: LoadFailures) -> float:
@@ -146,7 +168,9 @@ class WantedAdapters(msgspec.Struct, frozen=True):
 
 
 def changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: float, now_s: float) -> AdapterChanges:
-    """Pinned adapters are loaded whatever has to go for them, others of the file while there is room.
+    """Pinned adapters are loaded whatever has to go for them, others of the file while there is room. Where memory is
+    counted, others are loaded only if all of the file fit: otherwise every server would hold the same ones, and those
+    that requests need would find no room.
 
     Level-triggered: an engine that has started again holds none of them, so all are loaded again.
     """
@@ -157,6 +181,8 @@ def changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: float, now
     # one with other files than declared takes its own place
     replaced = [name for name in others if name in shelf.loaded]
     fresh = [name for name in others if name not in shelf.loaded]
+    if shelf.memory and sum(shelf.sizes.values()) > shelf.memory:
+        fresh = []
     unload = (
         name
         for name in sorted(wishes.removed)
@@ -184,6 +210,10 @@ class AdapterUsage:
         self._used_at_s: dict[str, float] = {}
         self._finished: dict[str, float] = {}
         self._paths: dict[str, str] = {}
+
+    def used_at_s(self, name: str) -> float | None:
+        """When it was last in use, as far as that is known."""
+        return self._used_at_s.get(name)
 
     def record_use(self, name: str, now_s: float) -> None:
         """A load was requested: requests for the adapter are about to arrive."""
@@ -272,6 +302,7 @@ class AdapterLoader:
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
+        self._reloads = dialect.adapters == "repository"
         self._engine = engine
         self._files = files
         self.file = file
@@ -283,8 +314,15 @@ class AdapterLoader:
         self._coming: dict[str, _Coming] = {}
         self.failures: dict[str, LoadFailures] = {}
         self._unwanted: set[str] = set()
+        # unused ones that gateways are not shown any more, with the time since which
+        self._leaving: dict[str, float] = {}
         # what is loaded may change only under this lock
         self._changing = asyncio.Lock()
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Loaded ones that will be unloaded, as they were not used for long. A load keeps them."""
+        return frozenset(self._leaving)
 
     @property
     def coming(self) -> frozenset[str]:
@@ -298,7 +336,8 @@ class AdapterLoader:
         Concurrent callers for the same adapter wait for one load; a caller that disconnects does not end it. Raises
         LoadRefused.
         """
-        task = self._start(name, source)
+        is_leaving = self._leaving.pop(name, None) is not None
+        task = self._start(name, source, is_leaving=is_leaving)
         self._unwanted.discard(name)
         self.file.removed.discard(name)
         return await asyncio.shield(task)
@@ -318,8 +357,13 @@ class AdapterLoader:
 
     def _place(self, name: str, source: str) -> tuple[str, str]:
         """The source, and the path that the engine is given; raises LoadRefused for what is not allowed."""
+        declared, memory = self.file.declared.get(name), self._settings.memory
+        if declared is not None and memory and declared.memory > memory:
+            raise LoadRefused(
+                400, f"{name} needs {declared.memory} bytes, more than the {memory} that all models may take here"
+            )
         try:
-            return self._files.place(name, source, self.file.declared.get(name))
+            return self._files.place(name, source, declared)
         except NotDeclared as error:
             raise LoadRefused(503, str(error), 1) from error
         except ValueError as error:
@@ -335,17 +379,30 @@ class AdapterLoader:
             raise LoadRefused(503, f"the engine does not tell what it holds: {error}", 5) from error
         page = await self._page() if with_use else None
         pinned = frozenset(name for name, one in self.file.declared.items() if one.pinned)
+        sizes = {name: one.memory for name, one in self.file.declared.items()}
         adapters = self._uses.adapters(listed, page, self._clock())
         slots = page.adapters.slots if page is not None and page.adapters is not None else 0
         self._counters.adapters = len(adapters)
-        return EngineAdapters(adapters, pinned, self.limit or slots, self._uses.are_known(page))
+        return EngineAdapters(
+            adapters,
+            pinned,
+            self.limit or slots,
+            self._uses.are_known(page),
+            self._settings.memory,
+            sizes,
+            self._reloads,
+            is_idle=page is not None and page.total("running_requests") == 0 and not page.total(_WAITING),
+        )
 
     async def follow_file(self) -> bool:
         """Apply the file of adapters, as far as the engine allows now. Called periodically.
 
         Returns whether all pinned adapters are there, or failed at least once.
         """
-        self.file.poll()
+        before = self.file.declared
+        if self.file.poll():
+            for name in [one for one in self.failures if before.get(one) != self.file.declared.get(one)]:
+                del self.failures[name]
         self._unwanted &= set(self.file.declared)
         if not self.file.declared and not self.file.removed:
             return True
@@ -364,10 +421,27 @@ class AdapterLoader:
         for name in wanted.unload:
             async with self._changing:
                 await self._unload(name, shelf, "removed")
+        await self._unload_unused(shelf)
         for name in wanted.load:
             if len(self._coming) < _MOST_COMING:
-                _ = self._start(name, "")
+                try:
+                    _ = self._start(name, "")
+                except LoadRefused as refused:
+                    self._note_failure(name, refused)
         return shelf.pinned <= {*shelf.loaded, *self.failures}
+
+    async def _unload_unused(self, shelf: EngineAdapters) -> None:
+        idle_s = self._settings.idle_unload_s
+        unused = unused_for(shelf, self.file.declared, idle_s, self._clock()) if idle_s else []
+        self._leaving = {name: self._leaving.get(name, self._clock()) for name in unused}
+        for name in unused:
+            async with self._changing:
+                # a caller may have asked for it meanwhile
+                since_s = self._leaving.get(name, self._clock())
+                if self._clock() - since_s >= (_LEAVE_S if shelf.is_idle else _LONGEST_LEAVE_S):
+                    self._unwanted.add(name)
+                    await self._unload(name, shelf, "idle")
+                    self._leaving.pop(name, None)
 
     def on_engine_restart(self) -> None:
         """Drop the limits of the former engine."""
@@ -380,7 +454,7 @@ class AdapterLoader:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, name: str, source: str) -> asyncio.Task[tuple[str, ...]]:
+    def _start(self, name: str, source: str, *, is_leaving: bool = False) -> asyncio.Task[tuple[str, ...]]:
         source, path = self._place(name, source)
         coming = self._coming.get(name)
         if coming is not None:
@@ -389,7 +463,7 @@ class AdapterLoader:
             return coming.task
         if len(self._coming) >= _MOST_COMING:
             raise LoadRefused(503, f"{_MOST_COMING} adapters are being loaded", 1)
-        task = asyncio.create_task(self._bring(name, source, path))
+        task = asyncio.create_task(self._bring(name, source, path, is_leaving=is_leaving))
         task.add_done_callback(lambda done: self._has_come(name, done))
         self._coming[name] = _Coming(path, task)
         return task
@@ -400,18 +474,26 @@ class AdapterLoader:
         except LoadRefused:
             return ""
 
-    async def _bring(self, name: str, source: str, path: str) -> tuple[str, ...]:
+    async def _bring(self, name: str, source: str, path: str, *, is_leaving: bool) -> tuple[str, ...]:
         began_s = self._clock()
         try:
-            if await self._is_held(name, path):
+            if is_leaving:
+                # it may be unloaded right now
+                async with self._changing:
+                    is_held = await self._is_held(name, path)
+            else:
+                is_held = await self._is_held(name, path)
+            if is_held:
                 return ()
-            await self._files.bring(name, source, path)
+            await self._files.bring(source, path)
             async with self._changing:
                 gone = await self._put(name, path)
         except DownloadFailed as error:
             raise LoadRefused(502, f"{name} could not be downloaded: {error}", 10) from error
         except EngineFailed as error:
             raise LoadRefused(503, f"the engine does not answer: {error}", 5) from error
+        except NameInvalid as error:
+            raise LoadRefused(400, str(error)) from error
         except OSError as error:
             raise LoadRefused(502, f"{name} could not be loaded: {error}", 5) from error
         self._counters.loads["loaded"] += 1
@@ -441,6 +523,7 @@ class AdapterLoader:
                 await self._unload(step.name, shelf, step.why)
                 gone.append(step.name)
                 continue
+            self._files.add(name, path, self.file.declared.get(name))
             answer = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
             if answer.problem is None:
                 self._uses.on_loaded(name, path, self._clock())
@@ -471,12 +554,15 @@ class AdapterLoader:
         error = task.exception()
         if error is None:
             self.failures.pop(name, None)
-            return
+        else:
+            self._note_failure(name, error)
+
+    def _note_failure(self, name: str, error: BaseException) -> None:
         is_busy = isinstance(error, LoadRefused) and error.status == 503
         self._counters.loads["refused" if is_busy else "failed"] += 1
         before = self.failures.pop(name, None)
         times = 1 if before is None or is_busy else before.times + 1
-        self.failures[name] = LoadFailures(times, self._clock(), str(error))
+        self.failures[name] = LoadFailures(times, self._clock(), str(error), is_busy)
         while len(self.failures) > _MOST_FAILURES:
             del self.failures[next(iter(self.failures))]
         if before is None or before.message != str(error):

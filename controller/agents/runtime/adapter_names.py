@@ -7,7 +7,7 @@ import logging
 import re
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -25,10 +25,14 @@ _MOST_BYTES: Final = 1024 * 1024
 
 
 class DeclaredAdapter(msgspec.Struct, frozen=True):
-    """An adapter of the file. ``uri``: may be empty for a model of a repository that has its files already."""
+    """An adapter of the file, or a model of a repository. ``uri``: may be empty for a model whose files are in the
+    repository already. ``memory``: bytes that a model takes. ``format``: of its weights.
+    """
 
     uri: str = ""
     pinned: bool = False
+    memory: Annotated[int, msgspec.Meta(ge=0)] = 0
+    format: str = ""
 
 
 class NameInvalid(ValueError):

@@ -61,7 +61,7 @@ class Agent:
             adapters,
             dialect,
             engine=engine,
-            files=AdapterFiles(adapters, downloads, is_repository=dialect.adapters == "repository"),
+            files=AdapterFiles(adapters, downloads, dialect),
             file=self.file,
             counters=self._counters,
             page=self.watch.page,

@@ -170,12 +170,13 @@ class EngineClient:
 
     async def load(self, name: str, path: str, *, timeout_s: float) -> LoadAnswer:
         """Raises EngineFailed if it does not answer."""
-        if self._dialect.adapters == "repository":
+        is_model = self._dialect.adapters == "repository"
+        if is_model:
             answer = await self.post(_repository(name, "load"), {}, timeout_s=timeout_s)
         else:
             body = {"lora_name": name, "lora_path": path}
             answer = await self.post(self._dialect.load_path, body, timeout_s=timeout_s)
-        return answer_to_load(answer.status, answer.body)
+        return answer_to_load(answer.status, answer.body, is_model=is_model)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
         """Raises EngineFailed if the engine still holds it."""

@@ -187,6 +187,9 @@ class EngineWatch:
     async def _ask_server(self) -> None:
         """Ask whether the model is loaded, as its inputs are not known; raises EngineFailed."""
         path = _of_model(self._settings.dialect.ready, self._model) if self._model else READY_PATH
+        if not self._model and self._settings.adapters.file is not None:
+            # servers may not be ready as long as one of many models is broken, which must not cost the others
+            path = self._settings.dialect.health
         (await self._client.get(path, timeout_s=self._settings.answer_timeout_s)).expect_success(path)
 
     async def _must_answer(self, request: ModelRequest) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Of one name. A page of 4 MiB, and no longer one is read, has hardly more.
 _MOST_SERIES: Final = 65_536
+_WHY_UNLOADED: Final = ("evicted", "asked", "removed", "replaced", "idle")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -69,7 +70,7 @@ class Counters:
     """
 
     loads: dict[str, int] = field(default_factory=lambda: {"loaded": 0, "failed": 0, "refused": 0})
-    unloads: dict[str, int] = field(default_factory=lambda: {"evicted": 0, "asked": 0, "removed": 0, "replaced": 0})
+    unloads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_WHY_UNLOADED, 0))
     load_s: float = 0.0
     adapters: int = 0
     probes: dict[str, int] = field(default_factory=lambda: {"good": 0, "bad": 0})

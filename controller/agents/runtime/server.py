@@ -121,7 +121,8 @@ class AgentServer:
         listed = [
             _ListedAdapter(
                 id=one.name,
-                state="loaded",
+                # gateways send nothing to one that leaves; who asks for its load keeps it
+                state="unloading" if one.name in loader.leaving else "loaded",
                 path=one.path,
                 is_declared=one.name in declared,
                 is_pinned=one.name in shelf.pinned,
@@ -133,7 +134,8 @@ class AgentServer:
         others = dict.fromkeys([*declared, *loader.coming, *loader.failures])
         for name in (name for name in others if name not in shelf.loaded):
             failure = loader.failures.get(name)
-            state = "loading" if name in loader.coming else "absent" if failure is None else "failed"
+            is_broken = failure is not None and not failure.is_busy
+            state = "loading" if name in loader.coming else "failed" if is_broken else "absent"
             listed.append(
                 _ListedAdapter(
                     id=name,

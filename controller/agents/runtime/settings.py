@@ -34,12 +34,15 @@ class WarmUp(msgspec.Struct, frozen=True):
 class AdapterSettings(msgspec.Struct, frozen=True):
     """``links``: where the files of adapters appear by name; in a V2 repository, the repository itself.
 
-    ``keep_s``: an adapter stays at least so long after it was loaded or used. ``downloader``: the command in front of
-    URI.
+    ``memory``: bytes that all of them may take together; 0: any. ``keep_s``: an adapter stays at least so long after it
+    was loaded or used. ``idle_unload_s``: one that is not pinned is unloaded when it was not used for so long; 0:
+    never. ``downloader``: the command in front of URI.
     """
 
     file: Path | None = None
     limit: int = 0
+    memory: int = 0
+    idle_unload_s: float = 0.0
     keep_s: float = 2.0
     policy: SourcePolicy = SourcePolicy()
     cache: Path = Path("/var/cache/attache")
@@ -117,6 +120,8 @@ def settings_of(options: argparse.Namespace) -> AgentSettings:
         adapters=AdapterSettings(
             file=options.adapters,
             limit=options.max_adapters,
+            memory=options.max_memory,
+            idle_unload_s=options.idle_unload,
             keep_s=options.keep_adapter,
             policy=SourcePolicy(tuple(options.allow_path) or (cache,), tuple(options.allow_uri), options.declared_only),
             cache=cache,

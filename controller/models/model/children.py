@@ -27,7 +27,7 @@ from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
 from controller.models.model.pods import ADAPTERS_FILE, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.legs import own_leg
-from controller.models.runtimes.settings import AGENT_PORT
+from controller.models.runtimes.settings import AGENT_PORT, format_of
 from controller.models.runtimes.steps import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, named_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from controller.api.model import Backend, Disaggregation
-    from controller.api.serving_runtime import ServingRuntimeSpec
+    from controller.api.serving_runtime import EngineConfig, ServingRuntimeSpec
     from controller.api.steps import Transformer
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
     from controller.models.runtimes.presets import Preset
@@ -147,7 +147,8 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     """The ModelServer of one backend. ``start_times``: measured start times, by backend."""
     preset, config = made.preset.spec, made.roles[0].engine.config
     spec: dict[str, Any] = {
-        "model": model.served_name,
+        # no model of many has such a name
+        "model": f"{model.served_name}/*" if model.spec.models else model.served_name,
         "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
         **_ports(model.spec.transformer, preset),
     }
@@ -164,14 +165,8 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     if config.kv_events:
         ranks = {"dataParallelSize": config.parallelism.data} if config.parallelism.data > 1 else {}
         spec["kvEvents"] = {**_KV_EVENTS, **ranks}
-    asked_for = [one for one in model.spec.adapters if not one.pinned]
-    if asked_for and preset.agent.enabled:
-        spec["adapterLoading"] = {
-            "port": AGENT_PORT,
-            "adapters": [{"name": one.name, "source": one.uri} for one in asked_for],
-        }
-        if config.lora.max_loaded is not None:
-            spec["adapterLoading"]["slots"] = config.lora.max_loaded
+    if (loading := _loading(model, config)) is not None and preset.agent.enabled:
+        spec["adapterLoading"] = loading
     activation = activation_spec(model, made, start_times)
     if activation is not None:
         spec["activation"] = activation
@@ -196,13 +191,36 @@ def grpc_server_spec(
 ) -> dict[str, Any] | None:
     """The ModelServer of the same pods over gRPC; None if they do not serve that."""
     preset = made.preset.spec
-    if preset.grpc_protocol is None:
+    # of many models a second ModelServer would not know what the first one has loaded
+    if preset.grpc_protocol is None or model.spec.models:
         return None
     return {
         **server_spec(model, made, start_times),
         "protocol": preset.grpc_protocol,
         "workloadPort": {"port": preset.grpc_port},
     }
+
+
+def _loading(model: ResolvedModel, config: EngineConfig) -> dict[str, Any] | None:
+    """What is loaded when requests name it. Of many models also the pinned ones, as not every server may have them."""
+    asked_for = [one for one in model.spec.adapters if not one.pinned]
+    found: dict[str, Any] = {"port": AGENT_PORT}
+    if asked_for:
+        found["adapters"] = [{"name": one.name, "source": one.uri} for one in asked_for]
+        return found if config.lora.max_loaded is None else {**found, "slots": config.lora.max_loaded}
+    if not model.spec.models:
+        return None
+    found["adapters"] = [
+        {
+            "name": one.name,
+            "source": one.uri,
+            **({} if one.memory is None else {"memory": str(one.memory)}),
+            **({"pinned": True} if one.pinned else {}),
+        }
+        for one in model.spec.models
+    ]
+    memory = config.models.memory
+    return found if memory is None else {**found, "memory": str(memory)}
 
 
 def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
@@ -236,7 +254,7 @@ def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[s
     """
     # a request goes to those of its protocol, by their weights among themselves
     targets = [(model.child(one.backend), weights[one.backend.name]) for one in model.backends]
-    if model.spec.transformer is None:
+    if model.spec.transformer is None and not model.spec.models:
         targets += [
             (model.grpc_child(one.backend), weights[one.backend.name])
             for one in model.backends
@@ -251,7 +269,10 @@ def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[s
     shared: dict[str, Any] = {"rules": rules}
     if model.spec.parent_refs:
         shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
-    adapters = [one.name for one in model.spec.adapters]
+    adapters = [one.name for one in model.spec.declared]
+    if model.spec.models:
+        yield model.name, {"loraAdapters": adapters, **shared}
+        return
     own = {"modelName": model.served_name, **shared}
     names = {"loraAdapters": adapters} if adapters else {}
     yield model.name, {**own, **names}
@@ -376,8 +397,13 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
 
 
 def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:
-    if model.spec.adapters:
-        declared = {one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.adapters}
+    if model.spec.declared:
+        declared: dict[str, dict[str, Any]] = {
+            one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.declared
+        }
+        for one in model.spec.models:
+            weights_format = format_of(one.uri, one.format or model.spec.format).name
+            declared[one.name] |= {"memory": int(one.memory or 0), "format": weights_format}
         text = msgspec.json.format(msgspec.json.encode(declared, order="sorted"), indent=2).decode()
         yield Child(CONFIG_MAPS, _object(model, CONFIG_MAPS, f"{model.name}-adapters", {"data": {ADAPTERS_FILE: text}}))
     for resource, name, spec in warmers(model, settings):

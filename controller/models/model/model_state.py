@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from controller.api.autoscaling import ScaleToZero
-from controller.api.model import Backend, ModelFormat, ModelSpec
+from controller.api.model import Backend, HostedModel, ModelFormat, ModelSpec
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
@@ -37,6 +37,7 @@ from controller.models.runtimes.settings import (
     EngineSettings,
     Weights,
     format_of,
+    repository_of,
     unknown_settings,
     weights_of,
 )
@@ -80,13 +81,22 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     steps: str = f"{STEPS_SERVICE}.attache-system.svc"
 
 
+class ReportedModel(msgspec.Struct, frozen=True):
+    """As an agent lists it: ``state``: loaded, unloading, loading, failed or absent. ``message``: of a failed load."""
+
+    id: str
+    state: str
+    message: str = ""
+
+
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     """``thing``: the Model as the API server has it. ``runtimes`` and ``cluster_runtimes``: all ServingRuntimes of its
     namespace, and all ClusterServingRuntimes. ``templates`` and ``shared_templates``: ModelTemplates of its namespace,
     and of the manager's. ``children``: objects of the kinds ``CHILDREN`` in its namespace that the Model owns, or that
     have the label ``MODEL`` or a name that begins with the Model's. ``pods``: with the label ``MODEL`` of this Model.
     ``gateways``: Services of gateways that serve this namespace, the preferred one for ``status.url`` first.
-    ``policies``: all AutoscalingPolicies of its namespace.
+    ``policies``: all AutoscalingPolicies of its namespace. ``lists``: what agents report of many models, by key of
+    their pods.
     """
 
     thing: Object
@@ -98,6 +108,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     pods: Sequence[Object] = ()
     gateways: Sequence[Object] = ()
     policies: Sequence[Object] = ()
+    lists: Mapping[str, Sequence[ReportedModel]] = {}
     settings: ModelSettings = ModelSettings()
 
 
@@ -176,12 +187,17 @@ def resolve(observed: ModelState) -> ResolvedModel | Unresolved:
     if found:
         return Unresolved("InvalidSpec", "; ".join(found))
     spec = _of_its_namespace(spec, metadata["namespace"])
-    weights, format_ = weights_of(spec.uri, spec.cache), format_of(spec.uri, spec.format)
+    models = _by_format(spec)
+    if spec.uri is not None:
+        weights, format_ = weights_of(spec.uri, spec.cache), format_of(spec.uri, spec.format)
+    else:
+        weights, format_ = repository_of(spec.cache), next(iter(models))
     served_name = spec.served_name or metadata["name"]
     known = presets.available(observed.runtimes, observed.cluster_runtimes)
     backends = []
     for backend in spec.backends:
-        preset = choose_preset(backend, format_, known, spec.protocol)
+        fitting = presets.for_many(known, [one.name for one in models]) if models and not backend.runtime else known
+        preset = choose_preset(backend, format_, fitting, spec.protocol)
         if isinstance(preset, NotChosen):
             return Unresolved(preset.reason, f"backend '{backend.name}': {preset.message}")
         made = _backend(
@@ -241,12 +257,23 @@ def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, s
         "grpc_port": preset.spec.grpc_port,
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
+        "has_models": bool(spec.models),
     }
+
+
+def _by_format(spec: ModelSpec) -> dict[ModelFormat, tuple[HostedModel, ...]]:
+    """``models``, by the format of each."""
+    found: dict[ModelFormat, tuple[HostedModel, ...]] = {}
+    for one in spec.models:
+        format_ = format_of(one.uri, one.format or spec.format)
+        found[format_] = (*found.get(format_, ()), one)
+    return found
 
 
 def _backend(
     layered: LayeredModel, backend: Backend, preset: Preset, base: EngineSettings
 ) -> ResolvedBackend | Unresolved:
+    models = {one.name: hosted for one, hosted in _by_format(layered.spec).items()}
     try:
         roles = tuple(_roles(layered, backend, preset, base))
     except NotMergeable as error:
@@ -261,6 +288,7 @@ def _backend(
             protocol=base.protocol,
             has_adapters=base.has_adapters,
             is_batched=layered.spec.batching is not None,
+            models=models,
         )
     ]
     if len(roles) > 1:

@@ -111,9 +111,9 @@ def _ours(
     volumes = list(model.weights.volumes)
     if has_agent:
         init.append(_sidecar(model, made, role, settings))
-    if has_agent and model.spec.adapters:
+    if has_agent and model.spec.declared:
         volumes.append({"name": _ADAPTERS, "configMap": {"name": f"{model.name}-adapters"}})
-        if not model.weights.is_downloaded:
+        if model.spec.adapters and not model.weights.is_downloaded:
             volumes.append(cache_volume(model.spec.cache))
     return {
         "initContainers": init,
@@ -206,7 +206,7 @@ def download(model: ResolvedModel, settings: ModelSettings) -> Plain:
     found: Plain = {
         "name": DOWNLOAD,
         "image": settings.image,
-        "args": ["download", model.spec.uri, f"--cache={CACHE_PATH}", f"--link={MODEL_PATH}"],
+        "args": ["download", str(model.spec.uri), f"--cache={CACHE_PATH}", f"--link={MODEL_PATH}"],
         "volumeMounts": [
             {"name": MODELS, "mountPath": MODEL_PATH.rpartition("/")[0]},
             {"name": WEIGHTS, "mountPath": CACHE_PATH},
@@ -248,7 +248,7 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
             f"--listen=0.0.0.0:{AGENT_PORT}",
             f"--engine=http://127.0.0.1:{role.engine.port}",
             f"--dialect={preset.agent.dialect}",
-            f"--model={model.served_name}",
+            *([] if model.spec.models else [f"--model={model.served_name}"]),
             f"--drain-timeout={_drain_s(config)}",
             *(["--disaggregated"] if role.engine.role is not None else []),
             # every pod can reach this port, and downloads use the Model's credentials
@@ -256,10 +256,11 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
             *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
             *(
                 [f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}", f"--weights-cache={CACHE_PATH}"]
-                if model.spec.adapters
+                if model.spec.declared
                 else []
             ),
             *_batcher(model, preset.port),
+            *(_of_models(config) if model.spec.models else []),
             *preset.agent.args,
         ],
         "ports": [
@@ -274,11 +275,12 @@ def _sidecar(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, se
         },
         **_as_guest(model),
     }
-    if model.spec.adapters:
-        # adapters are fetched by the sidecar, with the same credentials as the weights
+    if model.spec.declared:
+        # they are fetched by the sidecar, with the same credentials as the weights
         found["volumeMounts"] = [
             {"name": _ADAPTERS, "mountPath": ADAPTERS_PATH, "readOnly": True},
             {"name": WEIGHTS, "mountPath": CACHE_PATH},
+            *([{"name": MODELS, "mountPath": MODEL_PATH}] if model.spec.models else []),
         ]
         found |= _credentials(model)
     return found
@@ -291,6 +293,15 @@ def _batcher(model: ResolvedModel, port: int) -> Iterator[str]:
         yield f"--batch-listen=0.0.0.0:{port}"
         yield f"--batch-size={batching.max_size}"
         yield f"--batch-delay={batching.max_delay:g}"
+
+
+def _of_models(config: EngineConfig) -> list[str]:
+    memory = config.models.memory
+    return [
+        f"--link-dir={MODEL_PATH}",
+        *([f"--max-memory={int(memory)}"] if memory is not None else []),
+        f"--idle-unload={float(config.models.idle_unload):g}",
+    ]
 
 
 def model_infer_spec(model: ResolvedModel, made: ResolvedBackend, settings: ModelSettings) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 from controller.kube.plan import Apply, Delete, KubeEvent, Plan
 from controller.kube.resources import MODEL_SERVERS, Object, key_of
 from controller.models.model.children import Child, children, digest_of, is_settled, reported_start_times, with_digest
+from controller.models.model.hosted import ASK_EACH_S, pods_with_lists
 from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve
 from controller.models.model.pods import our_images
 from controller.models.model.status import Owned, Status, replicas_of, status_of, unresolved_status
@@ -37,10 +38,13 @@ def reconcile(observed: ModelState, now_s: float) -> Plan:
         f"{one.resource.kind} {name}" for one in wanted if (one.resource.kind, name := _name(one.thing)) in foreign
     ]
     status = status_of(observed, model, wanted, owned, taken, now_s)
+    asks = pods_with_lists(model, observed.pods)
     return Plan(
         actions=(*_applied(wanted, owned, foreign), *_deleted(wanted, owned)),
         status=status,
         events=tuple(_events(thing, status)),
+        requeue_at_s=now_s + ASK_EACH_S if asks else None,
+        asks_loads_of=asks,
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from controller.kube.resources import key_of
 from controller.models.model.children import is_settled, shares
+from controller.models.model.hosted import failed_models, hosted_status
 from controller.models.model.model_state import BACKEND, PURPOSE
 from controller.models.model.pods import DOWNLOAD, ENGINE, cannot_warm, initial_replicas
 from controller.models.runtimes.legs import why_sidecar
@@ -245,7 +246,7 @@ def unresolved_status(observed: ModelState, problem: Unresolved, ready: int, rep
     """
     before = observed.thing.get("status") or {}
     phase = phase_fields("Loaded" if ready else "FailedToLoad", before, now_s)
-    kept = {name: before[name] for name in ("url", "backends") if name in before}
+    kept = {name: before[name] for name in ("url", "backends", "models") if name in before}
     message = f"what ran before goes on: {problem.message}" if replicas else problem.message
     # what ran before does not answer by the protocol that the Model asks for
     is_ready = ready > 0 and problem.reason != "ProtocolNotServed"
@@ -287,9 +288,17 @@ def status_of(
         "readyReplicas": sum(one.ready for one in states),
         "transitionStatus": "InvalidSpec" if taken else transition_of([*states, *steps]),
         "backends": _backends(model, states, observed, before),
-        "conditions": _of_generation(_conditions(model, states, steps, owned, taken, phase, failure), observed.thing),
         **_generation(observed.thing),
     }
+    hosted = hosted_status(model, observed)
+    if hosted:
+        found["models"] = hosted
+    conditions = _conditions(model, states, steps, owned, taken, phase, failure)
+    if model.spec.models:
+        failed = failed_models(hosted)
+        reason = "ModelLoadFailed" if failed else "ModelsLoadable"
+        conditions.insert(-1, condition("ModelsLoadable", not failed, reason, failed))
+    found["conditions"] = _of_generation(conditions, observed.thing)
     if failure is not None:
         found["failure"] = {"reason": failure[0], "message": failure[1]}
     if url := url_of(observed.gateways, _base_path(model)):

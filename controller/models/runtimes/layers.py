@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a Model merged: preset, then base references, then the object.
 
-Plain merge: maps are merged, everything else is replaced; lists of named items (backends, adapters, env) are merged by
-name. Strategic merge: as the API server's strategic merge patch does it for a PodSpec. Its lists are merged by the keys
-of Kubernetes' API ("patch merge key" in its reference), or replaced where Kubernetes has none, such as ``tolerations``.
-``$patch: delete`` removes an item or a map's contents, ``$patch: replace`` drops what the lower layer has, and null
-removes a field.
+Plain merge: maps are merged, everything else is replaced; lists of named items (backends, adapters, models, env) are
+merged by name. Strategic merge: as the API server's strategic merge patch does it for a PodSpec. Its lists are merged
+by the keys of Kubernetes' API ("patch merge key" in its reference), or replaced where Kubernetes has none, such as
+``tolerations``. ``$patch: delete`` removes an item or a map's contents, ``$patch: replace`` drops what the lower layer
+has, and null removes a field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _POD_KEYS: Final[Mapping[str, str]] = MappingProxyType(
         "resourceClaims": "name",
     }
 )
-_TYPED_KEYS: Final[Mapping[str, str]] = MappingProxyType({"backends": "name", "adapters": "name", "env": "name"})
+_TYPED_KEYS: Final[Mapping[str, str]] = MappingProxyType(
+    {"backends": "name", "adapters": "name", "models": "name", "env": "name"}
+)
 # An item of these has one source, of its value or its files: another kind of source replaces it.
 _ONE_SOURCE: Final = frozenset({"volumes", "env"})
 # Fields of typed layers that hold partial PodSpecs.

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
@@ -14,11 +15,12 @@ from controller.models.runtimes.legs import own_leg, why_sidecar
 from controller.models.runtimes.presets import built_in
 from controller.models.runtimes.settings import BATCHED_PORT, gpus_of, uses_setting
 from controller.models.runtimes.steps import mistakes_of_steps, own_steps
+from extproc.api.model_server import wrong_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from controller.api.model import Backend, Disaggregation, ModelSpec
+    from controller.api.model import Backend, Disaggregation, HostedModel, ModelSpec
     from controller.api.serving_runtime import Engine, EngineConfig
     from controller.models.runtimes.presets import Preset
     from extproc.api.model_server import ServingProtocol
@@ -32,6 +34,7 @@ LONGEST_NAME: Final = 63 - len("-9999-prefill-63-999")
 # Of vLLM and SGLang.
 _BLOCK_SIZES: Final = ("--block-size", "--page-size")
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NONE: Final[Mapping[str, tuple[HostedModel, ...]]] = MappingProxyType({})
 # First words of paths that gateways serve.
 _RESERVED: Final = frozenset({"v1", "v2", "publishers"})
 
@@ -40,6 +43,7 @@ def mistakes(name: str, spec: ModelSpec, file_paths: Sequence[str] = FILE_PATHS)
     """Of a Model by itself, each with what to write instead. ``file_paths``: directories that it may name."""
     yield from _names(name, spec)
     yield from _places(spec, file_paths)
+    yield from _many(spec)
     for backend in spec.backends:
         yield from _backend(backend, spec)
     if all(one.weight == 0 for one in spec.backends):
@@ -84,8 +88,9 @@ def unsupported_features(
     protocol: ServingProtocol,
     has_adapters: bool,
     is_batched: bool,
+    models: Mapping[str, tuple[HostedModel, ...]] = _NONE,
 ) -> Iterator[str]:
-    """What ``preset`` cannot do for ``backend``, by ``protocol``."""
+    """What ``preset`` cannot do for ``backend``, by ``protocol``. ``models``: many, by the format of each."""
     wanted = backend.disaggregation
     for field, is_written in (("disaggregation", wanted is not None), ("config.kvEvents", config.kv_events)):
         if is_written and protocol != "OpenAI":
@@ -104,6 +109,7 @@ def unsupported_features(
         yield f"{preset} cannot load LoRA adapters; remove adapters or use another runtime"
     if is_batched:
         yield from _cannot_batch(preset, protocol)
+    yield from _cannot_host(preset, config, models)
     if not config.image and not _has_image(preset, config):
         yield f"{preset} names no image; write config.image"
 
@@ -127,6 +133,37 @@ def _cannot_batch(preset: Preset, protocol: ServingProtocol) -> Iterator[str]:
             f"batching: the sidecar takes port {spec.port}, and the engine of {preset} has to listen on {BATCHED_PORT};"
             f" use {{port}} in the runtime's arguments, and another port than {BATCHED_PORT}, or remove batching"
         )
+
+
+def _cannot_host(preset: Preset, config: EngineConfig, models: Mapping[str, tuple[HostedModel, ...]]) -> Iterator[str]:
+    """Many models."""
+    if models and not (preset.spec.multi_model and preset.spec.agent.enabled):
+        what = "has no agent to load them" if preset.spec.multi_model else "cannot load them"
+        yield f"{preset} {what}; models need a runtime with multiModel and an agent, such as mlserver or triton"
+        return
+    known = {one.name for one in preset.spec.supports}
+    for name in sorted(models.keys() - known):
+        which = models[name][0].name
+        yield f"{preset} reads no format '{name}', which '{which}' of models has; put that into another Model"
+    sizes = {one.name: (one.memory, one.pinned) for each in models.values() for one in each}
+    yield from wrong_sizes(config.models.memory, sizes, "config.models.memory")
+
+
+def _many(spec: ModelSpec) -> Iterator[str]:
+    """Of ``models``, which take the place of one model."""
+    if not spec.models:
+        if spec.uri is None:
+            yield "there are no weights: write uri, or models"
+        return
+    if spec.uri is not None:
+        yield "write uri or models, not both: a model of uri beside others is one of models with pinned: true"
+    beside = (("adapters", spec.adapters), ("servedName", spec.served_name), ("aliases", spec.aliases))
+    steps = (("transformer", spec.transformer), ("explainer", spec.explainer), ("batching", spec.batching))
+    for field, value in (*beside, *steps, ("warm", spec.warm or None)):
+        if value:
+            yield f"{field} is of one model, and models has many; remove it"
+    if any(one.disaggregation is not None for one in spec.backends):
+        yield "models have no prefill and decode; remove disaggregation"
 
 
 def _without_effect(engine: Engine, wanted: Disaggregation) -> Iterator[str]:
@@ -169,24 +206,26 @@ def _names(name: str, spec: ModelSpec) -> Iterator[str]:
         )
     for backend in spec.backends:
         yield from _too_long(f"{name}-{backend.name}")
-    adapters = [one.name for one in spec.adapters]
-    counts = Counter([spec.served_name or name, *spec.aliases, *adapters])
+    adapters = [one.name for one in spec.declared]
+    own = [] if spec.models else [spec.served_name or name]
+    counts = Counter([*own, *spec.aliases, *adapters])
     for one, times in counts.items():
         if times > 1:
-            yield f"'{one}' is there {times} times among the served name, aliases and adapters; write it once"
+            yield f"'{one}' is there {times} times among the served name, aliases, adapters and models; write it once"
         if one in _RESERVED:
             yield f"'{one}' is the beginning of paths that gateways serve; use another name"
 
 
 def _places(spec: ModelSpec, file_paths: Sequence[str]) -> Iterator[str]:
-    for uri in (spec.uri, *(one.uri for one in spec.adapters)):
+    for uri in (*([spec.uri] if spec.uri else []), *(one.uri for one in spec.declared)):
         scheme, _, place = uri.partition("://")
         if scheme == "file":
             yield from _outside(uri, place, file_paths)
         elif scheme == "pvc" and (not place.partition("/")[0] or ".." in PurePosixPath(place).parts):
             yield f"{uri}: write pvc://CLAIM/PATH, without '..'"
-    if any(one.uri.startswith(("file://", "pvc://")) for one in spec.adapters):
-        yield "adapters are downloaded into a running pod, which cannot mount more; use another URI than file or pvc"
+    if any(one.uri.startswith(("file://", "pvc://")) for one in spec.declared):
+        what = "models" if spec.models else "adapters"
+        yield f"{what} are downloaded into a running pod, which cannot mount more; use another URI than file or pvc"
     if spec.cache.host_path:
         yield from _outside("cache.hostPath", spec.cache.host_path, CACHE_PATHS)
 

@@ -99,6 +99,13 @@ def objects() -> list[dict[str, Any]]:
     return [yaml.load(one.read_text(), Loader) for one in files]  # noqa: S506 - a safe one
 
 
+def for_many(presets: Mapping[str, Preset], formats: Iterable[str]) -> Mapping[str, Preset]:
+    """Those that load many models, of all these formats; if there are none, any that loads many."""
+    many = {name: one for name, one in presets.items() if one.spec.multi_model}
+    wanted = set(formats)
+    return {name: one for name, one in many.items() if wanted <= {each.name for each in one.spec.supports}} or many
+
+
 class NotChosen(msgspec.Struct, frozen=True):
     """``reason``: in KServe's words, and AmbiguousRuntime. ``message``: for people, and what to do."""
 

@@ -3,9 +3,11 @@
 
 A setting that is unset, or has a value without effect (a degree of 1), is missing.
 
-    name, model, port            the served name, the directory of weights, the engine's port; always there
+    name                         the served name; missing, as format is, where a server has many models
+    model, port                  the directory of weights, or of many models; the engine's port; always there
     grpcPort                     its port of gRPC
     protocol                     by which the engine is asked: OpenAI, V1, V2 or TensorFlow; always there
+    multiModel                   true, where a server has many models
     format, formatVersion        of the weights
     tensor, pipeline, data       degrees of parallelism above 1
     expert                       true
@@ -48,7 +50,7 @@ NAMES: Final = frozenset(
         *("name", "model", "port", "grpcPort", "protocol", "format", "formatVersion", "tensor", "pipeline", "data"),
         "expert",
         *("gpus", "nodes", "node", "maxLength", "prefixCaching", "kvEvents", "promptTokenDetails"),
-        *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "connector", "role"),
+        *("lora", "maxLoras", "maxCachedLoras", "maxLoraRank", "multiModel", "connector", "role"),
     }
 )
 Node = Literal["entry", "worker"]
@@ -68,6 +70,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``
     and ``grpc_port``: where it listens. ``protocol``: by which it is asked over REST. ``config``: all layers merged.
     ``role`` and ``connector``: of prefill and decode. ``has_adapters``: LoRA adapters are loaded into it.
+    ``has_models``: many models are.
     """
 
     served_name: str
@@ -80,6 +83,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["prefill", "decode"] | None = None
     connector: Connector | None = None
     has_adapters: bool = False
+    has_models: bool = False
 
 
 def gpus_of(config: EngineConfig) -> int | None:
@@ -109,13 +113,14 @@ def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
         "kvEvents": config.kv_events or None,
         "promptTokenDetails": config.prompt_token_details or None,
         "lora": engine.has_adapters or None,
+        "multiModel": engine.has_models or None,
     }
     texts = {
-        "name": engine.served_name,
+        "name": None if engine.has_models else engine.served_name,
         "model": engine.path,
         "protocol": engine.protocol,
-        "format": engine.format.name,
-        "formatVersion": engine.format.version,
+        "format": None if engine.has_models else engine.format.name,
+        "formatVersion": None if engine.has_models else engine.format.version,
         "node": node if config.nodes > 1 else None,
         "connector": engine.connector,
         "role": engine.role,
@@ -203,6 +208,16 @@ def weights_of(uri: str, cache: WeightsCache) -> Weights:
         if inner := _directory(path.strip("/")):
             mount["subPath"] = inner
     return Weights(_file_in(MODEL_PATH, uri), (volume,), (mount,), is_downloaded=False)
+
+
+def repository_of(cache: WeightsCache) -> Weights:
+    """Of many models: a directory of the pod, which the agent fills."""
+    volumes = ({"name": MODELS, "emptyDir": {}}, cache_volume(cache))
+    mounts = (
+        {"name": MODELS, "mountPath": MODEL_PATH, "readOnly": True},
+        {"name": WEIGHTS, "mountPath": CACHE_PATH, "readOnly": True},
+    )
+    return Weights(MODEL_PATH, volumes, mounts, is_downloaded=False)
 
 
 def cache_volume(cache: WeightsCache) -> Mapping[str, Any]:

@@ -86,6 +86,36 @@ def test_adapters_have_names_and_sources_and_a_request_waits_a_minute() -> None:
             f"pdGroup: {{prefillLabels: {{a: p}}, decodeLabels: {{a: d}}}}, adapterLoading: {{adapters: [{ONE}]}}",
             "spec.adapterLoading: has no effect beside pdGroup",
         ),
+        (
+            f"protocol: V2, adapterLoading: {{adapters: [{ONE}]}}",
+            "models of a V2 server are loaded by the runtime agents beside the servers; write their port",
+        ),
+        (
+            f"protocol: V2-gRPC, adapterLoading: {{port: 9000, adapters: [{ONE}]}}",
+            "servers of protocol V2-gRPC load no models on demand; remove it",
+        ),
+        (
+            "protocol: V2, adapterLoading: {port: 9000, adapters: [{name: .., source: /m}]}",
+            "'..' is no segment of a path",
+        ),
+        (
+            f"adapterLoading: {{adapters: [{ONE}], memory: 1Gi}}",
+            "'a' has no memory, which is needed beside memory; write what it takes on a server",
+        ),
+        (
+            "adapterLoading: {memory: 1Gi, adapters: [{name: a, source: /a, memory: 1.5Gi}]}",
+            "'a' needs 1.5Gi of memory, more than the 1Gi of memory; raise that, or remove the model",
+        ),
+        (
+            "adapterLoading: {memory: 1Ki, adapters: [{name: a, source: /a, memory: 1, pinned: true},"
+            " {name: b, source: /b, memory: 1Ki}]}",
+            "'b' needs 1Ki of memory, and the pinned models leave 1023 bytes of the 1Ki of memory",
+        ),
+        (
+            "adapterLoading: {memory: 1Ki, adapters: [{name: a, source: /a, memory: 600, pinned: true},"
+            " {name: b, source: /b, memory: 600, pinned: true}]}",
+            "the pinned models need 1200 bytes together, more than the 1Ki of memory; pin fewer",
+        ),
         (f"adapterLoading: {{adapters: [{ONE}], timeout: 0s}}", "spec.adapterLoading.timeout: Envoy takes no 0s here"),
         *(
             (f"pathPrefix: {given}", "spec.pathPrefix: ")

@@ -247,12 +247,12 @@ class Life:
         for run in (one.run for one in self.core._records.values() if one.state in IN_FLIGHT):
             at = None if run is None else (run.assignment.endpoint.address, run.assignment.adapter)
             is_current = run is not None and run.pool.table.is_current(run.assignment.endpoint)
-            assert not is_current or ask.unload is None or at != (ask.address, ask.unload)
+            assert not is_current or at not in [(ask.address, one) for one in ask.unload]
         self.loads.append(ask)
 
     def load_ends(self, ask: LoadAdapter, problem: LoadProblem | None = None) -> None:
         self.loads.remove(ask)
-        gone = () if ask.unload is None or problem is LoadProblem.UNREACHABLE else (ask.unload,)
+        gone = () if problem is LoadProblem.UNREACHABLE else ask.unload
         result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
         self.happens(None, "", lambda: self.core.on_result(result, self.now))
         self.must_wake()

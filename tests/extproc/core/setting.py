@@ -149,8 +149,7 @@ class Worker:
             # its engine loads at once
             effects = self.core.tick(now)
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:
-                gone = () if one.unload is None else (one.unload,)
-                loaded = LoadResult(one.server, one.address, one.adapter, unloaded=gone)
+                loaded = LoadResult(one.server, one.address, one.adapter, unloaded=one.unload)
                 effects += [*self.core.on_result(loaded, now), *self.core.tick(now)]
             said += effects
         elif isinstance(own, Held) and own.state is State.PREFILLING:

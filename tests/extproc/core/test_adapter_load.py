@@ -67,7 +67,7 @@ class Shell:
 
     @property
     def asked(self) -> list[tuple[str, str, str | None]]:
-        return [(one.address, one.adapter, one.unload) for one in self.loads]
+        return [(one.address, one.adapter, one.unload[0] if one.unload else None) for one in self.loads]
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -101,8 +101,7 @@ class Shell:
     def loaded(self, problem: LoadProblem | None = None, *, message: str = "") -> None:
         """The oldest load ends."""
         ask = self.loads.pop(0)
-        unloaded = () if ask.unload is None else (ask.unload,)
-        result = LoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=unloaded)
+        result = LoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=ask.unload)
         self.perform(self.core.on_result(result, self.now))
         self.passes(0.0)
 

@@ -75,6 +75,16 @@ def test_a_load_is_done_was_done_before_needs_room_or_failed(status: int, messag
         assert answer.problem is LoadProblem.BUSY or not answer.is_full
 
 
+@pytest.mark.parametrize("text", ["too many trees", "the depth exceeds 3", "already loaded", "max_loras", "no room"])
+@pytest.mark.parametrize("status", [400, 404, 500, 502])
+def test_the_text_of_an_artefact_passes_for_no_answer_of_its_server(status: int, text: str) -> None:
+    answer = answer_to_load(status, error(text), is_model=True)
+    assert answer.problem is LoadProblem.BROKEN
+    assert not answer.is_full
+    assert answer_to_load(503, error(text), is_model=True).problem is LoadProblem.BUSY
+    assert answer_to_load(200, b"", is_model=True).problem is None
+
+
 def test_an_adapter_that_was_there_is_told_from_one_that_came() -> None:
     assert answer_to_load(400, error("The lora adapter 'sql' has already been loaded.")).was_there
     assert not answer_to_load(200, b"Success").was_there

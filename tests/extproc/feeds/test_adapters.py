@@ -88,12 +88,12 @@ spec:
     await one.close()
 
 
-def ask(agent: Agent, adapter: str, *, unload: str | None = None, timeout_s: float = 20.0) -> LoadAdapter:
+def ask(agent: Agent, adapter: str, *, unload: tuple[str, ...] = (), timeout_s: float = 20.0) -> LoadAdapter:
     return LoadAdapter(SERVER, agent.engine, adapter, f"/{adapter}", unload, timeout_s)
 
 
 async def test_the_agent_is_asked_to_make_room_and_then_to_load(loader: AdapterLoader, agent: Agent) -> None:
-    loader.start(ask(agent, "sql", unload="law"))
+    loader.start(ask(agent, "sql", unload=("law",)))
     result = await agent.results.get()
     assert (result.problem, result.unloaded) == (None, ("law",))
     assert agent.asked == [("/v1/unload_lora_adapter", "law"), ("/v1/load_lora_adapter", "sql")]
@@ -111,7 +111,7 @@ async def test_an_adapter_that_cannot_be_unloaded_stays_and_nothing_is_loaded(
     loader: AdapterLoader, agent: Agent
 ) -> None:
     agent.status = 409
-    loader.start(ask(agent, "sql", unload="law"))
+    loader.start(ask(agent, "sql", unload=("law",)))
     result = await agent.results.get()
     assert (result.problem, result.unloaded) == (LoadProblem.BUSY, ())
     assert agent.asked == [("/v1/unload_lora_adapter", "law")]

@@ -89,12 +89,20 @@ class Repository:
 
 
 @contextlib.asynccontextmanager
-async def beside(
-    server: Repository, tmp_path: Path, probe: ModelRequest | None = None
-) -> AsyncIterator[httpx.AsyncClient]:
+async def running_repository(server: Repository) -> AsyncIterator[None]:
     runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", server.port).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def beside(
+    server: Repository, tmp_path: Path, probe: ModelRequest | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
     url = f"http://127.0.0.1:{server.port}"
     file = tmp_path / "models.json"
     settings = AgentSettings(
@@ -116,7 +124,7 @@ async def beside(
     port = free_port()
     clock = asyncio.get_running_loop().time
     unix_clock = time.time  # noqa: TID251 - the edge
-    async with EngineClient(url, settings.dialect) as client:
+    async with running_repository(server), EngineClient(url, settings.dialect) as client:
         agent = Agent(settings, client, FakeDownloads(tmp_path), clock=clock, unix_clock=unix_clock, follow_s=0.05)
         async with (
             serving(AgentServer(agent, clock), "127.0.0.1", port),
@@ -128,7 +136,6 @@ async def beside(
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-                await runner.cleanup()
 
 
 @pytest.fixture

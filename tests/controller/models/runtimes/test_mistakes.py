@@ -16,7 +16,7 @@ URI = "hf://org/model"
 
 
 def found(name: str = "llama", **spec: Any) -> list[str]:  # noqa: ANN401 - fields of a ModelSpec
-    made = msgspec.convert({"uri": URI, **spec}, ModelSpec, dec_hook=decode_quantity)
+    made = msgspec.convert(spec, ModelSpec, dec_hook=decode_quantity)
     return list(mistakes(name, made))
 
 
@@ -26,6 +26,7 @@ def backend(**fields: object) -> dict[str, Any]:
 
 PINNED = [{"name": "sql", "uri": URI, "pinned": True}]
 APART = {"prefill": 1, "decode": 1}
+MANY: dict[str, Any] = {"models": [{"name": "iris", "uri": URI}]}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,22 @@ APART = {"prefill": 1, "decode": 1}
         ({"cache": {"hostPath": "/var/lib/attache/w"}}, {"cache": {"hostPath": "/models"}}, "cache.hostPath: the path"),
         ({"uri": "file:///models/x"}, {"uri": "file:///var/lib/attache/x"}, "the path must be below one of /models"),
         ({"adapters": PINNED}, {"adapters": [{"name": "sql", "uri": "pvc://c/x"}]}, "adapters are downloaded into"),
+        (MANY, {}, "there are no weights: write uri, or models"),
+        (MANY, {**MANY, "uri": URI}, "write uri or models, not both"),
+        (MANY, {**MANY, "adapters": PINNED}, "adapters is of one model"),
+        (MANY, {**MANY, "servedName": "x"}, "servedName is of one model"),
+        (MANY, {**MANY, "aliases": ["x"]}, "aliases is of one model"),
+        (MANY, {**MANY, "warm": True}, "warm is of one model"),
+        (MANY, {**MANY, **backend(disaggregation=APART)}, "models have no prefill and decode"),
+        (MANY, {"models": [*MANY["models"], *MANY["models"]]}, "'iris' is there 2 times"),
+        (MANY, {"models": [{"name": "v2", "uri": URI}]}, "'v2' is the beginning of paths"),
+        (MANY, {"models": [{"name": "iris", "uri": "pvc://c/x"}]}, "models are downloaded into a running pod"),
+        # a Model may have one of its own name
+        (
+            {"models": [{"name": "llama", "uri": URI}]},
+            {"models": [{"name": "a", "uri": "file:///etc/x"}]},
+            "must be below",
+        ),
         (backend(weight=1), backend(weight=0), "the weight of every backend is 0"),
         (
             {"autoscaling": {}, **backend(maxReplicas=2)},
@@ -84,5 +101,15 @@ APART = {"prefill": 1, "decode": 1}
     ],
 )
 def test_a_mistake_is_told_and_its_correction_taken(right: dict[str, Any], wrong: dict[str, Any], words: str) -> None:
-    assert found(**right) == []
-    assert words in "; ".join(found(**wrong))
+    assert found(**with_weights(right)) == []
+    assert words in "; ".join(found(**(wrong if "models" in right else with_weights(wrong))))
+
+
+def with_weights(spec: dict[str, Any]) -> dict[str, Any]:
+    return spec if "models" in spec else {"uri": URI, **spec}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-a", ".a", "a b", "ä", "x" * 201, "a%2Fb", "a?b", "a#b"])
+def test_a_name_of_one_of_many_models_is_a_directory_and_a_segment_of_a_path(name: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        found(models=[{"name": name, "uri": URI}])
