@@ -20,10 +20,16 @@ class RenderedModel(msgspec.Struct, frozen=True):
     route: dict[str, Any]
 
     def documents(self, *addresses: str, **more: object) -> list[dict[str, Any]]:
-        """Of a directory. ``more``: of the ModelServer's spec."""
+        """Of a directory, without gRPC. ``more``: of the ModelServer's spec."""
         spec = {name: value for name, value in self.server["spec"].items() if not name.startswith("workload")}
         spec |= {"endpoints": [{"address": one} for one in addresses], **more}
-        return [_named({**self.server, "spec": spec}), _named(self.route)]
+        name = self.server["metadata"]["name"]
+        rules = [
+            {**rule, "targetModels": [one for one in rule["targetModels"] if one["modelServerName"] == name]}
+            for rule in self.route["spec"]["rules"]
+        ]
+        route = {**self.route, "spec": {**self.route["spec"], "rules": rules}}
+        return [_named({**self.server, "spec": spec}), _named(route)]
 
 
 def rendered_model(name: str, **spec: object) -> RenderedModel:
