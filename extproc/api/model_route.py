@@ -16,6 +16,7 @@ from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.objectives import Slos, check_slo
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
+from extproc.api.response_cache import ResponseCache, check_response_cache
 from extproc.api.spec import DirectoryObject, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
 from extproc.api.tiers import NO_CHOICE, Tiers, check_tiers
 
@@ -131,6 +132,8 @@ class ModelRouteSpec(Spec, frozen=True):
     response_model: Literal["Requested", "Served"] = "Requested"
     # The guard of the GatewayConfig that each request must pass, after its limits and before its engine is chosen.
     guard: RouteGuard | None = None
+    # Answers are kept and sent again to equal requests; without it, none are. See "The response cache".
+    cache: ResponseCache | None = None
 
 
 class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
@@ -154,6 +157,7 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
         yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
     if spec.payload_log is not None:
         yield from check_payload_log(spec.payload_log, ("spec", "payloadLog"))
+    yield from check_response_cache(spec.cache, ("spec", "cache"))
     yield from check_limits(spec.rate_limits)
     yield from check_budgets(spec.budgets)
     yield from check_slo(spec.slo)

@@ -163,6 +163,7 @@ class BundleWriter:
                 any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
                 translates,
                 has_calls(snapshot),
+                any(one.spec.cache is not None for one in snapshot.routes),
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
