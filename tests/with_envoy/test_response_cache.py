@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
+from tests.with_envoy.test_fallback import Engine, document, running, server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -316,3 +317,35 @@ async def test_requests_that_are_not_deterministic_pass_by(gateway: Gateway) -> 
     for fields in ({"temperature": 1}, {"n": 2}, {"store": True}, {"tools": [{"type": "web_search"}]}):
         for _ in range(2):
             assert verdict(await ask(gateway, prompt="passes", **fields)) == ""
+
+
+async def test_two_workers_share_answers_and_a_fallbacks_answer_is_not_stored(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a", "b")}
+    for one in engines.values():
+        await one.start()
+    rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
+    spec = {"modelName": "m", "rules": [rule], "cache": {"scope": "Route"}}
+    documents = [server("a", "x", [engines["a"]]), server("b", "y", [engines["b"]]), document("ModelRoute", "m", spec)]
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, workers=2) as gateway:
+
+            async def verdicts(prompt: str) -> list[str]:
+                # connections of many clients come to both workers
+                found = []
+                for _ in range(8):
+                    messages = [{"role": "user", "content": prompt}]
+                    found.append(verdict(await gateway.ask(messages=messages, temperature=0)))
+                return found
+
+            for number in range(4):
+
+                async def all_hit(prompt: str = f"prompt {number}") -> bool:
+                    return await verdicts(prompt) == ["hit"] * 8
+
+                await eventually(all_hit, pause_s=0.2)
+            engines["a"].does = 500
+            assert await verdicts("served by b") == ["miss"] * 8
+    finally:
+        for one in engines.values():
+            await one.stop()
