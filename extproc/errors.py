@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from extproc.protocol import ANTHROPIC_TYPES, CACHE_HEADER, GRPC_STATUSES, OVERLOADED
+from extproc.protocol import ANTHROPIC_TYPES, CACHE_HEADER, CACHE_HIT, GRPC_STATUSES, OVERLOADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -237,7 +237,7 @@ class StoredAnswer(Refusal):
     """No refusal: the request needs no engine, as an equal one was answered before. ``body``: that answer."""
 
     status = 200
-    outcome = "cache_hit"
+    outcome = CACHE_HIT
     is_of_caller = True
 
     def __init__(self, body: bytes, *, age_s: int, is_stream: bool) -> None:

@@ -206,6 +206,8 @@ STORE_TICKET: Final = "x-attache-ticket"
 STORE_KIND: Final = "x-attache-kind"
 # Of answers where a route has a cache: hit or miss.
 CACHE_HEADER: Final = "x-attache-cache"
+# In place of a refusal, where the response cache has answered: in metrics, and in the usage log.
+CACHE_HIT: Final = "cache_hit"
 # What extproc knows of a request at its decision or refusal, as JSON text (``extproc.api.usage.UsageContext``): for the
 # usage log.
 USAGE_CONTEXT: Final = "usage"

@@ -12,6 +12,7 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
@@ -322,8 +323,13 @@ async def test_requests_that_are_not_deterministic_pass_by(gateway: Gateway) -> 
 async def test_two_workers_share_answers_and_a_fallbacks_answer_is_not_stored(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
     engines = {name: Engine(name, log) for name in ("a", "b")}
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response(plain())
+
     for one in engines.values():
         await one.start()
+        one.says = answer
     rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
     spec = {"modelName": "m", "rules": [rule], "cache": {"scope": "Route"}}
     documents = [server("a", "x", [engines["a"]]), server("b", "y", [engines["b"]]), document("ModelRoute", "m", spec)]
@@ -344,7 +350,7 @@ async def test_two_workers_share_answers_and_a_fallbacks_answer_is_not_stored(tm
                     return await verdicts(prompt) == ["hit"] * 8
 
                 await eventually(all_hit, pause_s=0.2)
-            engines["a"].does = 500
+            engines["a"].does, engines["a"].says = 500, None
             assert await verdicts("served by b") == ["miss"] * 8
     finally:
         for one in engines.values():
