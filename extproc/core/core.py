@@ -175,7 +175,7 @@ class Core:
         gateway, guards = snapshot.gateway, guards_of(snapshot)
         self._caches.apply(snapshot)
         self.asks_who = bool(
-            self._caches.asks_who
+            self._caches.needs_callers
             or gateway.authentication is not None
             or gateway.clients == "Trusted"
             or self.admission.gates

@@ -535,10 +535,10 @@ class AdmissionPipeline:
             out.append(Fault(f"the answer of the guard {guard.name} could not be followed", error))
             return judge(guard, arrival, GuardFailed.internal(error), self._builder)
 
-    def _look_up(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _answer_from_cache(self, record: Record, now: float, out: list[Effect]) -> None:
         """A hit has used one request, and no tokens; raises StoredAnswer."""
         try:
-            found = self.caches.look_up(record.arrived, record.attachment, record.ticket, now)
+            found = self.caches.find(record.arrived, record.attachment, record.ticket, now)
         except StoredAnswer:
             out.append(CacheLookup(record.arrived.destination.route, "hit"))
             grants, record.grants = record.grants, ()
@@ -550,7 +550,7 @@ class AdmissionPipeline:
 
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         if self.caches.is_on:
-            self._look_up(record, now, out)
+            self._answer_from_cache(record, now, out)
         objectives = self._dispatcher.objectives_of(record.arrived)
         if objectives is not None and objectives.refuses:
             self._foresee(record, objectives, now, out)

@@ -61,6 +61,8 @@ _WHOLE_ENDS: Final = frozenset(
     {"stop", "length", "tool_calls", "function_call", "end_turn", "max_tokens", "stop_sequence", "tool_use"}
 )
 _DONE: Final = b"[DONE]"
+_numbers: Final = msgspec.json.Decoder(float)
+_counts: Final = msgspec.json.Decoder(int | None)
 
 
 class Directives(msgspec.Struct, frozen=True):
@@ -103,8 +105,6 @@ class _Tool(msgspec.Struct):
 
 
 _tools: Final = msgspec.json.Decoder(list[_Tool])
-_numbers: Final = msgspec.json.Decoder(float)
-_counts: Final = msgspec.json.Decoder(int | None)
 
 
 def _is_zero(value: bytes) -> bool:
@@ -292,7 +292,7 @@ class ResponseCaches:
         self._awaited: OrderedDict[str, Awaited] = OrderedDict()
 
     @property
-    def asks_who(self) -> bool:
+    def needs_callers(self) -> bool:
         """Whether any route's answers are somebody's."""
         return any(spec.scope != "Route" for spec in self._specs.values())
 
@@ -303,7 +303,7 @@ class ResponseCaches:
             self._specs = found
             self.store.keep({route: spec.generation for route, spec in found.items()})
 
-    def look_up(
+    def find(
         self, arrival: Arrival, attachment: Attachment, ticket: str, now: float
     ) -> tuple[CacheLookup, ToStore | None] | None:
         """What was found, and what to do with the answer; None: the route has no cache.

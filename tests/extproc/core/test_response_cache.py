@@ -19,7 +19,7 @@ from extproc.core.effects import AnswerRead, Broadcast, CacheLookup, Decision, R
 from extproc.core.peers import EventBatch, decode_events, encode_events
 from extproc.core.response_cache import OVERHEAD_BYTES, AnswerStore, Directives, Key, directives_in, is_whole
 from extproc.core.states import State
-from extproc.errors import NotCached, RateLimited, StoredAnswer
+from extproc.errors import BadRequest, NotCached, RateLimited, StoredAnswer
 from extproc.protocol import Api
 from tests.extproc.scenes import CHAT, configuration, endpoints, request
 
@@ -33,15 +33,23 @@ WHOLE: Final = b'{"choices": [{"finish_reason": "stop"}]}'
 EMBEDDINGS: Final = "/v1/embeddings"
 
 
-def cached(cache: str = "", *, route: str = "", servers: Mapping[str, str] | None = None, **more: Any) -> Core:
+def cached(cache: str = "", *, route: str = "", servers: Mapping[str, str] | None = None) -> Core:
     routes = {"chat": f"cache: {{{cache}}}\n{route}"}
     config = configuration(servers=servers or {"llama": SERVER}, routes=routes)
-    return Core(config, rng=random.Random(0), ticket_prefix="t", **more)
+    return Core(config, rng=random.Random(0), ticket_prefix="t")
 
 
-def asks(core: Core, content: str = "hi", tenant: str = "acme", **fields: Any) -> Arrival:
-    headers = {"x-attache-tenant": tenant, **fields.pop("headers", {})}
-    return request(core, content, headers=headers, **{"temperature": 0, **fields})
+def asks(
+    core: Core,
+    content: str = "hi",
+    tenant: str = "acme",
+    *,
+    path: str = CHAT,
+    headers: Mapping[str, str] | None = None,
+    **fields: object,
+) -> Arrival:
+    own = {"x-attache-tenant": tenant, **(headers or {})}
+    return request(core, content, path=path, headers=own, **{"temperature": 0, **fields})
 
 
 def decided(core: Core, arrival: Arrival, now: float = 0.0) -> Decision:
@@ -91,7 +99,7 @@ def test_a_route_without_a_cache_marks_no_answer() -> None:
 SCOPES: Final = {
     "Tenant": lambda one: one[0],
     "ApiKey": lambda one: one,
-    "Route": lambda one: None,
+    "Route": lambda _: None,
 }
 
 
@@ -137,8 +145,8 @@ def test_any_other_field_or_value_has_another_key(name: str, value: object) -> N
     assert before is not None
     try:
         after = key_in(core, asks(core, **{**FIELDS, name: value}))
-    except Exception as error:  # noqa: BLE001 - the gateway refuses what its engines would
-        assert type(error).__name__ == "BadRequest", error
+    except BadRequest:
+        # the gateway refuses what its engines would
         return
     is_same = name in FIELDS and msgspec.json.encode(FIELDS[name]) == msgspec.json.encode(value)
     assert (after == before) == is_same
