@@ -358,7 +358,8 @@ class ResponseCaches:
 
     def keep(self, key: Key, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
         """Keep a whole answer, for a time that differs a little, so that what came together does not end together."""
-        return self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))
+        # another process may send what no route here finds
+        return self.is_on and self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))
 
     @property
     def is_on(self) -> bool:

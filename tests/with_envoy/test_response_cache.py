@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from controller.usage.rows import UsageRow, row_of
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
 from tests.with_envoy.test_fallback import Engine, document, running, server
@@ -321,6 +322,31 @@ async def test_requests_that_are_not_deterministic_pass_by(gateway: Gateway) -> 
     for fields in ({"temperature": 1}, {"n": 2}, {"store": True}, {"tools": [{"type": "web_search"}]}):
         for _ in range(2):
             assert verdict(await ask(gateway, prompt="passes", **fields)) == ""
+
+
+@pytest.mark.parametrize("hides", [False, True])
+async def test_a_hit_costs_nothing_and_shows_no_more_than_the_first_answer(tmp_path: Path, *, hides: bool) -> None:
+    log = tmp_path / "usage.log"
+    usage = {**USAGE, "prompt_tokens_details": {"cached_tokens": 2}}
+    spec = {"usageLog": {"path": str(log), "costHeader": not hides}, "cachedTokens": "Hidden" if hides else "Shown"}
+    price = {"currency": "USD", "perMillion": {"input": "1", "output": "2"}}
+    async with gateway_on(tmp_path, gateway=spec, more={"pricing": [price]}, route={"cache": {}}) as gateway:
+        says(gateway, json.dumps(plain(usage=usage)).encode())
+        first = await asked(gateway, prompt="cost")
+        again = await ask(gateway, prompt="cost")
+        assert (verdict(again), again.content) == ("hit", first.content)
+        assert ("prompt_tokens_details" in again.json()["usage"]) is not hides
+        assert ("x-attache-cost-micros" in first.headers) is not hides
+        assert "x-attache-cost-micros" not in again.headers
+
+        def rows() -> list[UsageRow]:
+            return [row_of(one, 4e9) for one in log.read_bytes().splitlines()] if log.exists() else []
+
+        await eventually(lambda: len(rows()) >= 2)
+        paid, free = (one for one in rows() if one.api)
+        assert (paid.refused, paid.input, paid.output, bool(paid.cost_micros)) == ("", 3, 2, True)
+        assert (free.refused, free.ended, free.status) == ("cache_hit", "whole", 200)
+        assert (free.input, free.output, free.cost_micros or 0, free.is_unpriced) == (0, 0, 0, False)
 
 
 async def test_two_workers_share_answers_and_a_fallbacks_answer_is_not_stored(tmp_path: Path) -> None:

@@ -276,6 +276,10 @@ def test_workers_hand_answers_to_the_one_that_waits_and_share_them() -> None:
     assert hit(one, asks(one)) is not None
     assert hit(two, asks(two)) is not None
     assert hit(two, asks(two, tenant="other")) is None
+    # one whose configuration has no cache yet, or no more
+    plain = Core(configuration(servers={"llama": SERVER}), rng=random.Random(0), ticket_prefix="three", machine="m")
+    plain.ingest(batch_of(one, stored), 0.0)
+    assert plain.answers.bytes == 0
     # a long answer stays where it is
     assert two.on_answer("one-9", "json", b"x" * (257 << 10), 0.0) == []
 
