@@ -544,6 +544,11 @@ class AdmissionPipeline:
             grants, record.grants = record.grants, ()
             self._accounts.settle_grants(grants, NO_USAGE, now, out)
             raise
+        except Refusal:
+            raise
+        except Exception as error:  # noqa: BLE001 - the request can do without
+            out.append(Fault("the response cache could not be asked", error))
+            return
         if found is not None:
             lookup, record.to_store = found
             out.append(lookup)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.core.core import Core
-from extproc.core.effects import AnswerRead, Broadcast, CacheLookup, Decision, RequestRefused
+from extproc.core.effects import AnswerRead, Broadcast, CacheLookup, Decision, Fault, RequestRefused
 from extproc.core.peers import EventBatch, decode_events, encode_events
 from extproc.core.response_cache import OVERHEAD_BYTES, AnswerStore, Directives, Key, directives_in, is_whole
 from extproc.core.states import State
@@ -87,6 +87,19 @@ def test_an_equal_request_is_answered_and_uses_one_request_of_its_limits_and_no_
     refused = core.arrive(asks(core, max_tokens=60), 3.0)[0]
     assert isinstance(refused, RequestRefused)
     assert isinstance(refused.refusal, RateLimited)
+
+
+def test_a_fault_of_the_cache_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = cached()
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(core.answers, "get", fails)
+    own, effects = core.arrive(asks(core), 0.0)
+    assert isinstance(own, Decision)
+    assert own.cache_bytes == 0
+    assert [type(one.error) for one in effects if isinstance(one, Fault)] == [ZeroDivisionError]
 
 
 def test_a_route_without_a_cache_marks_no_answer() -> None:
