@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from extproc.protocol import ANTHROPIC_TYPES, GRPC_STATUSES, OVERLOADED
+from extproc.protocol import ANTHROPIC_TYPES, CACHE_HEADER, CACHE_HIT, GRPC_STATUSES, OVERLOADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -231,6 +231,30 @@ class UntranslatableAnswer(Refusal):
     status = 502
     code = "answer_untranslatable"
     outcome = "answer_untranslatable"
+
+
+class StoredAnswer(Refusal):
+    """No refusal: the request needs no engine, as an equal one was answered before. ``body``: that answer."""
+
+    status = 200
+    outcome = CACHE_HIT
+    is_of_caller = True
+
+    def __init__(self, body: bytes, *, age_s: int, is_stream: bool) -> None:
+        super().__init__("The answer to an equal request is sent again.")
+        self.body = body
+        kind = "text/event-stream; charset=utf-8" if is_stream else "application/json"
+        self.headers = MappingProxyType({"content-type": kind, CACHE_HEADER: "hit", "age": str(age_s)})
+
+
+class NotCached(Refusal):
+    """The client wants a stored answer or none."""
+
+    status = 504
+    error_type = "invalid_request_error"
+    code = "not_cached"
+    outcome = "not_cached"
+    is_of_caller = True
 
 
 class QueueFull(Refusal):

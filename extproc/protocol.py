@@ -219,6 +219,17 @@ HIDES_USAGE: Final = "hides_usage"
 # it.
 RESPONSE_MODEL: Final = "response_model"
 RESPONSE_LENGTH: Final = "response_length"
+# Of a request that the response cache has not found: the longest answer that is kept, in bytes. If its rule has
+# fallbacks, the addresses of those that may have answered follow, each behind a space. Envoy sends a copy of the answer
+# to extproc, as one message of this call, with what it is about in the call's metadata.
+CACHE: Final = "cache"
+STORE_PATH: Final = "/attache.cache.v1.Answers/Store"
+STORE_TICKET: Final = "x-attache-ticket"
+STORE_KIND: Final = "x-attache-kind"
+# Of answers where a route has a cache: hit or miss.
+CACHE_HEADER: Final = "x-attache-cache"
+# In place of a refusal, where the response cache has answered: in metrics, and in the usage log.
+CACHE_HIT: Final = "cache_hit"
 # What extproc knows of a request at its decision or refusal, as JSON text (``extproc.api.usage.UsageContext``): for the
 # usage log.
 USAGE_CONTEXT: Final = "usage"

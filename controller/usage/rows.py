@@ -14,7 +14,15 @@ import msgspec
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage import UsageContext, UsageCounts, UsageLine, stored_name
 from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS, Answer, expected_of, used_tokens
-from extproc.protocol import ANONYMOUS, SERVER_CLUSTER, TRANSLATOR_CLUSTER, api_of_path, http_status, truncate_name
+from extproc.protocol import (
+    ANONYMOUS,
+    CACHE_HIT,
+    SERVER_CLUSTER,
+    TRANSLATOR_CLUSTER,
+    api_of_path,
+    http_status,
+    truncate_name,
+)
 
 # A line has some 2 KB, and one with all of its texts at their longest 32: what is longer is no line of Envoy's.
 MOST_LINE_BYTES: Final = 256 * 1024
@@ -35,6 +43,8 @@ _LEFT: Final = frozenset({"DC", "DR", "DPE"})
 _LOST: Final = frozenset({"UC", "UR", "UF", "UPE"})
 # No engine could be reached, or none gave an answer after all tries.
 _NO_ENGINE: Final = frozenset({"UH", "URX"})
+# Of ``refused`` of a context: the last one, that the response cache has answered.
+_NO_REFUSALS: Final = frozenset({"", CACHE_HIT})
 # How a request ended. ``refused``: by extproc. ``rejected``: an error that its client has caused (4xx). ``client``:
 # its client left. ``engine``, ``timeout``, ``gateway``: what failed.
 WHOLE, REFUSED, REJECTED, LEFT = "whole", "refused", "rejected", "client"
@@ -253,10 +263,11 @@ def _end_of(line: UsageLine, context: UsageContext) -> str:
     flags = _flags(line)
     # the translator has ended, not the engine
     is_lost_on_the_way = line.cluster == TRANSLATOR_CLUSTER and not (line.translated and line.translated.cut)
-    if not flags and not context.refused and 200 <= line.status < 400:
+    is_refused = context.refused not in _NO_REFUSALS
+    if not flags and not is_refused and 200 <= line.status < 400:
         return WHOLE
     found = (
-        (REFUSED, bool(context.refused)),
+        (REFUSED, is_refused),
         ("timeout", not flags.isdisjoint(TIME_LIMITS)),
         (LEFT, line.status == 0 or not _LEFT.isdisjoint(flags)),
         (

@@ -19,6 +19,7 @@ from extproc.api.objectives import Slos, check_slo
 from extproc.api.parameters import MostTokens, Parameters, check_parameters
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
+from extproc.api.response_cache import ResponseCache, check_response_cache
 from extproc.api.spec import (
     STEPS_LISTENER,
     DirectoryObject,
@@ -195,6 +196,8 @@ class ModelRouteSpec(Spec, frozen=True):
     # Whose requests it serves: those of clients, or those that transformers and explainers make for them, where the
     # GatewayConfig says (steps). No client can reach the latter, whatever the model is called.
     callers: Literal["Clients", "Steps"] = "Clients"
+    # Answers are kept and sent again to equal requests; without it, none are. See "The response cache".
+    cache: ResponseCache | None = None
 
 
 class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
@@ -224,6 +227,7 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
     yield from _check_callers(spec)
     if spec.payload_log is not None:
         yield from check_payload_log(spec.payload_log, ("spec", "payloadLog"))
+    yield from check_response_cache(spec.cache, ("spec", "cache"))
     yield from check_limits(spec.rate_limits)
     yield from check_budgets(spec.budgets)
     yield from check_slo(spec.slo)

@@ -112,6 +112,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *mixed_currencies(snapshot),
             *payload_logs_without_effect(snapshot),
             *missing_guards(snapshot),
+            *doubtful_caches(snapshot),
             *tiers_without_effect(snapshot),
             *fallbacks_without_effect(snapshot),
             *circles_of_fallbacks(snapshot),
@@ -507,6 +508,24 @@ def payload_logs_without_effect(snapshot: Snapshot) -> Iterator[str]:
             yield f"{what}, as the GatewayConfig does not say where; write payloadLog there, too"
     elif not logged:
         yield "GatewayConfig: has payloadLog, but no ModelRoute has; write it there, too, or leave it out"
+
+
+def doubtful_caches(snapshot: Snapshot) -> Iterator[str]:
+    """Response caches that never answer, and those that more callers share than it looks."""
+    gateway = snapshot.gateway
+    missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
+    protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
+    for route in snapshot.routes:
+        cache = route.spec.cache
+        if cache is None:
+            continue
+        what = f"ModelRoute {route.metadata.key}: the cache"
+        if cache.scope in missing:
+            yield f"{what} of scope {cache.scope} is one for all clients together, as {missing[cache.scope]}"
+        targets = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+        known = {protocols[key] for key in targets & protocols.keys()}
+        if known and "OpenAI" not in known:
+            yield f"{what} never answers, as bodies of requests with protocol {' or '.join(sorted(known))} are not read"
 
 
 def missing_guards(snapshot: Snapshot) -> Iterator[str]:

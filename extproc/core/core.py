@@ -20,7 +20,7 @@ from extproc.core.accounts import NO_OTHERS, Accounts, LevelExchange
 from extproc.core.breakers import known_breakers, merge_breakers, reset_breakers
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
-from extproc.core.effects import AskGuard, BreakerChanged, Broadcast, Effect
+from extproc.core.effects import AnswerRead, AskGuard, BreakerChanged, Broadcast, Effect
 from extproc.core.fallback import FallbackPlanner
 from extproc.core.fallback_budget import FallbackBudgets
 from extproc.core.feedback import apply_adapter_change, on_metrics
@@ -28,7 +28,10 @@ from extproc.core.guards import GuardStopped
 from extproc.core.mirror import Mirrors
 from extproc.core.orphans import OrphanedRequests, process_of
 from extproc.core.peers import (
+    MOST_SHARED_BYTES,
     AdapterChanged,
+    AnswerArrived,
+    AnswerStored,
     AskLevels,
     AskStarted,
     EngineReported,
@@ -47,6 +50,7 @@ from extproc.core.prefill_leg import PrefillLegs
 from extproc.core.queue import AdmissionController
 from extproc.core.record import BUNDLE, LoadResult, PrefillResult, Record
 from extproc.core.request_builder import RequestBuilder
+from extproc.core.response_cache import Key
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, State
 from extproc.endpoints.breaker import ProbeTurns
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
     from extproc.core.peers import EventBatch
     from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Attachment, Outcome, WorkResult
+    from extproc.core.response_cache import AnswerStore, Kind
     from extproc.core.trace import Trace
     from extproc.scheduling.pickers_for import MadePicker, MakePicker
 
@@ -139,6 +144,7 @@ class Core:
             rng=rng,
             has_peers=machine is not None,
         )
+        self._caches = self._pipeline.caches
         self._running = RunningRequests(self._records, self._accounts, budgets, has_peers=machine is not None)
         self._orphans = OrphanedRequests(self.admission, self._accounts)
         self._legs = PrefillLegs(self._records, self._dispatcher, self._running, has_peers=machine is not None)
@@ -171,8 +177,10 @@ class Core:
         self._routing = routing
         self.admission.apply(snapshot, pools)
         gateway, guards = snapshot.gateway, guards_of(snapshot)
+        self._caches.apply(snapshot)
         self.asks_who = bool(
-            gateway.authentication is not None
+            self._caches.needs_callers
+            or gateway.authentication is not None
             or gateway.clients == "Trusted"
             or self.admission.gates
             or snapshot.picker_files
@@ -314,6 +322,33 @@ class Core:
         self._share_breakers(now, out)
         return out
 
+    def on_answer(self, ticket: str, kind: Kind, body: bytes, now: float) -> list[Effect]:
+        """The answer to a request that the response cache had not found has come to its end. Envoy sends it to one of
+        several processes, whichever decided the request.
+        """
+        out = list[Effect]()
+        if process_of(ticket) == self.name or self._machine is None:
+            self._keep_answer(ticket, kind, body, now, out)
+        elif len(body) <= MOST_SHARED_BYTES:
+            out.append(Broadcast(AnswerArrived(ticket, kind, body)))
+        return out
+
+    def _keep_answer(self, ticket: str, kind: Kind, body: bytes, now: float, out: list[Effect]) -> None:
+        awaited = self._caches.take(ticket)
+        if awaited is None:
+            out.append(AnswerRead("", "unknown"))
+            return
+        is_kept = self._caches.keep_answer(awaited, kind, body, now)
+        out.append(AnswerRead(awaited.route, "stored" if is_kept else "not_whole"))
+        if is_kept and self._machine is not None and len(body) <= MOST_SHARED_BYTES:
+            key = awaited.key
+            out.append(Broadcast(AnswerStored(key.scope, key.text, kind, body, awaited.ttl_s)))
+
+    @property
+    def answers(self) -> AnswerStore:
+        """Those that the response cache keeps."""
+        return self._caches.store
+
     def reset_breakers(self, server: str, address: str, now: float) -> list[Effect]:
         """Close the breaker of an endpoint; with an empty ``address`` those of the ModelServer and of all endpoints."""
         out = list[Effect]()
@@ -371,8 +406,8 @@ class Core:
                     on_metrics(self.pools, event, now, [])
                 case ProcessAlive() | AskStarted():
                     self._compare(event, origin, now, out)
-                case RowsRead():
-                    self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
+                case AnswerArrived() | AnswerStored() | RowsRead():
+                    self._share(event, now, out)
                 case AdapterChanged():
                     apply_adapter_change(self.pools, event, now)
                 case LimitSpent() | AskLevels() | Levels():
@@ -382,6 +417,15 @@ class Core:
                         out.append(self._alive(now))
         self._pipeline.wake(now, out)
         return out
+
+    def _share(self, event: AnswerArrived | AnswerStored | RowsRead, now: float, out: list[Effect]) -> None:
+        match event:
+            case AnswerArrived() if process_of(event.ticket) == self.name:
+                self._keep_answer(event.ticket, event.kind, event.body, now, out)
+            case AnswerStored():
+                self._caches.keep(Key(event.scope, event.key), event.kind, event.body, now=now, ttl_s=event.ttl_s)
+            case RowsRead():
+                self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
 
     def _repeat(
         self, event: RequestStarted | RequestPrefilled | RequestEnded, origin: str, now: float, out: list[Effect]

@@ -344,7 +344,16 @@ class Dispatcher:
             response_model=response_model(arrival, record.attachment, run.reserves),
             translation=_order_of(arrival),
             mirror=pending.mirror,
+            cache_bytes=_cache_bytes(record, arrival),
         )
+
+
+def _cache_bytes(record: Record, arrival: Arrival) -> int:
+    """A request that has gone elsewhere since it was looked up has another key."""
+    wanted, destination = record.to_store, arrival.destination
+    if wanted is None or (wanted.server, wanted.model) != (destination.server, destination.model):
+        return 0
+    return wanted.most_bytes
 
 
 def _order_of(arrival: Arrival) -> TranslationOrder | None:

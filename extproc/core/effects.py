@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -43,7 +43,8 @@ class Decision(msgspec.Struct, frozen=True):
     read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
     fallback at once. ``path``: in place of the client's, empty for that. ``response_model``: in answers, as JSON text;
     empty: they stay as they come. ``translation``: of the request for its engines, without headers; None: they get it
-    as it is. ``mirror``: the order of a copy, empty: Envoy makes none.
+    as it is. ``mirror``: the order of a copy, empty: Envoy makes none. ``cache_bytes``: the longest answer that the
+    response cache keeps; 0: it keeps none.
     """
 
     ticket: str
@@ -72,6 +73,7 @@ class Decision(msgspec.Struct, frozen=True):
     response_model: str = ""
     translation: TranslationOrder | None = None
     mirror: str = ""
+    cache_bytes: int = 0
 
     @property
     def held_s(self) -> float:
@@ -143,6 +145,21 @@ class GuardAsked(msgspec.Struct, frozen=True):
     def has_verdict(self) -> bool:
         """Whether it answered as it should."""
         return self.result in VERDICTS
+
+
+class CacheLookup(msgspec.Struct, frozen=True):
+    """A request of a route with a response cache was looked up, or was not. ``why``: of a bypass."""
+
+    route: str
+    result: Literal["hit", "miss", "bypass"]
+    why: str = ""
+
+
+class AnswerRead(msgspec.Struct, frozen=True):
+    """The answer to a request that the response cache had not found has come. ``route``: empty if unknown."""
+
+    route: str
+    result: Literal["stored", "not_whole", "unknown"]
 
 
 class AskTokens(msgspec.Struct, frozen=True):
@@ -401,6 +418,8 @@ Effect = (
     | AskLimits
     | AskGuard
     | GuardAsked
+    | CacheLookup
+    | AnswerRead
     | AskTokens
     | EngineNeeded
     | EngineStarted

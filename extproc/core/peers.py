@@ -10,7 +10,7 @@ prefixes, which alone can be worse than sharing nothing.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -31,6 +31,8 @@ SILENCE_S: Final = 3.0
 HEARTBEAT_S: Final = 1.0
 # Starts that a process is asked for at once: each has the hashes of a prompt.
 _MOST_ASKED: Final = 500
+# Longer answers stay with the process that has them: a process that hangs has thousands of messages waiting.
+MOST_SHARED_BYTES: Final = 256 << 10
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -169,6 +171,26 @@ class RowsRead(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     read_s: float
 
 
+class AnswerArrived(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """The answer to a request whose process waits for it, for the response cache. ``kind``: whether it is a stream."""
+
+    ticket: str
+    kind: Literal["json", "stream"]
+    body: bytes
+
+
+class AnswerStored(msgspec.Struct, frozen=True, array_like=True, tag="m"):
+    """A process keeps an answer in its response cache: the others do, too. ``scope``, ``key``: whose it is, and all of
+    its key.
+    """
+
+    scope: str
+    key: str
+    kind: Literal["json", "stream"]
+    body: bytes
+    ttl_s: float
+
+
 PeerEvent = (
     RequestStarted
     | RequestPrefilled
@@ -182,6 +204,8 @@ PeerEvent = (
     | Levels
     | AdapterChanged
     | RowsRead
+    | AnswerArrived
+    | AnswerStored
 )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from extproc.admission.limits import Grant, StoreAway
+from extproc.admission.limits import NO_USAGE, Grant, StoreAway
 from extproc.admission.refusals import unavailable
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.activation import EngineWait
@@ -22,6 +22,7 @@ from extproc.core.effects import (
     AskGuard,
     AskLimits,
     AskTokens,
+    CacheLookup,
     ClientLeft,
     Decision,
     Effect,
@@ -53,9 +54,10 @@ from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, j
 from extproc.core.queue import MOST_AT_ONCE, QueueWait, usage_to_reserve
 from extproc.core.record import Record
 from extproc.core.request_builder import not_served
+from extproc.core.response_cache import ResponseCaches
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
 from extproc.core.tiers import TierSelector
-from extproc.errors import InternalError, QueueFull, Refusal, UnknownModel
+from extproc.errors import InternalError, QueueFull, Refusal, StoredAnswer, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
 if TYPE_CHECKING:
@@ -170,6 +172,7 @@ class AdmissionPipeline:
         self._accounts = accounts
         self._dispatcher = dispatcher
         self._builder: RequestBuilder
+        self.caches = ResponseCaches(rng=rng)
         self._rng = rng
         # by the key of the ModelRoute
         self._guards: Mapping[str, Guard] = {}
@@ -540,7 +543,27 @@ class AdmissionPipeline:
             out.append(Fault(f"the answer of the guard {guard.name} could not be followed", error))
             return judge(guard, arrival, GuardFailed.internal(error), self._builder)
 
+    def _answer_from_cache(self, record: Record, now: float, out: list[Effect]) -> None:
+        """A hit has used one request, and no tokens; raises StoredAnswer."""
+        try:
+            found = self.caches.find(record.arrived, record.attachment, record.ticket, now)
+        except StoredAnswer:
+            out.append(CacheLookup(record.arrived.destination.route, "hit"))
+            grants, record.grants = record.grants, ()
+            self._accounts.settle_grants(grants, NO_USAGE, now, out)
+            raise
+        except Refusal:
+            raise
+        except Exception as error:  # noqa: BLE001 - the request can do without
+            out.append(Fault("the response cache could not be asked", error))
+            return
+        if found is not None:
+            lookup, record.to_store = found
+            out.append(lookup)
+
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+        if self.caches.is_on:
+            self._answer_from_cache(record, now, out)
         objectives = self._dispatcher.objectives_of(record.arrived)
         if objectives is not None and objectives.refuses:
             self._foresee(record, objectives, now, out)

@@ -439,6 +439,14 @@ def answer_of(outcome: Outcome) -> Answer:
     )
 
 
+class ToStore(msgspec.Struct, frozen=True):
+    """The response cache keeps the answer, if it has at most so many bytes and this model of this server gives it."""
+
+    server: str
+    model: str
+    most_bytes: int
+
+
 class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
@@ -466,6 +474,7 @@ class Record(msgspec.Struct):
     ``due_by_s``         until when it may wait in a queue, for its first token to come in time
     ``fell_back_for``    why it goes to a fallback at once, empty if it does not
     ``is_drawn``         it may go to a ModelServer that is half-open, beside the probe
+    ``to_store``         whether the response cache keeps its answer, None if it does not
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
     ===================  =======================================================================
@@ -500,6 +509,7 @@ class Record(msgspec.Struct):
     due_by_s: float = math.inf
     fell_back_for: FallbackReason | Literal[""] = ""
     is_drawn: bool = True
+    to_store: ToStore | None = None
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()
 

@@ -78,7 +78,7 @@ class Trace(msgspec.Struct):
         self.ended_s = now
 
     def refused(self, error: str, now: float) -> None:
-        """No engine gets the request. ``error``: why, as a code."""
+        """No engine gets the request. ``error``: why, as a code; empty: it was answered without one."""
         self.begin("", now)
         self.tags = {**self.tags, "queue_ms": round(1000 * (now - self.started_s))}
         self.error, self.ended_s = error, now

@@ -19,7 +19,7 @@ import msgspec
 from extproc.api.picker_flow_control import MOST_BYTES, MOST_REQUESTS
 from extproc.core.effects import ClientLeft, Decision, RequestRefused, RequestSettled
 from extproc.core.states import State
-from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout
+from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, StoredAnswer
 from extproc.metrics.exposition import Counters, DeferredHistograms, MetricFamily, PiecewiseCollector
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ class LlmdMetrics(PiecewiseCollector):
                 if effect.held_s:
                     self._processing.record(effect.held_s, ())
                 self._leave_queue(effect.server, effect.queued, "Dispatched", effect.waits.get(State.QUEUED, 0.0))
-            case RequestRefused():
+            case RequestRefused() if not isinstance(effect.refusal, StoredAnswer):
                 labels = self._request_labels(effect.arrival.pool.name, effect.arrival.priority)
                 self._errors.record(1, (*labels, str(effect.refusal.status)))
                 self._leave_queue(

@@ -16,6 +16,7 @@ import msgspec
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import MOST_EXPLAINED, why_chosen
 from extproc.core.states import STEP_NAMES, StepName
+from extproc.errors import StoredAnswer
 from extproc.protocol import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ class RecentRequests:
                 _decided(row, own)
                 row.phase, row.held_s = "running", now - found.began_s
             case RequestRefused():
-                row.phase, row.status, row.refusal = "refused", own.refusal.status, own.refusal.message[:_MOST_TEXT]
+                row.phase = "answered" if isinstance(own.refusal, StoredAnswer) else "refused"
+                row.status, row.refusal = own.refusal.status, own.refusal.message[:_MOST_TEXT]
                 row.held_s = row.duration_s = now - found.began_s
                 del self._running[own.ticket]
             case _:

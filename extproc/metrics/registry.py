@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Final, Literal
 from prometheus_client import Counter, Gauge
 
 from extproc.core.effects import (
+    AnswerRead,
     BreakerChanged,
+    CacheLookup,
     ClientLeft,
     Decision,
     EngineStarted,
@@ -43,6 +45,7 @@ from extproc.metrics.queues import (
     PrefillMetrics,
 )
 from extproc.metrics.recent import RecentRequests
+from extproc.metrics.response_cache import ResponseCacheMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -116,7 +119,7 @@ class Metrics:
         self.objectives = ObjectiveSeries(self.registry, wall_clock)
         self._answer_times = AnswerTimes(self.registry, gates, clock)
         self._adapters, self._prefills = AdapterMetrics(self.registry, pools), PrefillMetrics(self.registry)
-        self._activation = ActivationMetrics(self.registry, at_zero)
+        self._activation, self.caches = ActivationMetrics(self.registry, at_zero), ResponseCacheMetrics(self.registry)
         # those in queues count by band, and with requests that need not wait
         self._waits = {
             state: DeferredHistograms(
@@ -290,6 +293,8 @@ class Metrics:
             case RequestRefused():
                 self._requests.add(effect.refusal.outcome)
                 self.admission.count_refusal(effect)
+            case CacheLookup() | AnswerRead():
+                self.caches.count(effect)
             case ClientLeft() | SoftBudgetPassed() | GuardAsked():
                 self.admission.count(effect)
             case EngineStarted():

@@ -300,6 +300,7 @@ class App:
             decision_log=decision_log,
         )
         made.objectives.follow(core.objective_classes)
+        made.caches.follow(core.answers)
         made.registry.names.follow(core.configured_names)
         return made
 

@@ -13,11 +13,13 @@ import msgspec
 from extproc.admission.refusals import soft_line
 from extproc.api.errors import one_line
 from extproc.core.effects import (
+    AnswerRead,
     AskGuard,
     AskLimits,
     AskTokens,
     BreakerChanged,
     Broadcast,
+    CacheLookup,
     ClientLeft,
     Decision,
     EngineNeeded,
@@ -132,7 +134,7 @@ class Performer:
                 case Decision() | RequestRefused():
                     self._deliver(effect)
                 case (RequestSettled() | RequestJudged() | RequestUnmeetable() | ClientLeft()) | (
-                    AskLimits() | AskGuard() | AskTokens() | Held()
+                    CacheLookup() | AnswerRead() | AskLimits() | AskGuard() | AskTokens() | Held()
                 ):
                     # counted; what a request waits for, its stream asks for
                     pass

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.effects import Decision, Pending, RequestRefused
 from extproc.core.trace import Trace
 from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
+from extproc.errors import StoredAnswer
 
 if TYPE_CHECKING:
     from extproc.core.effects import RequestEffect
@@ -98,7 +99,7 @@ class StreamRequest:
                 return own
             case RequestRefused():
                 self._is_closed = True
-                self._refused(own.refusal.outcome)
+                self._refused("" if isinstance(own.refusal, StoredAnswer) else own.refusal.outcome)
                 return own
             case _:
                 self.pending = own

@@ -19,6 +19,7 @@ import msgspec
 from extproc.admission.refusals import granted_headers
 from extproc.errors import (
     ErrorForm,
+    StoredAnswer,
     anthropic_status,
     grpc_status,
     to_anthropic_body,
@@ -27,6 +28,7 @@ from extproc.errors import (
 )
 from extproc.protocol import (
     ACCEPT_ENCODING,
+    CACHE,
     CLAMPS,
     DEGRADED_SERVERS,
     DESTINATION,
@@ -492,7 +494,8 @@ def _metadata(decision: Decision, destination: bytes) -> bytes:
     session's token.
     """
     sessions = decision.assignment.sessions
-    if not (sessions or decision.grants or decision.usage or decision.response_model or decision.mirror):
+    has_members = sessions or decision.grants or decision.usage or decision.response_model
+    if not (has_members or decision.mirror or decision.cache_bytes):
         own = b"".join(_TICKET_METADATA[decision.adds_usage].fill(decision.ticket.encode()))
         return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), own)))
     members = [*_member(TICKET).fill(decision.ticket.encode()), _HIDES_MEMBER[decision.adds_usage]]
@@ -500,6 +503,10 @@ def _metadata(decision: Decision, destination: bytes) -> bytes:
         members += _member(RESPONSE_MODEL).fill(decision.response_model.encode())
     if decision.mirror:
         members += _member(MIRROR).fill(decision.mirror.encode())
+    if decision.cache_bytes:
+        # another model may answer in the place of the one that was asked
+        only = () if decision.attempts is None else decision.assignment.addresses
+        members += _member(CACHE).fill(" ".join((str(decision.cache_bytes), *only)).encode())
     # the bundle's routes write them into the answer's headers
     for name, text in granted_headers(decision.grants).items() if decision.grants else ():
         members += _member(name).fill(text.encode())
@@ -536,7 +543,9 @@ def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI, usage: 
     if refusal.dropped_reason is not None:
         headers[DROPPED_REASON] = refusal.dropped_reason
     status_of_call = None
-    if form is ErrorForm.GRPC:
+    if isinstance(refusal, StoredAnswer):
+        status, body = refusal.status, refusal.body
+    elif form is ErrorForm.GRPC:
         # Envoy answers calls with trailers alone, and writes the body as grpc-message
         status, body, status_of_call = refusal.status, refusal.message.encode(), grpc_status(refusal)
     elif form is ErrorForm.ANTHROPIC:

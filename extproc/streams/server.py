@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from extproc.core.effects import Held
 from extproc.failures import FailureLog
-from extproc.protocol import BUNDLE_MARK
+from extproc.protocol import BUNDLE_MARK, STORE_KIND, STORE_PATH, STORE_TICKET
 from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcFailed, RpcServer, Status
 from extproc.streams.access_log import receive_entries
 from extproc.streams.edge import OWN_MESSAGES
@@ -110,6 +110,7 @@ class GrpcServer:
         handlers = {
             f"/{EXTERNAL_PROCESSOR}/Process": self._process,
             f"/{ACCESS_LOG}/StreamAccessLogs": self._stream_access_logs,
+            STORE_PATH: self._store_answer,
         }
         answers = {path: partial(_answer, message) for path, message in OWN_MESSAGES.items()}
         self._server = RpcServer({**handlers, **answers, **self.health.handlers}, self._most_message_bytes)
@@ -221,6 +222,15 @@ class GrpcServer:
             entries = StreamAccessLogsMessage.FromString(message)
             # one odd entry must not cut off the log stream and with it all learning
             receive_entries(entries, self._streams, self._streams.clock(), self._failures)
+        await call.write(b"")
+
+    async def _store_answer(self, call: Call) -> None:
+        """Envoy sends the answer to a request that the response cache had not found."""
+        body, metadata = await call.read(), dict(call.metadata)
+        context, is_stream = self._streams, metadata.get(STORE_KIND) == "stream"
+        if body is not None:
+            ticket = metadata.get(STORE_TICKET, "")
+            context.perform(context.core.on_answer(ticket, "stream" if is_stream else "json", body, context.clock()))
         await call.write(b"")
 
 

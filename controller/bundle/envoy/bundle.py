@@ -181,6 +181,7 @@ class BundleWriter:
                 translates,
                 has_calls(snapshot) or bool(snapshot.grpc_routes),
                 mirrors,
+                any(one.spec.cache is not None for one in snapshot.routes),
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }

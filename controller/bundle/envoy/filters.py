@@ -35,6 +35,7 @@ from controller.bundle.envoy.authentication import authentication_filters
 from controller.bundle.envoy.cost_header import cost_header
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
 from controller.bundle.envoy.matching import request_has, skipped_if
+from controller.bundle.envoy.response_cache import stores_answers
 from controller.bundle.envoy.usage import responses_usage, stream_usage
 from controller.bundle.envoy.usage_log import keeps_for_log
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
@@ -69,6 +70,7 @@ _ASKED_ONCE: Final = (_EXTPROC_FILTER,)
 _ASKED_TWICE: Final = (_EXTPROC_FILTER, _SECOND_EXTPROC_FILTER)
 _BODY_FILTER: Final = "attache.body_without_extproc"
 _COST_FILTER: Final = "attache.cost"
+_CACHE_FILTER: Final = "attache.response_cache"
 _USAGE_FILTER: Final = "attache.usage"
 _RESPONSES_FILTER: Final = "attache.usage_of_responses"
 # Those that read bodies of requests without extproc, and those that read answers of engines.
@@ -98,6 +100,7 @@ class Needs(msgspec.Struct, frozen=True):
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
     content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model. ``translates``:
     requests for some are translated. ``calls``: some are called by gRPC. ``mirrors``: copies of some requests are made.
+    ``caches``: some have a response cache.
     """
 
     cors: bool = False
@@ -107,6 +110,7 @@ class Needs(msgspec.Struct, frozen=True):
     translates: bool = False
     calls: bool = False
     mirrors: bool = False
+    caches: bool = False
 
 
 NO_NEEDS: Final = Needs()
@@ -133,6 +137,9 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
         )
         chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
+    if needs.caches:
+        # responses pass all filters below first: what is kept is what clients get
+        chain.append(http_filter(_CACHE_FILTER, stores_answers()))
     hides = gateway.cached_tokens == "Hidden"
     if gateway.usage_log is not None and gateway.usage_log.cost_header:
         # responses pass the filters below first, which read the counts

@@ -100,6 +100,12 @@ def test_how_a_request_ended(one: UsageLine, ended: str, *, is_failed: bool) -> 
     assert (found.ended, found.is_failed) == (ended, is_failed)
 
 
+def test_an_answer_of_the_response_cache_is_a_whole_one_that_costs_nothing() -> None:
+    found = row(line(of=context(refused="cache_hit"), usage=None, served=None))
+    assert (found.ended, found.refused, found.is_failed) == ("whole", "cache_hit", False)
+    assert (found.input, found.output, found.cost_micros or 0, found.is_unpriced) == (0, 0, 0, False)
+
+
 def test_a_row_can_be_joined_with_what_extproc_logs() -> None:
     found = row(line(of=context(streamed=True)))
     assert (found.ticket, found.endpoint, found.streamed) == ("t1", "10.0.0.1:8000", True)

@@ -277,6 +277,19 @@ def test_a_budget_of_money_over_servers_without_a_price_or_of_another_currency(c
     assert check(ModelRoute=budgeted({"max": {"money": 5}, "currency": "EUR"}), ModelServer=euros) == []
 
 
+def test_a_cache_that_all_clients_share_or_that_never_answers(check: Check) -> None:
+    route = {"modelName": "llama", "rules": RULES, "cache": {}}
+    (note,) = check(ModelRoute=route)
+    assert note.startswith("ModelRoute default/llama: the cache of scope Tenant is one for all clients together, as ")
+    assert check(ModelRoute=route, GatewayConfig={"authentication": KEYS}) == []
+    shared = {**route, "cache": {"scope": "Route"}}
+    assert check(ModelRoute=shared) == []
+    (never,) = check(ModelRoute=shared, ModelServer={**SERVER, "protocol": "V2"})
+    assert never == (
+        "ModelRoute default/llama: the cache never answers, as bodies of requests with protocol V2 are not read"
+    )
+
+
 def test_a_payload_log_of_which_one_half_is_missing(check: Check) -> None:
     route = {"modelName": "llama", "rules": RULES, "payloadLog": {}}
     (note,) = check(ModelRoute=route)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The response cache as metrics: what was looked up, what was kept, and the memory that it takes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from prometheus_client import Gauge
+
+from extproc.core.effects import AnswerRead, CacheLookup
+from extproc.metrics.exposition import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
+
+    from extproc.core.response_cache import AnswerStore
+
+
+class ResponseCacheMetrics:
+    """Of all routes of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._store: AnswerStore | None = None
+        self._lookups = Counters(
+            "attache_response_cache_lookups",
+            "Requests of routes with a response cache: hit, miss or bypass, and why they were not looked up.",
+            ["route", "result", "reason"],
+            registry,
+        )
+        self._answers = Counters(
+            "attache_response_cache_answers",
+            "Answers that came for the response cache: stored, not_whole, or unknown: nobody waits for them any more.",
+            ["result"],
+            registry,
+        )
+        values: tuple[tuple[str, str, Callable[[AnswerStore], int]], ...] = (
+            ("bytes", "Memory of the stored answers.", lambda store: store.bytes),
+            ("entries", "Stored answers.", len),
+            ("evictions", "Stored answers that have made room for others, since the start.", lambda one: one.evicted),
+        )
+        for name, text, value in values:
+            gauge = Gauge(f"attache_response_cache_{name}", text, registry=registry)
+            gauge.set_function(partial(self._read, value))
+
+    def follow(self, store: AnswerStore) -> None:
+        """The answers that are kept."""
+        self._store = store
+
+    def _read(self, value: Callable[[AnswerStore], int]) -> float:
+        return 0 if self._store is None else value(self._store)
+
+    def count(self, effect: CacheLookup | AnswerRead) -> None:
+        """A request was looked up, or an answer came."""
+        if isinstance(effect, CacheLookup):
+            self._lookups.add(effect.route, effect.result, effect.why)
+        else:
+            self._answers.add(effect.result)
