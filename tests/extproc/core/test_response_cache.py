@@ -376,3 +376,11 @@ def test_whatever_an_engine_writes_is_judged_without_an_error(body: bytes) -> No
     for api in Api:
         assert is_whole(api, "json", body) in {True, False}
         assert is_whole(api, "stream", b"data: " + body + b"\n\n") in {True, False}
+
+
+def test_the_key_is_of_what_a_rule_makes_of_the_request() -> None:
+    core = cached(route="rules: [{targetModels: [{modelServerName: llama}], set: {temperature: 0, top_p: 0.5}}]")
+    fill(core, asks(core, temperature=0.9, top_p=0.1))
+    # what the rule sets is no difference, and what it leaves is one
+    assert hit(core, asks(core, temperature=0.7)) is not None
+    assert hit(core, asks(core, temperature=0.9, top_p=0.1, max_tokens=5)) is None
