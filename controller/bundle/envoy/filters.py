@@ -232,7 +232,8 @@ def processing_mode(*, reads_body: bool, logs_payloads: bool) -> ProcessingMode:
     """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests. Where
     there is a payload log, extproc gets the answer's headers, and asks for the body of one that is logged.
 
-    ``reads_body``: requests cannot be decided by their headers.
+    ``reads_body``: requests cannot be decided by their headers. Of others Envoy would end the stream as soon as they
+    are decided, and so their count as in flight; it waits for an answer's trailers, which HTTP/1 has none of.
     """
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
     return ProcessingMode(
@@ -241,7 +242,7 @@ def processing_mode(*, reads_body: bool, logs_payloads: bool) -> ProcessingMode:
         request_trailer_mode=header.SKIP,
         response_header_mode=header.SEND if logs_payloads else header.SKIP,
         response_body_mode=body.NONE,
-        response_trailer_mode=header.SKIP,
+        response_trailer_mode=header.SKIP if reads_body else header.SEND,
     )
 
 
