@@ -722,37 +722,27 @@ CASES: Final = (
         None,
         in_directory=False,
     ),
-    Case(
-        "gRPC is of classical models",
-        "ServingRuntime",
-        {"engine": "Custom", "protocolVersions": ["V2"], "grpcPort": 8081},
-        ("protocolVersions",),
-        ["OpenAI"],
-        in_directory=False,
+    *(
+        Case(
+            "gRPC is of classical models",
+            kind,
+            {"engine": "Custom", "protocolVersions": ["V2"], "grpcPort": 8081},
+            ("protocolVersions",),
+            ["OpenAI"],
+            in_directory=False,
+        )
+        for kind in ("ServingRuntime", "ClusterServingRuntime")
     ),
-    Case(
-        "gRPC has a port of its own",
-        "ServingRuntime",
-        {"engine": "Triton", "port": 8000, "grpcPort": 8001},
-        ("grpcPort",),
-        8000,
-        in_directory=False,
-    ),
-    Case(
-        "gRPC is of classical models",
-        "ClusterServingRuntime",
-        {"engine": "Custom", "protocolVersions": ["V2"], "grpcPort": 8081},
-        ("protocolVersions",),
-        ["OpenAI"],
-        in_directory=False,
-    ),
-    Case(
-        "gRPC has a port of its own",
-        "ClusterServingRuntime",
-        {"engine": "Triton", "port": 8000, "grpcPort": 8001},
-        ("grpcPort",),
-        8000,
-        in_directory=False,
+    *(
+        Case(
+            "gRPC has a port of its own",
+            kind,
+            {"engine": "Triton", "port": 8000, "grpcPort": 8001},
+            ("grpcPort",),
+            8000,
+            in_directory=False,
+        )
+        for kind in ("ServingRuntime", "ClusterServingRuntime")
     ),
     Case(
         "bounds of a backend",

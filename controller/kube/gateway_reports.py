@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from controller.kube.errors import Backoff
+from controller.kube.pod_pages import read_page
 from controller.kube.resources import split_key
 from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import (
@@ -110,23 +111,8 @@ def reports_address(pod: Object) -> str:
 
 
 async def _read(http: aiohttp.ClientSession, address: str) -> Loads | None:
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    # the decoder's error is a ValueError
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError, ValueError, RecursionError):
-        async with http.get(f"http://{address}{LOADS_PATH}", timeout=timeout, allow_redirects=False) as answer:
-            if answer.status == HTTPStatus.OK:
-                return _LOADS_DECODER.decode(await _whole(answer))
-    return None
-
-
-async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    """The body; ValueError if it is longer than any page of ours."""
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > _MAX_BYTES:
-            raise ValueError("the page is too long")
-    return bytes(body)
+    url = f"http://{address}{LOADS_PATH}"
+    return await read_page(http, url, _LOADS_DECODER, timeout_s=_TIMEOUT_S, most_bytes=_MAX_BYTES)
 
 
 class BadStream(Exception):

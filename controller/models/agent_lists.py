@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many models each server has, and why loads have failed, as the agents in its pods list them
+"""Which of many models each server has, and why loads have failed, as the agents in its pods list them.
 
 An agent's words are those of its pod: no other Model's status has them. Answers are bounded, and none delays others.
 """
@@ -7,19 +7,19 @@ An agent's words are those of its pod: no other Model's status has them. Answers
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Final
 
-import aiohttp
 import msgspec
 
+from controller.kube.pod_pages import read_page
 from controller.models.model.model_state import ReportedModel
 from controller.models.runtimes.settings import AGENT_PORT
 from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import aiohttp
 
     from controller.kube.resources import Object
 
@@ -51,23 +51,6 @@ class AgentLists:
         if not ip:
             return None
         url = f"http://{join_host_port(ip, AGENT_PORT)}/v1/adapters"
-        # the decoder's error is a ValueError
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, ValueError, RecursionError):
-            async with (
-                self._at_once,
-                asyncio.timeout(_TIMEOUT_S),
-                self._http.get(url, allow_redirects=False) as answer,
-            ):
-                if answer.status == HTTPStatus.OK:
-                    return self._decoder.decode(await _whole(answer)).data
-        return None
-
-
-async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Raises ValueError."""
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) > _MOST_BYTES:
-            raise ValueError("the page is too long")
-    return bytes(body)
+        async with self._at_once:
+            page = await read_page(self._http, url, self._decoder, timeout_s=_TIMEOUT_S, most_bytes=_MOST_BYTES)
+        return None if page is None else page.data

@@ -230,7 +230,7 @@ class Dispatcher:
         if arrival.destination.mirror is not None:
             draw = partial(self.mirrors.draw, arrival, record.attachment, considered, now)
             mirror = with_fault(out, _NO_COPY, draw) or ""
-        pending = msgspec.structs.replace(_pending(record, considered, base, constraints.whole, plan), mirror=mirror)
+        pending = _pending(record, considered, base, constraints.whole, plan, mirror)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
@@ -372,9 +372,9 @@ def _order_of(arrival: Arrival) -> TranslationOrder | None:
 
 
 def _pending(
-    record: Record, considered: Consideration, base: Changes, whole: str, plan: FallbackPlan | None
+    record: Record, considered: Consideration, base: Changes, whole: str, plan: FallbackPlan | None, mirror: str
 ) -> PendingDecision:
-    """Before anything is counted. ``base``: see ``changes_for``."""
+    """Before anything is counted. ``base``: see ``changes_for``. ``mirror``: see Decision."""
     arrival, explanation = record.arrived, None
     if record.wants_reasons:
         explanation = explain_pick(
@@ -388,7 +388,7 @@ def _pending(
             fallbacks=() if plan is None else plan.states,
         )
     adds_usage = "stream_options" in base.fields
-    return PendingDecision(adds_usage, explanation, whole)
+    return PendingDecision(adds_usage, explanation, whole, mirror)
 
 
 def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | None:

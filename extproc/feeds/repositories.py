@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which models V2 servers have loaded, from the runtime agents beside them, once a second each
+"""Reads which models V2 servers have loaded, from the runtime agents beside them, once a second each.
 
 The lists of engines of protocol OpenAI come with their metrics (``engines``), which V2 servers have none of. An agent
 that answers 503 has a server that does not answer: it holds nothing. Of an agent that is away the last list stays: its

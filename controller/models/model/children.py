@@ -368,32 +368,28 @@ def children(
 
 def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Mapping[str, str]) -> Iterator[Child]:
     for made in model.backends:
-        name, labels = model.child(made.backend), {BACKEND: made.backend.name}
-        infer = _object(model, MODEL_INFERS, name, {"spec": model_infer_spec(model, made, settings)}, labels)
-        # a stopped Model has no replicas, even if another writer scales it; stages are scaled within one group
-        is_scaled_by_others = (
-            not model.spec.stop
-            and not made.backend.scales_stages
-            and (model.spec.autoscaling is not None or not made.says_replicas)
-        )
-        yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
+        # stages are scaled within one group
+        is_scaled = not made.backend.scales_stages and (model.spec.autoscaling is not None or not made.says_replicas)
         spec = server_spec(model, made, start_times)
-        yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
+        yield from _of_group(model, made, settings, spec, is_scaled=is_scaled)
         calls = grpc_server_spec(model, made, start_times)
         if calls is not None:
-            called = model.grpc_child(made.backend)
+            called, labels = model.grpc_child(made.backend), {BACKEND: made.backend.name}
             yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, called, {"spec": calls}, labels))
     for made in model.steps:
-        name, labels = model.child(made.backend), {BACKEND: made.backend.name}
-        infer = {"spec": model_infer_spec(model.of_steps, made, settings)}
-        is_scaled_by_others = not model.spec.stop and not made.says_replicas
-        yield Child(
-            MODEL_INFERS,
-            _object(model, MODEL_INFERS, name, infer, labels),
-            (_REPLICAS,) if is_scaled_by_others else (),
-        )
-        server = {"spec": step_server_spec(model.of_steps, made)}
-        yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, server, labels))
+        spec = step_server_spec(model.of_steps, made)
+        yield from _of_group(model.of_steps, made, settings, spec, is_scaled=not made.says_replicas)
+
+
+def _of_group(
+    model: ResolvedModel, made: ResolvedBackend, settings: ModelSettings, server: Mapping[str, Any], *, is_scaled: bool
+) -> Iterator[Child]:
+    """What runs a backend or a step, and how gateways see it. ``is_scaled``: others write how many there are."""
+    name, labels = model.child(made.backend), {BACKEND: made.backend.name}
+    infer = _object(model, MODEL_INFERS, name, {"spec": model_infer_spec(model, made, settings)}, labels)
+    # a stopped Model has no replicas, even if another writer scales it
+    yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled and not model.spec.stop else ())
+    yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": server}, labels))
 
 
 def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:
