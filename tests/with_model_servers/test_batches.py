@@ -80,12 +80,16 @@ async def served(servers: ModelServers, tmp_path_factory: pytest.TempPathFactory
         server("joined-two", "V2", "tree", agent.batcher),
         route("one", **{"joined-one": 1}),
         route("two", **{"joined-two": 1}),
+        server("plain-two", "V2", "tree", address),
+        route("plain", **{"plain-two": 1}),
     ]
     limits = httpx.Limits(max_connections=None)
+    # uvicorn closes a connection after a 500, without a word of it in the answer
+    each_its_own = httpx.Limits(max_keepalive_connections=0)
     async with (
         gateway_to(tmp_path_factory.mktemp("stack"), *documents) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as http,
-        httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as direct,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=60, limits=each_its_own) as direct,
     ):
         one = Served(http, direct, servers.processes.pid(_NAME), agent.pages)
 
@@ -131,6 +135,13 @@ async def test_a_request_that_the_server_cannot_read_fails_alone(served: Served)
     joined, alone, _ = await served.both("/v2/models/NAME/infer", "two", bodies)
     assert [(one.status_code, one.content) for one in joined] == [(one.status_code, one.content) for one in alone]
     assert [number for number, one in enumerate(joined) if one.status_code != 200] == [13]
+
+
+async def test_requests_after_one_that_the_server_cannot_read_are_answered(served: Served) -> None:
+    """The server closes the connection after such a one."""
+    bodies = [infer(str(number), ["no", "number", 1, 2] if number % 2 else flower(number)) for number in range(200)]
+    answers = [(await served.http.post("/v2/models/plain/infer", json=one)).status_code for one in bodies]
+    assert answers == [200, 500] * 100
 
 
 async def test_before_mlserver_a_bad_request_fails_alone(servers: ModelServers) -> None:
