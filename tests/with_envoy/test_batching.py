@@ -76,7 +76,8 @@ async def agents(directory: Path, servers: list[ModelServer]) -> AsyncIterator[l
     """The addresses of their batchers."""
     async with Processes(directory) as processes:
         yield [
-            (await start_agent(processes, f"agent-{number}", server.url)).batcher
+            # long enough for clients of a busy machine to be at once
+            (await start_agent(processes, f"agent-{number}", server.url, "--batch-delay", "0.3")).batcher
             for number, server in enumerate(servers)
         ]
 
