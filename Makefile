@@ -78,7 +78,7 @@ test-process: $(VENV)/ready $(ENVOY) ## tests with a real Envoy, a real Redis an
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE) $(PROCESSES)
 
 # They wait for most of their time. Files come in the order that tests/with_kube/conftest.py says.
-test-kube-real: preflight-test-kube-real $(VENV)/ready kube-built ## tests with a real Kubernetes API server: for changes of what talks to it
+test-kube-real: preflight-test-kube-real $(VENV)/ready $(ENVOY) kube-built ## tests with a real Kubernetes API server: for changes of what talks to it
 	$(RUN) $(RECORDED) -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m real_kube tests/with_kube $(ARGS)
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)

@@ -27,7 +27,7 @@ TARGETS = {
     "up-kube": ("venv", "envoy", "kube"),
     "kube-assets": ("venv", "kube"),
     "conformance": ("venv", "envoy", "kube", "suites"),
-    "test-kube-real": ("venv", "kube"),
+    "test-kube-real": ("venv", "envoy", "kube"),
     "test-conformance": ("venv", "envoy", "kube", "suites"),
     "test-vllm": ("venv", "envoy", "vllm"),
     "test-model-servers": ("venv", "envoy", "mlserver", "kserve"),

