@@ -32,7 +32,7 @@ class ResponseCacheMetrics:
         )
         self._answers = Counters(
             "attache_response_cache_answers",
-            "Answers that came for the response cache: stored, not_whole, or unknown: nobody waits for them any more.",
+            "Answers that came for the response cache: stored, not_whole, outdated, or unknown: nobody waits for them.",
             ["result"],
             registry,
         )
