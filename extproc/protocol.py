@@ -181,6 +181,10 @@ OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
 # have limits of their own, and policies for browsers.
 RESERVED_IN_ANSWERS: Final = (*RESERVED_PREFIXES, *OBJECTIVE_PREFIXES, "x-envoy-")
 RESERVED_FROM_ENGINES: Final = (*RESERVED_IN_ANSWERS, "x-ratelimit-", "access-control-", "alt-svc")
+# Labels of pods that another value shows to be of another template, and so maybe of other weights: our own, those of
+# Deployments, those of StatefulSets and DaemonSets.
+REVISION_LABEL: Final = "attache.dev/revision"
+REVISION_LABELS: Final = (REVISION_LABEL, "pod-template-hash", "controller-revision-hash")
 # Why a request was refused, on the refusal; llm-d's header and values.
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 # OpenAI's response headers for rate limits; our dynamic metadata uses the same names.

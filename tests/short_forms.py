@@ -217,6 +217,7 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         "python -m bench.micro.batching": "loads an engine for two minutes; tests/bench/micro runs its parts",
         "python -m bench.micro.legs": "measures three gateways for minutes",
         "python -m bench.micro.observability": "measures seven gateways for minutes",
+        "python -m bench.micro.response_cache": "loads two gateways for four minutes",
         "python -m bench.micro.translation": "loads a gateway for a minute and a half",
         "python -m bench.micro.pickers": "needs another checkout to compare with",
         "python -m tools.console_pictures": "needs chromium; tests/extproc/console run its parts",

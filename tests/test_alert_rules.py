@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus itself evaluates the shipped rules for objectives, over days of counters, and those for Models."""
+"""Prometheus itself evaluates the shipped rules for objectives, over days of counters, those for Models, and that for
+the response cache.
+"""
 
 from __future__ import annotations
 
@@ -145,3 +147,27 @@ def of_model(ready: str, wanted: str, replicas: str, failed: str) -> list[dict[s
 def test_a_model_that_does_not_serve_is_told(tmp_path: Path, model: list[dict[str, str]], expected: set[str]) -> None:
     early = expected & {"AttacheModelFailsToLoad"}
     firing(tmp_path, model, {0: set(), 10: early, 50: expected}, "attache-models")
+
+
+@pytest.mark.parametrize(
+    ("misses", "stored", "expected"),
+    [
+        ("0+10x90", "0x90", {"AttacheResponseCacheStoresNothing"}),
+        ("0+10x90", "0+1x90", set()),
+        ("0+1x90", "0x90", set()),
+    ],
+    ids=["nothing is stored", "some is stored", "hardly any requests"],
+)
+def test_a_response_cache_that_stores_nothing_is_told(
+    tmp_path: Path, misses: str, stored: str, expected: set[str]
+) -> None:
+    where = 'namespace="attache",pod="a"'
+    inputs = [
+        {
+            "series": f'attache_response_cache_lookups_total{{{where},route="default/chat",result="miss"}}',
+            "values": misses,
+        },
+        {"series": f'attache_response_cache_answers_total{{{where},result="stored"}}', "values": stored},
+        {"series": f'attache_response_cache_answers_total{{{where},result="not_whole"}}', "values": misses},
+    ]
+    firing(tmp_path, inputs, {10: set(), 120: expected}, "attache-response-cache")

@@ -327,6 +327,56 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
         ),
     ),
     (
+        "Response cache",
+        (
+            Panel(
+                "Looked up",
+                "reqps",
+                ((_rate("attache_response_cache_lookups_total", "route, result"), "{{route}} {{result}}"),),
+                "Requests of routes with a cache; a bypass was not looked up.",
+            ),
+            Panel(
+                "Share of hits",
+                "percentunit",
+                (
+                    (
+                        _rate("attache_response_cache_lookups_total", "route", where='{result="hit"}')
+                        + " / "
+                        + _rate("attache_response_cache_lookups_total", "route", where='{result=~"hit|miss"}'),
+                        "{{route}}",
+                    ),
+                ),
+                "Of the requests that were looked up.",
+            ),
+            Panel(
+                "Why not looked up",
+                "reqps",
+                (
+                    (
+                        _rate("attache_response_cache_lookups_total", "route, reason", where='{result="bypass"}'),
+                        "{{route}} {{reason}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Answers that came to be stored",
+                "reqps",
+                ((_rate("attache_response_cache_answers_total", "result"), "{{result}}"),),
+            ),
+            Panel(
+                "Memory",
+                "bytes",
+                (("max by (pod) (attache_response_cache_bytes)", "{{pod}}"),),
+                "Of the process that has most; each has at most 64 MiB.",
+            ),
+            Panel(
+                "Answers that made room for others",
+                "ops",
+                (("sum by (pod) (rate(attache_response_cache_evictions[$__rate_interval]))", "{{pod}}"),),
+            ),
+        ),
+    ),
+    (
         "Usage",
         (
             Panel(

@@ -68,6 +68,7 @@ class GatewayVariant(msgspec.Struct, frozen=True):
     collector: str = ""
     sink: str = ""
     guard: str = ""
+    has_cache: bool = False
     checkout: Path = ROOT
 
 
@@ -127,6 +128,7 @@ async def start(variant: GatewayVariant, engine: int, collector: int, processes:
             **(_BUDGETS if variant.has_budgets else {}),
             **(_OBJECTIVES if variant.has_objectives else {}),
             **({"payloadLog": {"mode": "All"}} if variant.sink else {}),
+            **({"cache": {"ttl": "1h", "scope": "Tenant"}} if variant.has_cache else {}),
             **({"guard": {"name": "asked", "failureMode": "Open"}} if variant.guard else {}),
         },
     )

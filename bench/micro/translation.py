@@ -48,9 +48,12 @@ CASES: Final = (
 
 
 class Round(msgspec.Struct, frozen=True):
-    """``p50_s``: from a request to its whole answer. ``cpu_us``: of a request, by process."""
+    """``p50_s``: from a request to its whole answer. ``rate``: answers a second. ``cpu_us``: of a request, by
+    process.
+    """
 
     p50_s: float
+    rate: float
     cpu_us: dict[str, float]
 
     @property
@@ -108,13 +111,14 @@ def _pids(serve: int) -> dict[str, int]:
     return found
 
 
-async def _measure(pids: dict[str, int], port: int, requests: list[bytes], at_once: int, seconds: float) -> Round:
+async def measure(pids: dict[str, int], port: int, requests: list[bytes], at_once: int, seconds: float) -> Round:
+    """One round of a gateway whose processes these are."""
     before = {role: cpu_seconds(pid) for role, pid in pids.items()}
     load = WireLoad(requests, connections=at_once)
-    await load.run("127.0.0.1", port, seconds=seconds)
+    rate = await load.run("127.0.0.1", port, seconds=seconds)
     count = len(load.taken_s)
     used = {role: (cpu_seconds(pid) - before[role]) / count * 1e6 for role, pid in pids.items()}
-    return Round(nearest_rank(sorted(load.taken_s), 0.5), used)
+    return Round(nearest_rank(sorted(load.taken_s), 0.5), rate, used)
 
 
 async def run(rounds: int, seconds: float) -> str:
@@ -144,7 +148,7 @@ async def run(rounds: int, seconds: float) -> str:
                 found: dict[str, list[Round]] = {model: [] for model in _MODELS}
                 for number in range(rounds + 1):
                     for model in _MODELS[:: -1 if number % 2 else 1]:
-                        one = await _measure(pids, listen, _requests(model, case), case.at_once, seconds)
+                        one = await measure(pids, listen, _requests(model, case), case.at_once, seconds)
                         if number:
                             found[model].append(one)
                 lines.append(_line(case, found["plain"], found["translated"]))

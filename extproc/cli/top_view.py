@@ -314,6 +314,7 @@ def render(
         *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
         *_answers(now, rate, width),
+        *_caches(now, rate, width),
         *_queues(before, now, rate, width),
         *_tenants(now, rate, tenants, width),
         *_budgets(now, tenants, width),
@@ -379,6 +380,17 @@ def _answers(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> li
         for (server,) in now.values_of("attache_picks_total", "server")
     ]
     return table(["SERVER", "PICKS/S", "2XX/S", "4XX/S", "5XX/S", "NO ANSWER/S", "FALLBACKS/S"], rows, width=width)
+
+
+def _caches(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:
+    """What the response cache of each route does."""
+    name = "attache_response_cache_lookups_total"
+    rows = []
+    for (route,) in now.values_of(name, "route"):
+        hits, misses, passed = (rate(name, route=route, result=one) for one in ("hit", "miss", "bypass"))
+        share = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
+        rows.append([route, f"{hits:.1f}", f"{misses:.1f}", f"{passed:.1f}", share])
+    return table(["ROUTE", "CACHE HITS/S", "MISSES/S", "NOT LOOKED UP/S", "HIT SHARE"], rows, width=width)
 
 
 def _queues(before: MetricsSnapshot, now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:

@@ -164,7 +164,11 @@ class ConsolePages:
             return other
         query = _read(http, Query)
         facts = Facts(
-            self._process(), self._report(), self._metrics.outcomes(), self._metrics.admission.tenant_counts()
+            self._process(),
+            self._report(),
+            self._metrics.outcomes(),
+            self._metrics.admission.tenant_counts(),
+            self._metrics.caches.lookups(),
         )
         return _json(await _in_turns(console_state(self._core, facts, query, self._clock())))
 

@@ -185,7 +185,8 @@ class RuleView(msgspec.Struct, frozen=True, rename="camel"):
 
 class RouteView(msgspec.Struct, frozen=True, rename="camel"):
     """A ModelRoute. ``models``: the first names that clients may ask for; ``model_count``: of all of them, as for
-    ``rules``. ``limits``: how many it has.
+    ``rules``. ``limits``: how many it has. ``cache_lookups``: of this worker's requests since it began, those that its
+    response cache was asked for, ``cache_hits`` of them were answered; None: it has none.
     """
 
     name: str
@@ -194,6 +195,8 @@ class RouteView(msgspec.Struct, frozen=True, rename="camel"):
     rules: tuple[RuleView, ...]
     rule_count: int
     limits: int
+    cache_lookups: int | None
+    cache_hits: int | None
 
 
 class BucketView(msgspec.Struct, frozen=True, rename="camel"):
@@ -264,13 +267,14 @@ class ConsoleState(msgspec.Struct, frozen=True, rename="camel"):
 
 class Facts(msgspec.Struct, frozen=True):
     """What the core does not know. ``tenant_counts``: tenant, name of a count, amount; see
-    ``AdmissionMetrics.tenant_counts``.
+    ``AdmissionMetrics.tenant_counts``. ``cache_lookups``: see ``ResponseCacheMetrics.lookups``.
     """
 
     process: ProcessView
     report: ConfigReport
     outcomes: Mapping[str, int]
     tenant_counts: Iterable[tuple[str, str, float]]
+    cache_lookups: Mapping[str, tuple[int, int]] = {}
 
 
 class _Engines(msgspec.Struct, frozen=True):
@@ -324,7 +328,7 @@ def console_state(core: Core, facts: Facts, query: Query, now: float) -> Generat
         engines=tuple(_engine(engines, at, now) for _, _, engines, at in shown),
         bands=tuple(nsmallest(MOST_ROWS, bands, key=lambda one: (-one.waiting, one.server, -one.priority))),
         tenants=tuple(nsmallest(MOST_ROWS, tenants, key=_tenant_order)),
-        routes=tuple(_route(one) for one in routes[:MOST_ROWS]),
+        routes=tuple(_route(one, facts.cache_lookups) for one in routes[:MOST_ROWS]),
         http_routes=len(core.snapshot.gateway_api_routes),
         buckets=tuple(_buckets(core, now)),
         outcomes=facts.outcomes,
@@ -590,8 +594,10 @@ def _names_of(route: ModelRoute) -> list[str]:
     return [*([] if route.spec.model_name is None else [route.spec.model_name]), *route.spec.lora_adapters]
 
 
-def _route(route: ModelRoute) -> RouteView:
+def _route(route: ModelRoute, cache_lookups: Mapping[str, tuple[int, int]]) -> RouteView:
     names, rules = _names_of(route), []
+    has_cache = route.spec.cache is not None
+    lookups, hits = cache_lookups.get(route.metadata.key, (0, 0))
     for rule in route.spec.rules[:_MOST_RULES]:
         whole = sum(target.weight for target in rule.target_models)
         targets = [TargetView(route.server_key(one), one.weight / whole) for one in rule.target_models]
@@ -603,6 +609,8 @@ def _route(route: ModelRoute) -> RouteView:
         rules=tuple(rules),
         rule_count=len(route.spec.rules),
         limits=len(route.spec.rate_limits),
+        cache_lookups=lookups if has_cache else None,
+        cache_hits=hits if has_cache else None,
     )
 
 

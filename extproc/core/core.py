@@ -338,6 +338,11 @@ class Core:
         if awaited is None:
             out.append(AnswerRead("", "unknown"))
             return
+        pool = self.pools.get(awaited.server)
+        if pool is None or pool.revisions != awaited.revisions:
+            # an engine of another revision may have given it
+            out.append(AnswerRead(awaited.route, "outdated"))
+            return
         is_kept = self._caches.keep_answer(awaited, kind, body, now)
         out.append(AnswerRead(awaited.route, "stored" if is_kept else "not_whole"))
         if is_kept and self._machine is not None and len(body) <= MOST_SHARED_BYTES:

@@ -156,10 +156,12 @@ class CacheLookup(msgspec.Struct, frozen=True):
 
 
 class AnswerRead(msgspec.Struct, frozen=True):
-    """The answer to a request that the response cache had not found has come. ``route``: empty if unknown."""
+    """The answer to a request that the response cache had not found has come. ``route``: empty if unknown.
+    ``outdated``: the engines have changed meanwhile.
+    """
 
     route: str
-    result: Literal["stored", "not_whole", "unknown"]
+    result: Literal["stored", "not_whole", "outdated", "unknown"]
 
 
 class AskTokens(msgspec.Struct, frozen=True):

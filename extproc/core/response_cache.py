@@ -173,6 +173,7 @@ def key_of(arrival: Arrival, fields: Mapping[str, msgspec.Raw], spec: ResponseCa
         destination.model,
         request.model,
         arrival.pool.spec.model,
+        arrival.pool.revisions,
         head.path,
         "s" if request.is_streamed else "j",
         *(head.headers.get(name, "") for name in _VERSIONS),
@@ -271,9 +272,13 @@ class AnswerStore:
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """What becomes of the answer to a request of ``route`` that was not found."""
+    """What becomes of the answer to a request of ``route`` that was not found. ``revisions``: of the engines of
+    ``server`` at that time.
+    """
 
     route: str
+    server: str
+    revisions: str
     key: Key
     ttl_s: float
     most_bytes: int
@@ -328,11 +333,12 @@ class ResponseCaches:
         api = arrival.request.api
         if why or key is None or api is None:
             return CacheLookup(route, "bypass", why), None
-        self._awaited[ticket] = Awaited(route, key, float(spec.ttl), int(spec.max_answer_bytes), api)
+        server, revisions = arrival.destination.server, arrival.pool.revisions
+        most_bytes = int(spec.max_answer_bytes)
+        self._awaited[ticket] = Awaited(route, server, revisions, key, float(spec.ttl), most_bytes, api)
         if len(self._awaited) > _MOST_AWAITED:
             self._awaited.popitem(last=False)
-        to_store = ToStore(arrival.destination.server, arrival.destination.model, int(spec.max_answer_bytes))
-        return CacheLookup(route, "miss"), to_store
+        return CacheLookup(route, "miss"), ToStore(server, arrival.destination.model, most_bytes)
 
     @staticmethod
     def _key_of(arrival: Arrival, attachment: Attachment, spec: ResponseCache) -> tuple[Key | None, str]:

@@ -44,10 +44,6 @@ _CLOSE_S: Final = 1.0
 _SAFE: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
-class NotTaken(Exception):
-    """The service did not take an event."""
-
-
 class PayloadExporter:
     """``sink``: the one in use, None: nothing is logged. ``logs``: the payload log of each ModelRoute by its key.
     ``source``: this gateway.
@@ -128,6 +124,10 @@ class PayloadExporter:
                 await self._append(sink.path, events)
             elif sink.url is not None:
                 await self._post(sink.url, events)
+        except asyncio.CancelledError:
+            # at the end, or the sink is too slow for it
+            self._count("dropped", len(batch))
+            raise
         finally:
             for capture in batch:
                 capture.drop()
@@ -157,20 +157,20 @@ class PayloadExporter:
         self._count("sent" if result == "written" else result, number)
 
     async def _post(self, url: str, events: list[Event]) -> None:
-        results = await asyncio.gather(*(self._post_one(url, event) for event in events), return_exceptions=True)
-        failures = [one for one in results if isinstance(one, BaseException)]
+        reasons = await asyncio.gather(*(self._post_one(url, event) for event in events))
+        failures = [one for one in reasons if one]
         self._count("failed", len(failures))
-        self._count("sent", len(results) - len(failures))
-        for one in failures:
-            if not isinstance(one, NotTaken | OSError | TimeoutError):
-                raise one
+        self._count("sent", len(reasons) - len(failures))
         if failures:
             self._failed(url, failures[0])
         elif self._backoff.pause_s:
             log.info("%s takes payloads again", url)
             self._backoff.reset()
 
-    async def _post_one(self, url: str, event: Event) -> None:
+    async def _post_one(self, url: str, event: Event) -> str:
+        """Why the service did not take it; empty if it did. A text, because an exception would keep all that its call
+        had in cycles, which are collected after hours.
+        """
         import aiohttp  # noqa: PLC0415 - only where it is asked for
 
         if self._http is None:
@@ -180,14 +180,14 @@ class PayloadExporter:
         headers = event_headers(event.attributes)
         try:
             async with self._http.post(url, data=event.data or b"", headers=headers, allow_redirects=False) as answer:
-                if answer.status >= 300:
-                    raise NotTaken(f"status {answer.status}")
-        except (aiohttp.ClientError, ValueError) as error:
-            raise NotTaken(str(error) or type(error).__name__) from error
+                return "" if answer.status < 300 else f"status {answer.status}"
+        except TimeoutError:
+            return f"no answer within {_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return str(error) or type(error).__name__
 
-    def _failed(self, url: str, error: BaseException) -> None:
+    def _failed(self, url: str, why: str) -> None:
         if not self._backoff.pause_s:
-            why = str(error) or f"no answer within {_TIMEOUT_S:g} s"
             log.warning("%s does not take payloads: %s; they are dropped until it does. See that it runs", url, why)
         self._backoff.record_failure()
 

@@ -32,7 +32,7 @@ class ResponseCacheMetrics:
         )
         self._answers = Counters(
             "attache_response_cache_answers",
-            "Answers that came for the response cache: stored, not_whole, or unknown: nobody waits for them any more.",
+            "Answers that came for the response cache: stored, not_whole, outdated, or unknown: nobody waits for them.",
             ["result"],
             registry,
         )
@@ -51,6 +51,15 @@ class ResponseCacheMetrics:
 
     def _read(self, value: Callable[[AnswerStore], int]) -> float:
         return 0 if self._store is None else value(self._store)
+
+    def lookups(self) -> dict[str, tuple[int, int]]:
+        """By route: how many requests were looked up, and how many of them were hits."""
+        found: dict[str, tuple[int, int]] = {}
+        for (route, result, _), number in self._lookups.items():
+            if result != "bypass":
+                asked, hits = found.get(route, (0, 0))
+                found[route] = asked + int(number), hits + (int(number) if result == "hit" else 0)
+        return found
 
     def count(self, effect: CacheLookup | AnswerRead) -> None:
         """A request was looked up, or an answer came."""

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an endpoint table by labels and adapters, as masks that are cached; and which stages have engines."""
+"""Rows of an endpoint table by labels and adapters, as masks that are cached; which stages have engines, and of which
+revisions they are.
+"""
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from extproc.protocol import REVISION_LABELS
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -64,6 +69,12 @@ def runs_adapter(table: EndpointTable, adapter: str) -> Bools:
     return table.cached_column(
         ("runs", adapter), lambda: np.fromiter((adapter in one.active for one in table.loras), np.bool_)
     )
+
+
+def revisions_of(engines: Iterable[Mapping[str, str]]) -> str:
+    """Another text for any other set of revisions that engines with these labels are of; empty if none has one."""
+    found = {next((one[name] for name in REVISION_LABELS if name in one), "") for one in engines}
+    return sha256(msgspec.json.encode(sorted(found))).hexdigest()[:16] if any(found) else ""
 
 
 class Readiness(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, Endpoint
 from extproc.request.prefill import PROTOCOLS
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.labels import Readiness, readiness_of, serves_adapter, stages_of
+from extproc.scheduling.labels import Readiness, readiness_of, revisions_of, serves_adapter, stages_of
 from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
 from extproc.scheduling.picker import Demand, Pick, Picker, RequestFacts, View
 from extproc.scheduling.pickers import PrefillDecodePairs
@@ -145,6 +145,7 @@ class Pool:
     cost. ``may_lack_model``: an engine of it lists other models. ``apis_without_model``: see ``model_check``.
     ``prefill_protocol``: of the leg that extproc makes, None if it makes none. ``transfers``: of its picker's pairs.
     ``breaker``: of the ModelServer, ``health``: how its requests ended. ``turns``: when this process may begin probes.
+    ``revisions``: of its engines that get requests, or of the last ones that did; see ``revisions_of``.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker, turns: ProbeTurns | None = None) -> None:
@@ -168,6 +169,7 @@ class Pool:
         self.report_interval_s = 0.0
         self.sessions = SessionBindings()
         self.prices = Prices()
+        self.revisions = ""
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
@@ -196,6 +198,8 @@ class Pool:
                 self.slots.drop(row)
         self.slots = slots_for(spec, self.table, self.slots)
         self.readiness = readiness_of(self.table, spec.pd_group)
+        if staying := [one.labels for one in spec.endpoints if not one.draining]:
+            self.revisions = revisions_of(staying)
         group = spec.pd_group
         connector = group.connector if group is not None and group.has_own_leg else None
         self.prefill_protocol = None if connector is None else PROTOCOLS.get(connector)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.protocol import REVISION_LABEL
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,7 +26,7 @@ WORKER_INDEX: Final = PREFIX + "worker-index"
 # "true" on entry pods, which requests are sent to.
 ENTRY: Final = PREFIX + "entry"
 # Of the whole template, and of the pod's role alone.
-REVISION: Final = PREFIX + "revision"
+REVISION: Final = REVISION_LABEL
 ROLE_REVISION: Final = PREFIX + "role-revision"
 # "true" on one pod of each group: the scale subresource counts them.
 SCALE_UNIT: Final = PREFIX + "scale-unit"

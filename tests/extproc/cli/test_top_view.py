@@ -142,6 +142,25 @@ def test_what_every_process_sees_whole_is_not_added_up() -> None:
     assert engine.split() == ["default/llama", "e", "serving", "5", "-", "-", "-", "-", "0%", "100", "0%"]
 
 
+def test_response_caches_show_their_share_of_hits() -> None:
+    now = MetricsSnapshot()
+    for route, result, reason, count in (
+        ("default/chat", "hit", "", 6),
+        ("default/chat", "miss", "", 2),
+        ("default/chat", "bypass", "tools", 3),
+        ("default/chat", "bypass", "size", 1),
+        ("default/sql", "bypass", "temperature", 5),
+    ):
+        labels = {"route": route, "result": result, "reason": reason}
+        now.add("attache_response_cache_lookups_total", labels, count)
+    lines = render(MetricsSnapshot(), now, seconds=2.0, tenants=9).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("ROUTE"))
+    assert [line.split() for line in lines[start + 1 : start + 3]] == [
+        ["default/chat", "3.0", "1.0", "2.0", "75%"],
+        ["default/sql", "0.0", "0.0", "2.5", "-"],
+    ]
+
+
 def test_queues_show_who_waits_and_how_long() -> None:
     before = reading(queue_waiting__server_is_llama__band_is_high=0)
     now = reading(

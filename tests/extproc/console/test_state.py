@@ -11,6 +11,7 @@ import pytest
 
 from extproc.console.state import Facts, ProcessView, Query, console_state
 from extproc.core.core import Core
+from extproc.core.effects import CacheLookup
 from extproc.core.states import State
 from tests.extproc.scenes import configuration
 from tools.console_pictures import Gateway, demo, snapshot_of
@@ -88,6 +89,27 @@ def test_routes_say_what_clients_may_ask_for(gateway: Gateway) -> None:
     assert chat.rules[0].match == "x-plan is 'free'"
     assert [(one.server, one.share) for one in chat.rules[1].targets] == [("default/llama", 0.9), ("default/qwen", 0.1)]
     assert (large.model_count, large.limits, chat.limits) == (1, 0, 1)
+
+
+def test_routes_with_a_response_cache_show_its_hits() -> None:
+    server = {"model": "m", "endpoints": [{"address": "10.0.0.1:1"}]}
+    rules = {"rules": [{"targetModels": [{"modelServerName": "s"}]}]}
+    gateway = Gateway(
+        snapshot_of(
+            {"s": server},
+            {
+                "asked": {"modelName": "a", "cache": {}, **rules},
+                "new": {"modelName": "b", "cache": {}, **rules},
+                "plain": {"modelName": "c", **rules},
+            },
+        )
+    )
+    for result, why in (("hit", ""), ("miss", ""), ("miss", ""), ("bypass", "tools"), ("bypass", "size")):
+        gateway.metrics.caches.count(CacheLookup("default/asked", result, why))  # type: ignore[arg-type]
+    facts = Facts(PROCESS, gateway.report, {}, (), gateway.metrics.caches.lookups())
+    state = at_once(console_state(gateway.core, facts, Query(), gateway.now))
+    found = {one.name: (one.cache_lookups, one.cache_hits) for one in state.routes}
+    assert found == {"default/asked": (3, 1), "default/new": (0, 0), "default/plain": (None, None)}
 
 
 def test_a_route_with_much_in_it_is_shown_in_part() -> None:

@@ -20,12 +20,14 @@ from extproc.core.peers import EventBatch, decode_events, encode_events
 from extproc.core.response_cache import OVERHEAD_BYTES, AnswerStore, Directives, Key, directives_in, is_whole
 from extproc.core.states import State
 from extproc.errors import BadRequest, NotCached, RateLimited, StoredAnswer
+from extproc.protocol import REVISION_LABEL as REVISION
 from extproc.protocol import Api
 from tests.extproc.scenes import CHAT, configuration, endpoints, request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from extproc.api.snapshot import Snapshot
     from extproc.core.record import Arrival
 
 SERVER: Final = f"scrapeInterval: 0s\n{endpoints('10.0.0.1:8000')}"
@@ -258,6 +260,58 @@ def test_a_ttl_ends_and_another_generation_or_the_end_of_the_cache_empties_it() 
         core.apply(configuration(servers={"llama": SERVER}, routes={"chat": after}), 1.0)
         assert (core.answers.bytes, len(core.answers)) == (0, 0)
         assert hit(core, asks(core), 1.0) is None
+
+
+def of_revisions(*revisions: str, label: str = REVISION, draining: str = "") -> Snapshot:
+    """A directory whose engines are of these; those of ``draining`` get no more requests."""
+    engines = [
+        {"address": f"10.0.0.{number}:8000", "labels": {label: one}, "draining": one == draining}
+        for number, one in enumerate(revisions)
+    ]
+    server = f"scrapeInterval: 0s\nendpoints: {json.dumps(engines)}"
+    return configuration(servers={"llama": server}, routes={"chat": "cache: {}"})
+
+
+@pytest.mark.parametrize("label", [REVISION, "pod-template-hash", "controller-revision-hash"])
+def test_a_rollout_makes_the_old_revisions_answers_unreachable(label: str) -> None:
+    core = Core(of_revisions("old", "old", label=label), rng=random.Random(0), ticket_prefix="t")
+    fill(core, asks(core))
+    core.apply(of_revisions("old", label=label), 1.0)
+    assert hit(core, asks(core)) is not None
+    # a new engine serves beside the old one: either may answer
+    core.apply(of_revisions("old", "new", label=label), 2.0)
+    assert hit(core, asks(core), 2.0) is None
+    fill(core, asks(core), now=2.0)
+    assert hit(core, asks(core), 2.0) is not None
+    core.apply(of_revisions("old", "new", label=label, draining="old"), 3.0)
+    assert hit(core, asks(core), 3.0) is None
+    fill(core, asks(core), now=3.0)
+    core.apply(of_revisions("new", "new", label=label), 4.0)
+    assert hit(core, asks(core), 4.0) is not None
+    # what an engine of another revision may have written was never kept under this one
+    core.apply(of_revisions("old", label=label), 5.0)
+    assert hit(core, asks(core), 5.0) is not None
+
+
+def test_answers_stay_reachable_while_there_is_no_engine_and_until_another_revision_comes() -> None:
+    core = Core(of_revisions("old"), rng=random.Random(0), ticket_prefix="t")
+    fill(core, asks(core))
+    core.apply(of_revisions(), 1.0)
+    assert hit(core, asks(core), 1.0) is not None
+    core.apply(of_revisions("new"), 2.0)
+    assert hit(core, asks(core), 2.0) is None
+
+
+def test_an_answer_is_not_stored_if_engines_of_another_revision_have_come_meanwhile() -> None:
+    core = Core(of_revisions("old"), rng=random.Random(0), ticket_prefix="t")
+    ticket = decided(core, asks(core)).ticket
+    core.apply(of_revisions("new"), 1.0)
+    assert core.on_answer(ticket, "json", WHOLE, 1.0) == [AnswerRead("default/chat", "outdated")]
+    core.apply(of_revisions("old"), 2.0)
+    assert hit(core, asks(core), 2.0) is None
+    ticket = decided(core, asks(core), 2.0).ticket
+    core.apply(configuration(servers={"other": SERVER}, routes={"chat": "cache: {}"}), 3.0)
+    assert core.on_answer(ticket, "json", WHOLE, 3.0) == [AnswerRead("default/chat", "outdated")]
 
 
 def test_an_answer_comes_once_and_only_for_a_ticket_that_waits() -> None:

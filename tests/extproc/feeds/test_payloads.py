@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from extproc.api.payload_log import PayloadLog, PayloadSink
 from extproc.core.payloads import Capacity, Capture
+from extproc.feeds import payloads
 from extproc.feeds.payloads import MOST_WAITING, PayloadExporter
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 class Scene:
@@ -65,3 +70,38 @@ async def test_without_a_sink_nothing_is_kept() -> None:
     await scene.exporter.close()
     assert scene.count("dropped") == 1
     assert scene.capacity.take(1000)
+
+
+async def test_calls_that_failed_leave_nothing_to_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "_TIMEOUT_S", 0.05)
+    never = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+    async with never:
+        scene = Scene(PayloadSink(url=f"http://127.0.0.1:{never.sockets[0].getsockname()[1]}/"))
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(8):
+                scene.exporter.add(scene.captured(number))
+            await scene.exporter.close()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = [one for one in gc.garbage if isinstance(one, TracebackType)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert scene.count("failed") == 8
+    assert left == []
+
+
+async def test_what_a_slow_sink_has_not_taken_at_the_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "_CLOSE_S", 0.05)
+    never = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+    async with never:
+        scene = Scene(PayloadSink(url=f"http://127.0.0.1:{never.sockets[0].getsockname()[1]}/"))
+        for number in range(10):
+            scene.exporter.add(scene.captured(number))
+        await scene.exporter.close()
+    assert (scene.count("dropped"), scene.count("failed")) == (10, 0)
+    # two were never tried
+    assert scene.capacity.take(1000 - 2 * len("{}"))
