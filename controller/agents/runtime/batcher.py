@@ -22,6 +22,7 @@ from yarl import URL
 from controller.agents.runtime.batching.joining import Unsplittable, is_joinable_path, joined, part_of, split
 from controller.agents.runtime.batching.queue import BatchQueue
 from extproc.page_server import PageLimits, PageServer
+from extproc.relay import HOP_BY_HOP, is_text, relay_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -45,14 +46,9 @@ _END_S: Final = 5.0
 _LOG_S: Final = 60.0
 _LIMITS: Final = PageLimits(connections=4096, header_bytes=64 * 1024)
 _BINARY_LENGTH: Final = "Inference-Header-Content-Length"
-_WITHOUT_END: Final = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-# Of a connection, not of a message.
-_OF_CONNECTIONS: Final = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
-)
 # They differ from request to request, and engines compute the same with any. Requests that differ in other headers are
 # not joined.
-_WITHOUT_MEANING: Final = _OF_CONNECTIONS | frozenset(
+_WITHOUT_MEANING: Final = HOP_BY_HOP | frozenset(
     {
         *("host", "content-length", "accept-encoding", "user-agent", "date", "via", "forwarded", "referer"),
         *("x-request-id", "x-real-ip", "traceparent", "tracestate", "baggage", "b3"),
@@ -321,14 +317,12 @@ def _meaningful(headers: CIMultiDictProxy[str]) -> _Headers:
 
 
 def _passed(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
-    """Of a message, for the other side. Bytes that are no UTF-8 cannot be written again."""
+    """Of a message, for the other side."""
     named = {one.strip().lower() for value in headers.getall("Connection", ()) for one in value.split(",")}
     return [
         (name, value)
         for name, value in headers.items()
-        if name.lower() not in _OF_CONNECTIONS
-        and name.lower() not in named
-        and not any("\ud800" <= one <= "\udfff" for one in value)
+        if name.lower() not in HOP_BY_HOP and name.lower() not in named and is_text(value)
     ]
 
 
@@ -346,15 +340,8 @@ async def batching(
     settings: BatcherSettings, counters: BatchCounters, clock: Callable[[], float]
 ) -> AsyncIterator[Batcher]:
     """Listens inside the context; raises OSError if the port is taken."""
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=False),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=_WITHOUT_END,
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        max_line_size=_LIMITS.header_bytes,
-        max_field_size=_LIMITS.header_bytes,
-    ) as http:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=False)
+    async with relay_session(connector, _LIMITS, connect_s=_CONNECT_S) as http:
         batcher = Batcher(settings, http, counters, clock)
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", batcher.answer)
