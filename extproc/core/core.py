@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from extproc.admission.buckets import BucketLevel
-    from extproc.admission.budgets import SpentByRows
     from extproc.admission.objectives import ObjectiveClass
+    from extproc.admission.spent_budgets import SpentByRows
     from extproc.api.payload_log import PayloadLog
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
