@@ -257,7 +257,7 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
     # the server takes a third of a second to import: not for --help, nor for 'drain'
     from controller.agents.runtime.adapter_files import DownloaderProcess  # noqa: PLC0415
     from controller.agents.runtime.agent import Agent  # noqa: PLC0415
-    from controller.agents.runtime.batcher import batching  # noqa: PLC0415
+    from controller.agents.runtime.batcher import serving_batcher  # noqa: PLC0415
     from controller.agents.runtime.engine_client import EngineClient  # noqa: PLC0415
     from controller.agents.runtime.server import AgentServer, serving  # noqa: PLC0415
 
@@ -272,7 +272,7 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
         async with contextlib.AsyncExitStack() as servers:
             await servers.enter_async_context(serving(AgentServer(agent, loop.time), host, port))
             if settings.batcher is not None:
-                running = batching(settings.batcher, agent.batches, loop.time)
+                running = serving_batcher(settings.batcher, agent.batches, loop.time)
                 agent.batcher = await servers.enter_async_context(running)
             await agent.run_until(ending)
 

@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel, ByWindow, Limit
-from extproc.admission.identity import Caller, named_callers
-from extproc.admission.limits import BudgetPart, Charge, Resource, Usage, amount_to_reserve
+from extproc.admission.buckets import ByWindow, Limit
+from extproc.admission.identity import named_callers
+from extproc.admission.limits import BudgetPart, Charge, Resource, amount_to_reserve
 from extproc.api.calendars import Window, window_of, zone_of
-from extproc.api.usage import OTHERS as FOLDED
-from extproc.api.usage import real_name
-from extproc.protocol import ANONYMOUS, truncate_name
+from extproc.protocol import truncate_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
-    from extproc.admission.identity import NamedCallers
+    from extproc.admission.identity import Caller, NamedCallers
+    from extproc.admission.limits import Usage
     from extproc.api.authentication import ApiKey
     from extproc.api.budgets import Budget, KeyBudget
 
@@ -53,17 +52,7 @@ _MAXIMA: Final[Mapping[str, Resource]] = {
 }
 # Of a key.
 _PARTS: Final = 8
-# What tells whose a usage row is.
-_DIMENSIONS_OF: Final[Mapping[str, Sequence[str]]] = {
-    "Tenant": ("tenant",),
-    "User": ("tenant", "user"),
-    "ApiKey": ("tenant", "key"),
-    "Route": (),
-}
 _LEVELS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
-_NO_COSTS: Final[Mapping[str, int]] = MappingProxyType({})
-# Of whom no tenant is known. Where extproc was away, Envoy knows no more of an API key than its name.
-_UNKNOWN_TENANTS: Final = ("", ANONYMOUS)
 
 
 class BudgetKey(msgspec.Struct, frozen=True):
@@ -205,27 +194,11 @@ class CompiledBudget:
             self._maxima = list(self._maxima_of(self._window))
         return self._window
 
-    def blank_charges(self, caller: Caller, wall_s: float) -> list[Charge]:
-        """One for each amount that the budget limits, with nothing reserved."""
-        return self._charges(self._subject(caller.tenant, caller.user, caller.api_key), wall_s)
-
-    def charges_of_row(self, row: RolledUp, wall_s: float) -> list[Charge]:
-        """Those of the caller of ``row``, with nothing reserved."""
-        tenant, user, api_key = (None if one == FOLDED else real_name(one) for one in (row.tenant, row.user, row.key))
-        return self._charges(self._subject(tenant, user, api_key), wall_s)
-
-    def dimensions(self, beside: Iterable[CompiledBudget]) -> frozenset[str]:
-        """Those of usage rows that tell whose they are. ``beside``: the budgets of the same route or gateway."""
-        budget = self.budget
-        needed = {*_DIMENSIONS_OF[budget.per], *_named_dimensions(budget)}
-        if budget.others:
-            needed.update(name for one in beside for name in _named_dimensions(one.budget))
-        if not self.name.startswith(f"{GATEWAY}/"):
-            needed.add("route")
-        return frozenset(needed)
-
-    def _charges(self, subject: tuple[str | None, str | None], wall_s: float) -> list[Charge]:
-        end_s = self.window(wall_s).end_s
+    def blank_charges(self, tenant: str | None, user: str | None, api_key: str | None, wall_s: float) -> list[Charge]:
+        """One for each amount that the budget limits, with nothing reserved. None: one of those who have no account of
+        their own.
+        """
+        end_s, subject = self.window(wall_s).end_s, self._subject(tenant, user, api_key)
         account = f"{_escaped(subject[0])}/{_escaped(subject[1])}"
         return [
             Charge(
@@ -267,11 +240,6 @@ class CompiledBudget:
                 Limit(0.0, capacity, float(window.end_s)),
                 BudgetPart(self.name, budget.name, _LEVELS[budget.per], budget.window.lower(), unit, soft),
             )
-
-
-def _named_dimensions(budget: Budget) -> Iterable[str]:
-    fields = (("tenant", budget.tenants), ("user", budget.users), ("key", budget.api_keys))
-    return [name for name, names in fields if names]
 
 
 class BudgetsOfKeys(msgspec.Struct, frozen=True):
@@ -363,7 +331,11 @@ class BudgetsOf:
         budgets = self.budgets_of(caller)
         windows = [one.window(wall_s) for one in budgets]
         return CallerAccounts(
-            [charge for one in budgets for charge in one.blank_charges(caller, wall_s)],
+            [
+                charge
+                for one in budgets
+                for charge in one.blank_charges(caller.tenant, caller.user, caller.api_key, wall_s)
+            ],
             max((one.start_s for one in windows), default=-math.inf),
             min((one.end_s for one in windows), default=math.inf),
         )
@@ -384,107 +356,3 @@ def _escaped(name: str | None) -> str:
 
 def _plain(text: str) -> str | None:
     return None if text == OTHERS else text.replace("%7E", "~").replace("%2F", "/").replace("%25", "%")
-
-
-class RolledUp(msgspec.Struct, frozen=True):
-    """What one caller has used in a window, as the usage process has it. ``requests``: with those that were
-    ``refused``. ``cost_micros``: by currency.
-    """
-
-    tenant: str = ""
-    user: str = ""
-    key: str = ""
-    route: str = ""
-    requests: int = 0
-    refused: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cost_micros: Mapping[str, int] = _NO_COSTS
-
-    @property
-    def caller(self) -> Caller:
-        """Who has used it."""
-        return Caller(real_name(self.tenant), real_name(self.user), real_name(self.key))
-
-    def of(self, resource: Resource) -> float:
-        """The amount of ``resource``."""
-        if resource == "requests":
-            return float(self.requests - self.refused)
-        # as requests are charged: amounts in another currency count as they are
-        cost = float(sum(self.cost_micros.values()))
-        used = Usage(float(self.input_tokens), float(self.output_tokens), cost_micros=cost)
-        return used.of(resource)
-
-
-class UsageQuery(msgspec.Struct, frozen=True):
-    """What is asked of the usage process: what was used in ``window``, by ``dimensions``.
-
-    ``budgets``: the names of those that it is asked for. ``asks_for_keys``: the rows of callers without a tenant are
-    asked for by API key, whose tenants the configuration has; nobody else's are, as keys may be many.
-    """
-
-    window: Window
-    dimensions: frozenset[str]
-    budgets: frozenset[str]
-    asks_for_keys: bool = False
-
-    def parts(self) -> Iterator[tuple[frozenset[str], Sequence[str]]]:
-        """Dimensions, and the tenants that are asked for; empty: all."""
-        yield self.dimensions, ()
-        if self.asks_for_keys:
-            yield self.dimensions | {"key"}, _UNKNOWN_TENANTS
-
-
-def usage_queries(groups: Iterable[Sequence[CompiledBudget]], wall_s: float, *, has_keys: bool) -> list[UsageQuery]:
-    """One for all budgets that have the same window and need the same dimensions: rows are as many as callers, times
-    routes. ``has_keys``: there are API keys.
-    """
-    found: dict[tuple[Window, frozenset[str]], set[str]] = {}
-    for group in groups:
-        for one in group:
-            found.setdefault((one.window(wall_s), one.dimensions(group)), set()).add(one.name)
-    return [
-        UsageQuery(window, needed, frozenset(names), has_keys and "tenant" in needed and "key" not in needed)
-        for (window, needed), names in found.items()
-    ]
-
-
-class SpentByRows:
-    """What rows, which come in pages, leave of the budgets that ``query`` is for."""
-
-    def __init__(
-        self,
-        query: UsageQuery,
-        budgets_of: Callable[[str], BudgetsOf],
-        owner_of: Callable[[str], Caller | None],
-        wall_s: float,
-    ) -> None:
-        """``budgets_of``: those that hold for a route. ``owner_of``: whose an API key is, None if nobody knows."""
-        self._query = query
-        self._budgets_of = budgets_of
-        self._owner_of = owner_of
-        self._wall_s = wall_s
-        self._spent: dict[str, tuple[Charge, float]] = {}
-
-    def add(self, row: RolledUp, *, is_by_key: bool = False) -> None:
-        """Count a row. ``is_by_key``: of the second part of the query."""
-        query = self._query
-        if row.tenant in _UNKNOWN_TENANTS:
-            if query.asks_for_keys and not is_by_key:
-                return
-            owner = self._owner_of(row.key) if row.key else None
-            tenant, user = (ANONYMOUS, row.user) if owner is None else (owner.tenant, owner.user)
-            row = msgspec.structs.replace(row, tenant=tenant, user=user)
-        for budget in self._budgets_of(row.route).budgets_of(row.caller):
-            if budget.name not in query.budgets or budget.window(self._wall_s) != query.window:
-                continue
-            for charge in budget.charges_of_row(row, self._wall_s):
-                _, before = self._spent.get(charge.key, (charge, 0.0))
-                self._spent[charge.key] = charge, before + row.of(charge.resource)
-
-    def levels(self) -> tuple[list[BucketLevel], list[BucketLevel]]:
-        """Of Local budgets, and of Global ones."""
-        found: tuple[list[BucketLevel], list[BucketLevel]] = [], []
-        for key, (charge, used) in self._spent.items():
-            found[charge.is_global].append(BucketLevel(key, charge.limit, charge.limit.capacity - used))
-        return found

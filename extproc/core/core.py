@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from extproc.admission.buckets import BucketLevel
-    from extproc.admission.budgets import SpentByRows
     from extproc.admission.objectives import ObjectiveClass
+    from extproc.admission.spent_budgets import SpentByRows
     from extproc.api.payload_log import PayloadLog
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
@@ -334,7 +334,7 @@ class Core:
         return out
 
     def _keep_answer(self, ticket: str, kind: Kind, body: bytes, now: float, out: list[Effect]) -> None:
-        awaited = self._caches.take(ticket)
+        awaited = self._caches.pop_awaited(ticket)
         if awaited is None:
             out.append(AnswerRead("", "unknown"))
             return
@@ -343,7 +343,7 @@ class Core:
             # an engine of another revision may have given it
             out.append(AnswerRead(awaited.route, "outdated"))
             return
-        is_kept = self._caches.keep_answer(awaited, kind, body, now)
+        is_kept = self._caches.keep_own_answer(awaited, kind, body, now)
         out.append(AnswerRead(awaited.route, "stored" if is_kept else "not_whole"))
         if is_kept and self._machine is not None and len(body) <= MOST_SHARED_BYTES:
             key = awaited.key
@@ -428,7 +428,8 @@ class Core:
             case AnswerArrived() if process_of(event.ticket) == self.name:
                 self._keep_answer(event.ticket, event.kind, event.body, now, out)
             case AnswerStored():
-                self._caches.keep(Key(event.scope, event.key), event.kind, event.body, now=now, ttl_s=event.ttl_s)
+                key = Key(event.scope, event.key)
+                self._caches.keep_answer(key, event.kind, event.body, now=now, ttl_s=event.ttl_s)
             case RowsRead():
                 self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
 

@@ -20,10 +20,7 @@ from extproc.admission.budgets import (
     BudgetsOf,
     CallerAccounts,
     CompiledBudget,
-    SpentByRows,
-    UsageQuery,
     compile_keys,
-    usage_queries,
 )
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.flows import FlowKey, QueuedRequest
@@ -32,6 +29,7 @@ from extproc.admission.limits import NO_USAGE, ChosenNames, RouteLimits, Usage, 
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
+from extproc.admission.spent_budgets import SpentByRows, UsageQuery, usage_queries
 from extproc.api.model_server import longest_waits
 from extproc.api.spec import namespace_of
 from extproc.core.dispatch import no_longer_served, prompt_of

@@ -167,7 +167,7 @@ def key_of(arrival: Arrival, fields: Mapping[str, msgspec.Raw], spec: ResponseCa
                 digest.update(part)
     # extproc asks for usage where the client did not, and Envoy takes it out of the answer
     digest.update(msgspec.json.encode([request.cache_salt, request.stream_options], order="sorted"))
-    scope = ":".join(_quoted(("c1", destination.route, str(spec.generation), *whose)))
+    scope = _scope(destination.route, spec.generation, *whose)
     rest = (
         destination.server,
         destination.model,
@@ -183,12 +183,16 @@ def key_of(arrival: Arrival, fields: Mapping[str, msgspec.Raw], spec: ResponseCa
     return Key(scope, ":".join((scope, *_quoted(rest))))
 
 
+def _scope(route: str, generation: int, *whose: str) -> str:
+    """Without ``whose``: the beginning of all of one generation of a route."""
+    return ":".join(_quoted(("c1", route, str(generation), *whose)))
+
+
 def _quoted(parts: tuple[str, ...]) -> list[str]:
     return [quote(part, safe="") for part in parts]
 
 
 class _Stored(msgspec.Struct, gc=False):
-    scope: str
     kind: Kind
     body: bytes
     stored_at_s: float
@@ -231,7 +235,7 @@ class AnswerStore:
             return False
         self._remove(key.scope, key.text)
         answers = self._scopes.setdefault(key.scope, OrderedDict())
-        answers[key.text] = _Stored(key.scope, kind, body, now, now + ttl_s, size)
+        answers[key.text] = _Stored(kind, body, now, now + ttl_s, size)
         self._grow(key.scope, size)
         while self.bytes > self.most_bytes:
             scope = self._largest_scope()
@@ -239,10 +243,10 @@ class AnswerStore:
             self.evicted += 1
         return True
 
-    def keep(self, generations: Mapping[str, int]) -> None:
-        """Forget what no route of these can find. ``generations``: by the key of the ModelRoute."""
-        known = {":".join(_quoted(("c1", route, str(number)))) + ":" for route, number in generations.items()}
-        for scope in [one for one in self._scopes if (":".join(one.split(":", 3)[:3]) + ":") not in known]:
+    def drop_unreachable(self, generations: Mapping[str, int]) -> None:
+        """Drop what no route of these can find. ``generations``: by the key of the ModelRoute."""
+        known = {_scope(route, number) for route, number in generations.items()}
+        for scope in [one for one in self._scopes if ":".join(one.split(":", 3)[:3]) not in known]:
             self.bytes -= self._sizes.pop(scope)
             del self._scopes[scope]
 
@@ -306,7 +310,7 @@ class ResponseCaches:
         found = {one.metadata.key: one.spec.cache for one in snapshot.routes if one.spec.cache is not None}
         if found != self._specs:
             self._specs = found
-            self.store.keep({route: spec.generation for route, spec in found.items()})
+            self.store.drop_unreachable({route: spec.generation for route, spec in found.items()})
 
     def find(
         self, arrival: Arrival, attachment: Attachment, ticket: str, now: float
@@ -352,17 +356,17 @@ class ResponseCaches:
         why = bypass_of(request.api, fields, spec)
         return (key_of(arrival, fields, spec), "") if why is None else (None, why)
 
-    def take(self, ticket: str) -> Awaited | None:
+    def pop_awaited(self, ticket: str) -> Awaited | None:
         """Of a request of this process whose answer is here, once."""
         return self._awaited.pop(ticket, None)
 
-    def keep_answer(self, awaited: Awaited, kind: Kind, body: bytes, now: float) -> bool:
+    def keep_own_answer(self, awaited: Awaited, kind: Kind, body: bytes, now: float) -> bool:
         """Keep the answer if it is whole; returns whether it is kept."""
         if len(body) > awaited.most_bytes or not is_whole(awaited.api, kind, body):
             return False
-        return self.keep(awaited.key, kind, body, now=now, ttl_s=awaited.ttl_s)
+        return self.keep_answer(awaited.key, kind, body, now=now, ttl_s=awaited.ttl_s)
 
-    def keep(self, key: Key, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
+    def keep_answer(self, key: Key, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
         """Keep a whole answer, for a time that differs a little, so that what came together does not end together."""
         # another process may send what no route here finds
         return self.is_on and self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))

@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from extproc.admission.budgets import RolledUp
+from extproc.admission.spent_budgets import RolledUp
 from extproc.protocol import USAGE_PATH
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from aiohttp import ClientSession
 
-    from extproc.admission.budgets import SpentByRows, UsageQuery
+    from extproc.admission.spent_budgets import SpentByRows, UsageQuery
     from extproc.core.core import Core
     from extproc.core.effects import Effect
     from extproc.feeds.redis_limits import RedisLimits

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import ceil
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -244,12 +244,20 @@ class ModelPath(msgspec.Struct, frozen=True):
         return f"{self.root}{quote(model, safe=PLAIN_IN_PATHS)}{self.version}{self.verb}"
 
 
+class FieldSpan(NamedTuple):
+    """Where a field of a message stands: its length, the beginning of its value, and the end of that."""
+
+    length_at: int
+    start: int
+    end: int
+
+
 class ModelCall(msgspec.Struct, frozen=True):
-    """Where a message of gRPC names the model: of each field around the name, the outermost first, where its length
-    stands, and where its value begins and ends. ``has_version``: the message names a version of the model.
+    """Where a message of gRPC names the model. ``levels``: the fields around the name, the outermost first, and the
+    name. ``has_version``: the message names a version of the model.
     """
 
-    levels: tuple[tuple[int, int, int], ...]
+    levels: tuple[FieldSpan, ...]
     has_version: bool
 
 

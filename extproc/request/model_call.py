@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.errors import BadRequest, CompressedMessage, MethodNotAllowed, RepositoryRefused, UnknownPath
 from extproc.protocol import APIS_BY_CALL, CALL_ROOTS, REPOSITORY_CALLS, SERVER_CALLS, Api
-from extproc.request.model import InferenceRequest, ModelCall
+from extproc.request.model import FieldSpan, InferenceRequest, ModelCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +95,7 @@ def read_call(api: Api, body: bytes) -> InferenceRequest:
     if calls is None:
         raise TypeError(f"{api.name} is not served over gRPC")
     start, end = _message_in(body)
-    levels = list[tuple[int, int, int]]()
+    levels = list[FieldSpan]()
     has_version = False
     for number in calls.name:
         found, seen = _find(body, start, end, number, field=_NAMES[calls.name])
@@ -103,7 +103,7 @@ def read_call(api: Api, body: bytes) -> InferenceRequest:
             raise _no_name(calls)
         levels.append(found)
         has_version = _VERSION_FIELD in seen
-        _, start, end = found
+        start, end = found.start, found.end
     return InferenceRequest(
         api,
         _name(body[start:end], calls),
@@ -133,13 +133,11 @@ def _message_in(body: bytes) -> tuple[int, int]:
     return _PREFIX.size, len(body)
 
 
-def _find(
-    body: bytes, start: int, end: int, wanted: int, *, field: str
-) -> tuple[tuple[int, int, int] | None, set[int]]:
-    """The only field ``wanted`` of the message between ``start`` and ``end``: where its length stands, where its value
-    begins and ends; None if there is none. Also the numbers of all fields.
+def _find(body: bytes, start: int, end: int, wanted: int, *, field: str) -> tuple[FieldSpan | None, set[int]]:
+    """The only field ``wanted`` of the message between ``start`` and ``end``; None if there is none. Also the numbers
+    of all fields.
     """
-    found: tuple[int, int, int] | None = None
+    found: FieldSpan | None = None
     seen, at, left = set[int](), start, MOST_FIELDS
     while at < end:
         left -= 1
@@ -155,7 +153,7 @@ def _find(
             continue
         if found is not None or kind != _LENGTH_DELIMITED:
             raise BadRequest(f"The message names {field} more than once, or not as text; name it once.")
-        found = length_at, _read_varint(body, length_at, end)[1], at
+        found = FieldSpan(length_at, _read_varint(body, length_at, end)[1], at)
     return found, seen
 
 
@@ -210,8 +208,9 @@ def with_name(body: bytes, call: ModelCall, model: str) -> bytes:
     """The same message with another name of the model."""
     piece = _delimited(model.encode())
     at, _, end = call.levels[-1]
-    for length_at, start, stop in reversed(call.levels[:-1]):
-        piece, at, end = _delimited(body[start:at] + piece + body[end:stop]), length_at, stop
+    for around in reversed(call.levels[:-1]):
+        piece = _delimited(body[around.start : at] + piece + body[end : around.end])
+        at, end = around.length_at, around.end
     size = len(body) - _PREFIX.size + len(piece) - (end - at)
     return b"".join((_PREFIX.pack(0, size), body[_PREFIX.size : at], piece, body[end:]))
 

@@ -45,6 +45,7 @@ from extproc.protocol import (
     TRANSLATED_SOCKET,
     TRANSLATOR_SOCKET,
 )
+from extproc.relay import HOP_BY_HOP, is_text, relay_session
 from extproc.runtime.translator_metrics import TranslatorMetrics, showing
 from extproc.translate.order import TranslationOrder, decode_order
 from extproc.translate.translation import translation
@@ -66,15 +67,8 @@ _LIMITS: Final = PageLimits(connections=100_000, header_bytes=256 * 1024)
 _MOST_ANSWER_BYTES: Final = 64 * 1024 * 1024
 # As JSON they may take seconds, and memory of many times their size.
 _LONG_BYTES: Final = 256 * 1024
-_WITHOUT_END: Final = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
 # Of a connection, or written anew.
-_OWN_HEADERS: Final = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
-        *("content-length", "content-type"),
-        *NOT_FOR_ENGINES,
-    }
-)
+_OWN_HEADERS: Final = HOP_BY_HOP | {"content-length", "content-type", *NOT_FOR_ENGINES}
 # Of the client's, none of these is for anybody behind.
 _OWN_PREFIXES: Final = ("x-attache-", "x-envoy-", "x-gateway-")
 # Of an engine's answer; the last three are from Envoy, for Envoy.
@@ -202,14 +196,9 @@ def _request_headers(
         if (lower := name.lower()) not in _OWN_HEADERS
         and lower not in changed
         and not lower.startswith(_OWN_PREFIXES)
-        and _is_text(value)
+        and is_text(value)
     ]
     return [*kept, *((name, value) for name, value in changed.items() if value is not None), ("content-type", _JSON)]
-
-
-def _is_text(value: str) -> bool:
-    """Whether it was read without loss: bytes that are no UTF-8 cannot be written again."""
-    return not any("\ud800" <= one <= "\udfff" for one in value) if not value.isascii() else True
 
 
 async def _whole(found: aiohttp.ClientResponse) -> bytes:
@@ -243,19 +232,8 @@ async def running(folder: Path, *, end_s: float, metrics: TranslatorMetrics | No
     """Serve at the socket in ``folder``. ``end_s``: for requests that run at the end. Raises ListenFailed."""
     metrics = metrics or TranslatorMetrics()
     connector = aiohttp.UnixConnector(str(folder / TRANSLATED_SOCKET), limit=0)
-    skipped = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
     long = ThreadPoolExecutor(1, "long-bodies")
-    async with aiohttp.ClientSession(
-        "http://engines",
-        connector=connector,
-        # one for all clients would send the cookies of one with the requests of others
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=_WITHOUT_END,
-        auto_decompress=False,
-        skip_auto_headers=skipped,
-        max_line_size=_LIMITS.header_bytes,
-        max_field_size=_LIMITS.header_bytes,
-    ) as http:
+    async with relay_session(connector, _LIMITS, base_url="http://engines") as http:
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
         app.router.add_post("/{path:.*}", Translator(http, long, metrics).answer)
         runner = PageServer(app, end_s=end_s, limits=_LIMITS, cancels=True)

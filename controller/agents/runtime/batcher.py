@@ -22,6 +22,7 @@ from yarl import URL
 from controller.agents.runtime.batching.joining import Unsplittable, is_joinable_path, joined, part_of, split
 from controller.agents.runtime.batching.queue import BatchQueue
 from extproc.page_server import PageLimits, PageServer
+from extproc.relay import HOP_BY_HOP, is_text, relay_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -45,14 +46,9 @@ _END_S: Final = 5.0
 _LOG_S: Final = 60.0
 _LIMITS: Final = PageLimits(connections=4096, header_bytes=64 * 1024)
 _BINARY_LENGTH: Final = "Inference-Header-Content-Length"
-_WITHOUT_END: Final = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-# Of a connection, not of a message.
-_OF_CONNECTIONS: Final = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
-)
 # They differ from request to request, and engines compute the same with any. Requests that differ in other headers are
 # not joined.
-_WITHOUT_MEANING: Final = _OF_CONNECTIONS | frozenset(
+_WITHOUT_MEANING: Final = HOP_BY_HOP | frozenset(
     {
         *("host", "content-length", "accept-encoding", "user-agent", "date", "via", "forwarded", "referer"),
         *("x-request-id", "x-real-ip", "traceparent", "tracestate", "baggage", "b3"),
@@ -66,7 +62,7 @@ _Headers = tuple[tuple[str, str], ...]
 log = logging.getLogger(__name__)
 
 
-class _Shared(msgspec.Struct, frozen=True):
+class _SharedAnswer(msgspec.Struct, frozen=True):
     """A client's share of the answer to a joined call."""
 
     status: int
@@ -74,7 +70,7 @@ class _Shared(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class _Held:
+class _HeldRequest:
     """A request that may be joined. ``answer``: None for one that is to be sent by itself."""
 
     def __init__(self, part: Part, headers: _Headers, at_s: float) -> None:
@@ -82,14 +78,14 @@ class _Held:
         self.key = (part.form, headers)
         self.headers = headers
         self.at_s = at_s
-        self.answer: asyncio.Future[_Shared | None] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[_SharedAnswer | None] = asyncio.get_running_loop().create_future()
         self.batch: _Batch | None = None
 
 
 class _Batch:
     """A joined call. ``clients``: those that have not got their answer yet. ``size``: of the answer, in bytes."""
 
-    def __init__(self, requests: list[_Held]) -> None:
+    def __init__(self, requests: list[_HeldRequest]) -> None:
         self.requests = requests
         self.clients = len(requests)
         self.size = 0
@@ -97,7 +93,10 @@ class _Batch:
 
 
 class Batcher:
-    """``http``: a session for the engine alone."""
+    """Answers all requests to the engine: what may be joined is held in a queue, all else is passed on.
+
+    ``http``: a session for the engine alone.
+    """
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class Batcher:
         counters: BatchCounters,
         clock: Callable[[], float],
     ) -> None:
-        self.queue = BatchQueue[_Held](settings.limits)
+        self.queue = BatchQueue[_HeldRequest](settings.limits)
         self._settings = settings
         self._http = http
         self._counters = counters
@@ -119,7 +118,7 @@ class Batcher:
         self._answers_bytes = 0
 
     async def aclose(self) -> None:
-        """End what is under way."""
+        """Cancel the calls of batches."""
         if self._timer is not None:
             self._timer.cancel()
         for one in self._calls:
@@ -145,11 +144,11 @@ class Batcher:
             self._counters.requests["refused"] += 1
             return _error(503, "too many requests wait for the engine")
         try:
-            return await self._hold(request)
+            return await self._answer_held(request)
         finally:
             self.queue.release(size)
 
-    async def _hold(self, request: web.Request) -> web.StreamResponse:
+    async def _answer_held(self, request: web.Request) -> web.StreamResponse:
         try:
             async with asyncio.timeout(_BODY_S):
                 body = await request.read()
@@ -161,7 +160,7 @@ class Batcher:
         if part is None or part.rows > self._settings.limits.max_rows:
             self._counters.requests["passed"] += 1
             return await self._pass(request, body)
-        shared = await self._share(request, _Held(part, _meaningful(request.headers), self._clock()))
+        shared = await self._join(request, _HeldRequest(part, _meaningful(request.headers), self._clock()))
         if shared is not None:
             return shared
         self._counters.requests["alone"] += 1
@@ -169,11 +168,11 @@ class Batcher:
         try:
             return await self._pass(request, body)
         finally:
-            self._leave(self.queue.on_end())
+            self._send(self.queue.on_end())
 
-    async def _share(self, request: web.Request, held: _Held) -> web.StreamResponse | None:
+    async def _join(self, request: web.Request, held: _HeldRequest) -> web.StreamResponse | None:
         """Wait for others; None if the request is to be sent by itself."""
-        self._leave(self.queue.add(held.key, held, held.part.rows, self._clock()))
+        self._send(self.queue.add(held.key, held, held.part.rows, self._clock()))
         try:
             shared = await held.answer
             if shared is None:
@@ -184,9 +183,9 @@ class Batcher:
             await answer.write_eof()
             return answer
         finally:
-            self._quit(held)
+            self._release(held)
 
-    def _quit(self, held: _Held) -> None:
+    def _release(self, held: _HeldRequest) -> None:
         """Its client has its answer, or has left."""
         self.queue.remove(held.key, held, held.part.rows)
         batch = held.batch
@@ -198,7 +197,7 @@ class Batcher:
             if batch.call is not None:
                 batch.call.cancel()
 
-    def _leave(self, batches: list[list[_Held]]) -> None:
+    def _send(self, batches: list[list[_HeldRequest]]) -> None:
         """Send batches to the engine, and wait for the next one that is due."""
         for requests in batches:
             now_s = self._clock()
@@ -208,26 +207,26 @@ class Batcher:
                 one.batch = batch
             batch.call = asyncio.create_task(self._call(batch))
             self._calls.add(batch.call)
-            batch.call.add_done_callback(self._on_end)
+            batch.call.add_done_callback(self._on_call_end)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self.queue.due_at_s is not None:
-            self._timer = asyncio.get_running_loop().call_at(self.queue.due_at_s, self._on_time)
+            self._timer = asyncio.get_running_loop().call_at(self.queue.due_at_s, self._on_due)
 
-    def _on_time(self) -> None:
+    def _on_due(self) -> None:
         self._timer = None
-        self._leave(self.queue.due(self._clock()))
+        self._send(self.queue.due(self._clock()))
 
-    def _on_end(self, call: asyncio.Task[None]) -> None:
+    def _on_call_end(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled() and call.exception() is not None:
             log.error("a joined call has failed", exc_info=call.exception())
-        self._leave(self.queue.on_end())
+        self._send(self.queue.on_end())
 
     async def _call(self, batch: _Batch) -> None:
         """Answer all of a batch; without an answer for all, each is sent by itself."""
-        answers: list[_Shared | None] = [None for _ in batch.requests]
+        answers: list[_SharedAnswer | None] = [None for _ in batch.requests]
         try:
             if len(answers) > 1:
                 async with asyncio.timeout(self._settings.timeout_s):
@@ -235,15 +234,15 @@ class Batcher:
         except TimeoutError:
             self._counters.failed_batches += 1
             why = _error_body(f"the engine has not answered in {self._settings.timeout_s:g} s")
-            answers = [_Shared(504, (("Content-Type", "application/json"),), why) for _ in answers]
+            answers = [_SharedAnswer(504, (("Content-Type", "application/json"),), why) for _ in answers]
         except (Unsplittable, aiohttp.ClientError) as error:
-            self._note(len(answers), error)
+            self._on_unusable(len(answers), error)
         finally:
             for one, answer in zip(batch.requests, answers, strict=True):
                 if not one.answer.done():
                     one.answer.set_result(answer)
 
-    async def _ask(self, batch: _Batch) -> list[_Shared]:
+    async def _ask(self, batch: _Batch) -> list[_SharedAnswer]:
         first, parts = batch.requests[0], [one.part for one in batch.requests]
         headers = [*first.headers, ("Accept-Encoding", "identity")]
         url = URL(f"{self._settings.engine}{first.part.form.path}", encoded=True)
@@ -260,9 +259,9 @@ class Batcher:
                 if batch.size > _MOST_ANSWER_BYTES or self._answers_bytes > _MOST_ANSWERS_BYTES:
                     raise Unsplittable(f"it has more than {len(body)} bytes")
             kept = tuple((name, value) for name, value in _passed(found.headers) if name.lower() != "content-length")
-            return [_Shared(found.status, kept, one) for one in split(bytes(body), parts)]
+            return [_SharedAnswer(found.status, kept, one) for one in split(bytes(body), parts)]
 
-    def _note(self, count: int, error: Exception) -> None:
+    def _on_unusable(self, count: int, error: Exception) -> None:
         """Count it, and log it now and then."""
         self._counters.failed_batches += 1
         if self._clock() - self._logged_at_s >= _LOG_S:
@@ -321,14 +320,12 @@ def _meaningful(headers: CIMultiDictProxy[str]) -> _Headers:
 
 
 def _passed(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
-    """Of a message, for the other side. Bytes that are no UTF-8 cannot be written again."""
+    """Of a message, for the other side."""
     named = {one.strip().lower() for value in headers.getall("Connection", ()) for one in value.split(",")}
     return [
         (name, value)
         for name, value in headers.items()
-        if name.lower() not in _OF_CONNECTIONS
-        and name.lower() not in named
-        and not any("\ud800" <= one <= "\udfff" for one in value)
+        if name.lower() not in HOP_BY_HOP and name.lower() not in named and is_text(value)
     ]
 
 
@@ -342,19 +339,12 @@ def _error_body(message: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def batching(
+async def serving_batcher(
     settings: BatcherSettings, counters: BatchCounters, clock: Callable[[], float]
 ) -> AsyncIterator[Batcher]:
     """Listens inside the context; raises OSError if the port is taken."""
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=False),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=_WITHOUT_END,
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        max_line_size=_LIMITS.header_bytes,
-        max_field_size=_LIMITS.header_bytes,
-    ) as http:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=False)
+    async with relay_session(connector, _LIMITS, connect_s=_CONNECT_S) as http:
         batcher = Batcher(settings, http, counters, clock)
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", batcher.answer)

@@ -28,6 +28,7 @@ from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
 from controller.bundle.envoy.fallback import Chained, chained_servers
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
+from controller.bundle.envoy.inner_listeners import inner_routes
 from controller.bundle.envoy.listeners import (
     listener_groups,
     listener_resources,
@@ -42,7 +43,6 @@ from controller.bundle.envoy.tracing import collector_clusters
 from controller.bundle.envoy.translation import (
     TRANSLATED,
     TRANSLATED_ROUTES_FILE,
-    inner_routes,
     is_translated,
     translated_listener,
     translator_cluster,

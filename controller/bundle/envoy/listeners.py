@@ -41,11 +41,12 @@ from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import keepalive_probes
 from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds, to_plain, to_resource, typed_extension
 from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters, mirror_filters
+from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored
 from controller.bundle.envoy.secrets import listener_socket
 from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
-from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, inner_listener, is_translated
+from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, is_translated
 from controller.bundle.envoy.usage_log import usage_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls

@@ -16,26 +16,19 @@ from typing import TYPE_CHECKING, Final
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
 from envoy_data_plane.envoy.config.core.v3 import (
-    Address,
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
     Http1ProtocolOptions,
     HttpProtocolOptions,
-    Pipe,
-    TrafficDirection,
 )
-from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain
-from envoy_data_plane.envoy.config.listener.v3 import Listener as EnvoyListener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
     RetryPolicy,
     RetryPolicyRetryBackOff,
     Route,
     RouteAction,
-    RouteConfiguration,
     RouteMatch,
-    VirtualHost,
 )
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation as MutationFilter
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mutations
@@ -49,7 +42,6 @@ from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.http.upstream_codec.v3 import UpstreamCodec
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
-    HttpConnectionManager,
     HttpFilter,
     Rds,
 )
@@ -60,7 +52,7 @@ from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, assignment, unlimited_circuit_breakers
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, to_plain, to_resource
-from controller.bundle.envoy.local_replies import local_replies
+from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.lua import lua, lua_text
 from extproc.protocol import (
     CUT_MARK,
@@ -69,9 +61,6 @@ from extproc.protocol import (
     ENGINE_ATTEMPTS,
     ENGINE_HOST,
     LB_NAMESPACE,
-    MIRROR,
-    NOT_FOR_ENGINES,
-    POLICY_HEADER,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_HEADER,
@@ -86,9 +75,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
+    from collections.abc import Iterable
 
     from extproc.api.gateway_config import GatewayConfigSpec
     from extproc.api.model_server import ModelServer
@@ -96,8 +83,6 @@ if TYPE_CHECKING:
 # The second listener and its routes; as part of the names of Envoy's statistics, too.
 TRANSLATED: Final = "attache_translated"
 TRANSLATED_ROUTES_FILE: Final = "rds/translated.json"
-_MANAGER: Final = "envoy.filters.network.http_connection_manager"
-_MOST_WAITING_BYTES: Final = 1024 * 1024
 # The translator closes connections that are idle for longer.
 _IDLE_S: Final = 30.0
 # An answer's headers as metadata, which the access log has; no client gets them.
@@ -197,49 +182,6 @@ def translated_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str,
     return inner_listener(gateway, socket, rds, _filters())
 
 
-def inner_listener(
-    gateway: GatewayConfigSpec,
-    socket: str,
-    rds: Rds,
-    filters: Sequence[HttpFilter],
-    access_logs: Sequence[AccessLog] = (),
-) -> dict[str, object]:
-    """A listener of Envoy's own requests, with a socket in the bundle's directory. It is not drained: it lives as long
-    as the answers of the first ones.
-    """
-    manager = HttpConnectionManager(
-        stat_prefix=rds.route_config_name,
-        http_filters=list(filters),
-        access_log=list(access_logs),
-        rds=rds,
-        local_reply_config=local_replies(gateway),
-        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(3600)),
-        http_protocol_options=Http1ProtocolOptions(),
-        # routes have limits
-        stream_idle_timeout=seconds(0),
-        always_set_request_id_in_response=True,
-    )
-    return to_resource(
-        EnvoyListener(
-            name=rds.route_config_name,
-            address=Address(pipe=Pipe(path=socket, mode=0o600)),
-            # of what servers send while who asked takes nothing; not of bodies
-            per_connection_buffer_limit_bytes=_MOST_WAITING_BYTES,
-            traffic_direction=TrafficDirection.OUTBOUND,
-            # the requests have been counted where they came from
-            ignore_global_conn_limit=True,
-            filter_chains=[
-                FilterChain(filters=[Filter(name=_MANAGER, typed_config=PackedMessage(manager))]),
-            ],
-        )
-    )
-
-
-def _most_bytes(gateway: GatewayConfigSpec) -> int:
-    """A body may be longer in another API."""
-    return 2 * int(gateway.max_body_size)
-
-
 def _filters() -> list[HttpFilter]:
     chosen = ConfigRule(
         header=DESTINATION,
@@ -269,17 +211,3 @@ def _filters() -> list[HttpFilter]:
         *refuses_answers(model_paths=False),
         http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
     ]
-
-
-def inner_routes(name: str, gateway: GatewayConfigSpec, routes: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Of an inner listener. ``routes``: of decided requests."""
-    host = VirtualHost(
-        name=name,
-        domains=["*"],
-        routes=[Route(name="placeholder")],
-        request_headers_to_remove=[DESTINATION, SERVER_HEADER, POLICY_HEADER, TRANSLATE, MIRROR, *NOT_FOR_ENGINES],
-        request_body_buffer_limit=_most_bytes(gateway),
-    )
-    resource = to_resource(RouteConfiguration(name=name, virtual_hosts=[host]))
-    resource["virtual_hosts"] = [{**to_plain(host), "routes": list(routes)}]
-    return resource

@@ -19,10 +19,7 @@ from extproc.admission.budgets import (
     BudgetKey,
     BudgetsOf,
     CompiledBudget,
-    RolledUp,
-    SpentByRows,
     compile_keys,
-    usage_queries,
 )
 from extproc.admission.identity import Caller
 from extproc.admission.limits import NO_USAGE, Grant, Usage
@@ -307,40 +304,6 @@ def test_what_began_under_another_maximum_is_settled_under_the_newest() -> None:
     limits.settle(began, Usage(0.0, 30.0), 1.0)
     (shown,) = limits.budget_levels()
     assert (shown.limit.capacity, shown.level) == (200.0, 160.0)
-
-
-def test_rows_lower_levels_and_never_raise_them() -> None:
-    budgets, limits = compiled(budget(max={"tokens": 1000, "requests": 10, "money": "1"})), LocalLimits()
-    rows = [
-        RolledUp(
-            "a",
-            user="x",
-            route="default/chat",
-            requests=5,
-            refused=2,
-            input_tokens=100,
-            output_tokens=50,
-            cost_micros={"USD": 7},
-        ),
-        RolledUp(
-            "a", user="y", route="default/chat", requests=1, input_tokens=1, output_tokens=0, cost_micros={"USD": 1}
-        ),
-        RolledUp("b", route="default/other", requests=9),
-    ]
-    (query,) = usage_queries(budgets.groups(), NOON, has_keys=False)
-    spent = SpentByRows(query, lambda route: budgets if route == "default/chat" else BudgetsOf(), lambda _: None, NOON)
-    for row in rows:
-        spent.add(row)
-    found, shared = spent.levels()
-    assert sorted(level.level for level in found) == [6.0, 849.0, 999_992.0]
-    assert not shared
-    tokens = next(each for each in budgets.charges(Caller("a"), Usage(0.0, 400.0), NOON) if "tokens" in each.resource)
-    limits.reserve([tokens], 0.0)
-    limits.lower(found, 0.0)
-    assert limits.level_of(tokens) == 600.0
-    limits.reserve([tokens], 0.0)
-    limits.lower(found, 0.0)
-    assert limits.level_of(tokens) == 200.0
 
 
 class Running(msgspec.Struct):

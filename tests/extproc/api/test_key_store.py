@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from extproc.admission.budgets import RolledUp
 from extproc.admission.identity import CacheIsolation, Caller, Identities
 from extproc.admission.limits import Usage
+from extproc.admission.spent_budgets import RolledUp
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
 from extproc.api.snapshot import Snapshot, limits_without_redis

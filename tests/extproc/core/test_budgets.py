@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission import budgets
-from extproc.admission.budgets import RolledUp
 from extproc.admission.limits import NO_USAGE
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_line
+from extproc.admission.spent_budgets import RolledUp
 from extproc.core import queue
 from extproc.core.accounts import NO_OTHERS
 from extproc.core.core import Core

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.usage.rows import make_row
-from extproc.admission.budgets import RolledUp
+from extproc.admission.spent_budgets import RolledUp
 from extproc.api.usage import UsageCounts, UsageLine
 from extproc.core.effects import Decision, SettleGrant
 from extproc.core.orphans import Orphan

@@ -146,7 +146,7 @@ IGNORED: Final = {"user", "metadata", "service_tier", "request_id", "safety_iden
 def key_in(core: Core, arrival: Arrival) -> str | None:
     """Of a request that is looked up."""
     ticket = core.arrive(arrival, 0.0)[0].ticket
-    awaited = core._caches.take(ticket)
+    awaited = core._caches.pop_awaited(ticket)
     return None if awaited is None else awaited.key.text
 
 
@@ -365,8 +365,8 @@ def test_the_store_counts_every_byte_and_stays_within_its_bound(steps: list[tupl
             store.get(key, float(now))
         else:
             store.put(key, "json", b"x" * size, now=float(now), ttl_s=7.0)
-        entries = [(one, text) for scope in store._scopes.values() for text, one in scope.items()]
-        expected = sum(len(one.body) + len(text) + len(one.scope) + OVERHEAD_BYTES for one, text in entries)
+        entries = [(one, text, scope) for scope, answers in store._scopes.items() for text, one in answers.items()]
+        expected = sum(len(one.body) + len(text) + len(scope) + OVERHEAD_BYTES for one, text, scope in entries)
         assert store.bytes == expected <= store.most_bytes
         assert store._sizes.keys() == store._scopes.keys()
         assert len(store._largest) <= 2 * len(store._sizes) + 65

@@ -106,7 +106,14 @@ async def test_while_envoy_does_not_listen_clients_are_told_to_try_again(tmp_pat
 
 async def test_headers_that_pass(tmp_path: Path) -> None:
     async with envoy(tmp_path, good) as got, client(tmp_path) as http:
-        more = {"x-attache-other": "1", "x-envoy-retry-on": "5xx", "x-own": "1", "te": "trailers", "x-request-id": "r"}
+        more = {
+            "x-attache-other": "1",
+            "x-envoy-retry-on": "5xx",
+            "x-own": "1",
+            "te": "trailers",
+            "expect": "100-continue",
+            "x-request-id": "r",
+        }
         status, headers, _ = await post(http, **more, **{"anthropic-beta": "b"})
     assert status == 200
     (asked,) = got

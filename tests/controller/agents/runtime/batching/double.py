@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from bench.stack.processes import free_ports
-from controller.agents.runtime.batcher import Batcher, batching
+from controller.agents.runtime.batcher import Batcher, serving_batcher
 from controller.agents.runtime.batching.queue import BatchLimits
 from controller.agents.runtime.metrics import BatchCounters
 from controller.agents.runtime.settings import BatcherSettings
@@ -201,7 +201,7 @@ async def batched(limits: BatchLimits | None = None, timeout_s: float = 30.0) ->
     settings = BatcherSettings("127.0.0.1", port, engine.url, limits or BatchLimits(max_delay_s=10.0), timeout_s)
     try:
         async with (
-            batching(settings, counters, asyncio.get_running_loop().time) as batcher,
+            serving_batcher(settings, counters, asyncio.get_running_loop().time) as batcher,
             httpx.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}",
                 timeout=30,
