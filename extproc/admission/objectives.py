@@ -30,7 +30,7 @@ class ObjectiveClass(msgspec.Struct, frozen=True):
 
 
 class ObjectiveTable:
-    """The classes of a configuration."""
+    """The classes of a configuration. ``routes``: the keys of the ModelRoutes that have any."""
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         routes = () if snapshot is None else snapshot.routes
@@ -39,10 +39,15 @@ class ObjectiveTable:
             for route in routes
             if route.spec.slo
         }
+        self.routes = self._classes.keys()
 
     def class_of(self, route: str, priority: int) -> ObjectiveClass | None:
         """That of a request; None: it has none."""
         return next((one for one in self._classes.get(route, ()) if priority >= one.priority), None)
+
+    def refuses(self, route: str) -> bool:
+        """Whether a class of the route refuses requests that are predicted to miss an objective."""
+        return any(one.refuses for one in self._classes.get(route, ()))
 
     def all(self) -> list[ObjectiveClass]:
         """Those of all routes."""

@@ -182,14 +182,15 @@ def count_request_end(record: Record, run: Run) -> None:
             record.meter.server.end_run(address, tokens)
 
 
-def _load(run: Run, assignment: Assignment) -> Iterator[tuple[str, float]]:
+def _load(run: Run, assignment: Assignment) -> tuple[tuple[str, float], ...]:
     """The engines that have it, and its tokens there. The decode engine gets it after our own leg, and from a sidecar
     or beside its prefill at once.
     """
-    if assignment.prefill is not None:
-        yield assignment.prefill.address, assignment.input_tokens
-    if assignment.prefill is None or not run.has_leg:
-        yield assignment.endpoint.address, assignment.tokens
+    decode = assignment.endpoint.address, assignment.tokens
+    if assignment.prefill is None:
+        return (decode,)
+    prefill = assignment.prefill.address, assignment.input_tokens
+    return (prefill,) if run.has_leg else (prefill, decode)
 
 
 def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:

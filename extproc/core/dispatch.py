@@ -18,7 +18,7 @@ from extproc.core.breakers import check_server
 from extproc.core.demand import count_dispatch, count_refusal
 from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused, with_fault
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
-from extproc.core.feedback import OverdueRequests
+from extproc.core.feedback import SWEEP_S, OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
 from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
@@ -168,7 +168,8 @@ class Dispatcher:
 
     def objectives_of(self, arrival: Arrival) -> ObjectiveClass | None:
         """Of the request's class; None: nothing is promised to it."""
-        return self.objectives.class_of(arrival.destination.route, arrival.priority)
+        route, known = arrival.destination.route, self.objectives
+        return known.class_of(route, arrival.priority) if route in known.routes else None
 
     def refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> RequestRefused:
         """Answer the client with the reason why its request cannot be served."""
@@ -206,7 +207,7 @@ class Dispatcher:
         of its prompt, computed if not given.
         """
         arrival = record.arrived
-        request, pool, queued = arrival.request, arrival.pool, record.queued
+        request, pool = arrival.request, arrival.pool
         if pool.breaker.trips:
             check_server(pool, now, is_drawn=record.is_drawn)
         constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
@@ -269,21 +270,14 @@ class Dispatcher:
             is_for_model=arrival.destination.model == pool.spec.model,
             api=request.api,
             # of the server that serves: the request may have moved since its limits were asked
-            price=pool.price_at(record.wall_s),
+            price=pool.price_at(record.wall_s) if pool.has_prices else None,
             objectives=self.objectives_of(arrival),
             model=arrival.destination.model,
             has_leg=leg is not None and not is_beside,
             attempts=None if plan is None else plan.attempts,
             reserves=NO_RESERVES if plan is None else plan.reserves,
         )
-        self._fallbacks.begin(record.ticket, run)
-        if gate is not None and queued is not None:
-            _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
-        count_dispatch(record, run)
-        self._accounts.report_soft(record.grants, out)
-        self._overdue.sweep(pool, now, out)
-        if self._has_peers:
-            out.append(Broadcast(started(record, run)))
+        self._count(record, run, gate, now, out)
         if leg is None or prefill is None:
             return self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         if is_beside:
@@ -295,6 +289,21 @@ class Dispatcher:
         self.legs[record.ticket] = leg, pending
         out.append(prefill)
         return Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
+
+    def _count(self, record: Record, run: Run, gate: Gate | None, now: float, out: list[Effect]) -> None:
+        """Wherever requests are counted that are at engines."""
+        if run.sent.is_fallback or run.reserves:
+            self._fallbacks.begin(record.ticket, run)
+        queued = record.queued
+        if gate is not None and queued is not None:
+            _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, run.assignment.cached_tokens), now)
+        count_dispatch(record, run)
+        if record.grants:
+            self._accounts.report_soft(record.grants, out)
+        if now >= self._overdue.sweep_at_s.get(run.pool.name, SWEEP_S):
+            self._overdue.sweep(run.pool, now, out)
+        if self._has_peers:
+            out.append(Broadcast(started(record, run)))
 
     def decide(
         self,
@@ -448,7 +457,7 @@ def constraints_of(
         is_trusted=arrival.head.is_trusted,
         tenant=arrival.tenant,
         priority=arrival.priority,
-        whole=why_served_whole(arrival),
+        whole="" if arrival.pool.prefill_protocol is None else why_served_whole(arrival, arrival.pool.prefill_protocol),
     )
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from extproc.endpoints.health import EndpointHealth
     from extproc.scheduling.pool import Pool
 
+# Between two searches for engines that are silent.
+SWEEP_S: Final = 1.0
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
@@ -53,7 +55,6 @@ _SILENCE_ANSWERS: Final = 4.0
 _BACKLOG_MARGIN: Final = 3.0
 # A streamed token is a hundred bytes and more: an engine that writes is faster than this by far.
 _SLOWEST_BYTES_PER_S: Final = 10.0
-_SWEEP_S: Final = 1.0
 _WEIGHT: Final = 0.05
 _MIN_TOKENS_FOR_RATIO: Final = 64
 _BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
@@ -368,14 +369,12 @@ class OverdueRequests:
 
     def __init__(self, records: Mapping[str, Record]) -> None:
         self._records = records
-        # by pool
-        self._swept_at_s: dict[str, float] = {}
+        # by pool: when it is time for the next check
+        self.sweep_at_s: dict[str, float] = {}
 
     def sweep(self, pool: Pool, now: float, out: list[Effect]) -> None:
-        """Called with every request; checks once a second, and single requests only where an engine is silent."""
-        if now < self._swept_at_s.get(pool.name, 0.0) + _SWEEP_S:
-            return
-        self._swept_at_s[pool.name] = now
+        """Called with a request once a second; checks single requests only where an engine is silent."""
+        self.sweep_at_s[pool.name] = now + SWEEP_S
         if not _has_silent_engine(pool, now):
             return
         for record in self._records.values():

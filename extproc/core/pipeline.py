@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
@@ -62,10 +63,9 @@ from extproc.scheduling.model_check import why_model_is_refused
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from extproc.admission.guards import Guard
-    from extproc.admission.objectives import ObjectiveClass
     from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.fallback import FallbackPlanner
@@ -73,10 +73,13 @@ if TYPE_CHECKING:
     from extproc.core.record import Arrival, Attachment, FallbackReason, Placement
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools
+    from extproc.scheduling.pool import Pool
 
 # The values with which a shell may resume a request: the answer, or None if there is none.
 Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
 _Own = TypeVar("_Own")
+# What happens to a request before it may wait: the effect if it waits or is answered here; None: it goes on.
+_Step = Callable[["Record", float, list[Effect]], RequestEffect | None]
 _TIERS_FAILED: Final = "the tiers of a rule could not be compared"
 _FALLBACK_FAILED: Final = "a fallback could not be considered"
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
@@ -152,6 +155,17 @@ class _Reminders:
             out.append(WakeAt(max(now, due[0][0])))
 
 
+class _RouteSteps(msgspec.Struct, frozen=True):
+    """The steps that requests of one ModelRoute take before they may wait, by what is configured for it.
+
+    ``arrived``: all of them. ``granted``: those after its limits. ``guarded``: those after its guard.
+    """
+
+    arrived: tuple[_Step, ...] = ()
+    granted: tuple[_Step, ...] = ()
+    guarded: tuple[_Step, ...] = ()
+
+
 class AdmissionPipeline:
     """From the arrival to a Decision, a Refused, or something to wait for. Other effects go to ``out``."""
 
@@ -187,12 +201,22 @@ class AdmissionPipeline:
         # in the order in which a request meets them
         self._waits: tuple[Wait, ...] = (self.engines, self.adapters, self._queue)
         self._behind_engines = self._waits[1:]
+        # by ModelServer: those at which its requests may be held
+        self._waits_at: Mapping[str, tuple[Wait, ...]] = {}
+        # by the key of the ModelRoute, where they are not the usual ones
+        self._steps: Mapping[str, _RouteSteps] = {}
+        self._usual_steps = _RouteSteps()
 
     def apply(self, builder: RequestBuilder, guards: Mapping[str, Guard], now: float, out: list[Effect]) -> None:
         """Follow the configuration, which the admission controller has already. ``guards``: by the key of the
         ModelRoute.
         """
         self._builder, self._guards = builder, guards
+        admission, caches, objectives = self._admission, self.caches, self._dispatcher.objectives
+        routes = {*admission.routes, *admission.budgets, *guards, *caches.routes, *objectives.routes}
+        self._steps = {route: self._steps_of(route) for route in routes}
+        self._usual_steps = self._steps_of("")
+        self._waits_at = {name: self._waits_of(pool) for name, pool in builder.pools.items()}
         self._fallbacks.apply(builder)
         self._tiers.keep(builder.pools)
         for record in [one for one in self._records.values() if one.state in ASKING]:
@@ -200,6 +224,17 @@ class AdmissionPipeline:
         for wait in self._waits:
             wait.move(builder, now, out)
         self.wake(now, out)
+
+    def _steps_of(self, route: str) -> _RouteSteps:
+        guarded = [self._answer_from_cache] * (route in self.caches.routes)
+        guarded += [self._foresee] * self._dispatcher.objectives.refuses(route)
+        granted = [self._ask_guard] * (route in self._guards) + guarded
+        arrived = [self._ask_limits] * self._admission.limits_route(route) + granted
+        return _RouteSteps(tuple(arrived), tuple(granted), tuple(guarded))
+
+    def _waits_of(self, pool: Pool) -> tuple[Wait, ...]:
+        may_hold = pool.spec.activation is not None, pool.slots is not None, pool.name in self._admission.gates
+        return tuple(compress(self._waits, may_hold))
 
     def _reroute(self, record: Record, builder: RequestBuilder) -> None:
         """A request whose server has lost its engines goes to another of its rule that has some."""
@@ -216,11 +251,13 @@ class AdmissionPipeline:
         weights have chosen.
         """
         record.wall_s = now + self._accounts.wall_offset_s
-        if record.arrived.destination.tiers is not None:
+        arrival = record.arrived
+        if arrival.destination.tiers is not None:
             found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
             if found is not None:
-                record.arrival, record.placement = found
-        if record.arrived.pool.breaker.generation:
+                arrival, record.placement = found
+                record.arrival = arrival
+        if arrival.pool.breaker.generation:
             self._avoid_failing(record, now)
 
     def _avoid_failing(self, record: Record, now: float) -> None:
@@ -235,7 +272,7 @@ class AdmissionPipeline:
 
     def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
-        return self._attempt(record, lambda: self._ask_limits(record, now, out), now, out)
+        return self._attempt(record, lambda: self._set_out(record, now, out), now, out)
 
     def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
         """The answer that the request waited for has come."""
@@ -248,7 +285,7 @@ class AdmissionPipeline:
         elif not isinstance(answer, Grant | Refusal | StoreAway | GuardReply | GuardFailed):
             # tokens of another model are of no use
             record.tokens = None if record.has_moved else answer
-            return self._attempt(record, lambda: self._go_on(record, self._waits, now, out), now, out)
+            return self._attempt(record, lambda: self._go_on(record, now, out), now, out)
         raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
 
     def tick(self, now: float, out: list[Effect]) -> None:
@@ -340,8 +377,10 @@ class AdmissionPipeline:
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
-        if not all(wait.is_empty for wait in self._waits):
-            out.append(WakeAt(now))
+        for wait in self._waits:
+            if not wait.is_empty:
+                out.append(WakeAt(now))
+                return
 
     def on_disconnect(self, record: Record, now: float, out: list[Effect]) -> None:
         """The client of a request that is not dispatched yet has disconnected."""
@@ -456,20 +495,36 @@ class AdmissionPipeline:
             self._withdraw(record, now)
         return self._dispatcher.refuse(record, refusal, now, out)
 
-    def _ask_limits(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
-        """Local limits first, then those that all machines share."""
+    def _set_out(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+        """Refuse what its ModelServer cannot serve, before anything is reserved for it; then take the first step."""
         arrival = record.arrived
         if arrival.engine_api is not None and not record.attachment.is_bundle:
             # no other gateway has a translator
             raise not_served(arrival.request, arrival.pool.spec, arrival.head)
-        why = why_model_is_refused(arrival.pool, arrival.request.api, now)
-        if why and arrival.destination.model == arrival.pool.spec.model:
-            raise UnknownModel(why, param="model")
+        if arrival.pool.apis_without_model:
+            why = why_model_is_refused(arrival.pool, arrival.request.api, now)
+            if why and arrival.destination.model == arrival.pool.spec.model:
+                raise UnknownModel(why, param="model")
         if arrival.pool.breaker.trips and arrival.destination.fallbacks is None:
-            # an open one, before anything is reserved for it
             check_server(arrival.pool, now, is_drawn=True)
-        if not self._admission.limits_anything(arrival):
-            return self._ask_guard(record, now, out)
+        return self._take(record, self._steps_for(arrival).arrived, now, out)
+
+    def _steps_for(self, arrival: Arrival) -> _RouteSteps:
+        return self._steps.get(arrival.destination.route, self._usual_steps)
+
+    def _take(self, record: Record, steps: Sequence[_Step], now: float, out: list[Effect]) -> RequestEffect:
+        """Take the steps in order, until one has an effect; then count the tokens, if that is needed, and wait."""
+        for step in steps:
+            own = step(record, now, out)
+            if own is not None:
+                return own
+        return self._ask_tokens(record, now, out)
+
+    def _ask_limits(self, record: Record, now: float, out: list[Effect]) -> RequestEffect | None:
+        """Local limits first, then those that all machines share. Nobody is charged for a copy."""
+        arrival = record.arrived
+        if arrival.destination.is_copy:
+            return None
         record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))
         charges = self._admission.charges(arrival, record.limited, now=now, wall_s=record.wall_s)
         local = [charge for charge in charges if not charge.is_global]
@@ -477,7 +532,7 @@ class AdmissionPipeline:
             record.grants = (self._accounts.reserve(local, now, out),)
         everywhere = [charge for charge in charges if charge.is_global]
         if not everywhere:
-            return self._ask_guard(record, now, out)
+            return None
         self._dispatcher.put(record, State.ASKING_LIMITS, now)
         record.charges = everywhere
         return AskLimits(record.ticket, everywhere)
@@ -500,17 +555,17 @@ class AdmissionPipeline:
         else:
             grant = self._accounts.reserve_alone(charges, answer.most_left, now, out)
         record.grants = (*record.grants, grant)
-        return self._ask_guard(record, now, out)
+        return self._take(record, self._steps_for(record.arrived).granted, now, out)
 
     def guard_of(self, arrival: Arrival) -> Guard | None:
         """The one that the request must pass."""
-        return self._guards.get(arrival.destination.route) if self._guards else None
+        return self._guards.get(arrival.destination.route)
 
-    def _ask_guard(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+    def _ask_guard(self, record: Record, now: float, out: list[Effect]) -> RequestEffect | None:
         """A refused caller costs the guard nothing, and a request that the guard refuses no place in a queue."""
         guard = record.guard = self.guard_of(record.arrived)
         if guard is None:
-            return self._ask_tokens(record, now, out)
+            return None
         if guard.service is None:
             return self._guarded(record, _NOT_CONFIGURED, now, out)
         self._dispatcher.put(record, State.ASKING_GUARD, now)
@@ -531,7 +586,7 @@ class AdmissionPipeline:
             raise stopped.refusal from None
         out.append(asked(found.result, goes_on=True, detail=found.detail))
         record.arrival, record.guarded = found.arrival, found.text
-        return self._ask_tokens(record, now, out)
+        return self._take(record, self._steps_for(found.arrival).guarded, now, out)
 
     def judge(self, guard: Guard, arrival: Arrival, answer: GuardReply | GuardFailed, out: list[Effect]) -> Passed:
         """What becomes of the request; raises GuardStopped. An error of ours is a failure of the guard."""
@@ -562,23 +617,23 @@ class AdmissionPipeline:
             out.append(lookup)
 
     def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
-        if self.caches.is_on:
-            self._answer_from_cache(record, now, out)
-        objectives = self._dispatcher.objectives_of(record.arrived)
-        if objectives is not None and objectives.refuses:
-            self._foresee(record, objectives, now, out)
-        if record.arrived.destination.fallbacks is not None:
-            self._fall_back(record, now, out)
+        """A request that goes to a fallback at once is counted by that one's tokens."""
         arrival = record.arrived
+        if arrival.destination.fallbacks is not None:
+            self._fall_back(record, now, out)
+            arrival = record.arrived
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
-            return self._go_on(record, self._waits, now, out)
+            return self._go_on(record, now, out)
         self._dispatcher.put(record, State.ASKING_TOKENS, now)
         return AskTokens(record.ticket, arrival)
 
-    def _foresee(self, record: Record, objectives: ObjectiveClass, now: float, out: list[Effect]) -> None:
+    def _foresee(self, record: Record, now: float, out: list[Effect]) -> None:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
+        objectives = self._dispatcher.objectives_of(record.arrived)
+        if objectives is None or not objectives.refuses:
+            return
         foresee = partial(self._forecaster.foresee, self._builder, record, objectives, now)
         found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
@@ -607,13 +662,16 @@ class AdmissionPipeline:
             return None
         return Foreseen(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
 
-    def _go_on(self, record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> RequestEffect:
-        """Take the request through the remaining waits, to an engine."""
+    def _go_on(
+        self, record: Record, now: float, out: list[Effect], waits: Sequence[Wait] | None = None
+    ) -> RequestEffect:
+        """Take the request through the remaining waits, to an engine. ``waits``: None: all of its ModelServer."""
         pool = record.arrived.pool
         if self._builder.pools.get(pool.name) is not pool:
             # the configuration changed while the request waited
             raise no_longer_served(pool.name)
-        return _admit(record, waits, now, out) or self._dispatcher.dispatch(record, now, out)
+        own = _admit(record, self._waits_at[pool.name] if waits is None else waits, now, out)
+        return own or self._dispatcher.dispatch(record, now, out)
 
     def _engine_ready(self, record: Record, now: float, out: list[Effect]) -> bool:
         """The request goes to the next wait, or to the engine.
@@ -639,7 +697,7 @@ class AdmissionPipeline:
 
     def _wait_ended(self, record: Record, now: float, out: list[Effect]) -> None:
         """The request goes to the next wait, or to the engine."""
-        _answer(self._attempt(record, lambda: self._go_on(record, self._behind_engines, now, out), now, out), out)
+        _answer(self._attempt(record, lambda: self._go_on(record, now, out, self._behind_engines), now, out), out)
 
     def _turn_came(self, record: Record, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         """The request goes to the engine, unless what it has waited for before has gone meanwhile."""

@@ -127,12 +127,11 @@ class BesideLeg(msgspec.Struct, frozen=True):
     since_s: float
 
 
-def why_served_whole(arrival: Arrival) -> str:
-    """As ``why_whole``; empty also where extproc makes no leg."""
-    protocol = arrival.pool.prefill_protocol
-    if protocol is not None and arrival.engine_api is not None:
+def why_served_whole(arrival: Arrival, protocol: PrefillProtocol) -> str:
+    """As ``why_whole``, where extproc makes the leg."""
+    if arrival.engine_api is not None:
         return "it is translated"
-    return "" if protocol is None else why_whole(arrival.request, arrival.body, protocol)
+    return why_whole(arrival.request, arrival.body, protocol)
 
 
 def prefill_of(leg: Leg, record: Record, now: float) -> Prefill:

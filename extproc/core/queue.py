@@ -125,10 +125,9 @@ class AdmissionController:
         """Those of the route and of the gateway."""
         return self.budgets.get(route, self.gateway_budgets)
 
-    def limits_anything(self, arrival: Arrival) -> bool:
-        """Whether any limit or budget may apply to the request."""
-        route, is_copy = arrival.destination.route, arrival.destination.is_copy
-        return not is_copy and (route in self.routes or bool(self.key_limits) or bool(self.budgets_of(route)))
+    def limits_route(self, route: str) -> bool:
+        """Whether any limit or budget may apply to requests of the route."""
+        return route in self.routes or bool(self.key_limits) or bool(self.budgets_of(route))
 
     def charges(self, arrival: Arrival, usage: Usage, *, now: float, wall_s: float) -> list[Charge]:
         """What the request requires of its route's limits and of all budgets that apply to it."""

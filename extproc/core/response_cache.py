@@ -28,7 +28,7 @@ from extproc.request.rewrite import fields_of
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from extproc.api.response_cache import ResponseCache
     from extproc.api.snapshot import Snapshot
@@ -319,7 +319,7 @@ class ResponseCaches:
 
         Raises StoredAnswer if it is here, and NotCached if it is not and the client wants no other.
         """
-        spec = self._specs.get(arrival.destination.route) if self._specs else None
+        spec = self._specs.get(arrival.destination.route)
         if spec is None or not attachment.is_bundle:
             return None
         route = arrival.destination.route
@@ -369,12 +369,12 @@ class ResponseCaches:
     def keep_answer(self, key: Key, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
         """Keep a whole answer, for a time that differs a little, so that what came together does not end together."""
         # another process may send what no route here finds
-        return self.is_on and self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))
+        return bool(self._specs) and self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))
 
     @property
-    def is_on(self) -> bool:
-        """Whether any route has one."""
-        return bool(self._specs)
+    def routes(self) -> Collection[str]:
+        """The keys of the ModelRoutes that have one."""
+        return self._specs.keys()
 
 
 class _Choice(msgspec.Struct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,9 +15,11 @@ from extproc.core.effects import AskLimits, AskTokens, Decision, Held, RequestRe
 from extproc.core.states import IllegalEvent, State
 from extproc.errors import LimitsUnavailable, RateLimited
 from tests.extproc.core.setting import GATES, ONE, snapshot
-from tests.extproc.scenes import configuration, core_of, request
+from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from extproc.api.snapshot import Snapshot
 
 SERVER = "scrapeInterval: 0s\nkvEvents: {port: 5557}\nendpoints: [{address: '10.0.0.1:8000'}]"
@@ -165,3 +168,40 @@ def test_a_request_that_moves_while_it_asks_for_limits_asks_for_the_tokens_of_it
     own, _ = core.resume(asks.ticket, [1, 2, 3, 4, 5], 1.0)
     assert isinstance(own, Decision)
     assert own.assignment.input_tokens == 5
+
+
+# What a request goes through for the sake of something that has to be configured.
+FEATURES = {
+    *("core/accounts", "core/activation", "core/adapter_load", "core/breakers", "core/explanation", "core/fallback"),
+    *("core/fallback_budget", "core/feedback", "core/forecasts", "core/guards", "core/mirror", "core/objectives"),
+    *("core/prefill", "core/queue", "core/response_cache", "core/tiers", "core/trace"),
+    *("admission/budgets", "admission/limits", "admission/objectives", "api/pricing", "endpoints/prices"),
+    *("scheduling/labels", "scheduling/model_check"),
+}
+
+
+def entered(core: Core) -> set[str]:
+    """The modules of extproc through which a request goes, from its arrival to its decision."""
+    arrival, found = request(core), set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found.add(frame.f_code.co_filename.rpartition("/extproc/")[2].removesuffix(".py"))
+
+    sys.setprofile(note)
+    try:
+        own, _ = core.arrive(arrival, 0.0)
+    finally:
+        sys.setprofile(None)
+    assert isinstance(own, Decision)
+    return found
+
+
+def test_a_request_goes_through_no_feature_that_is_not_configured_for_it() -> None:
+    servers = {"llama": f"scrapeInterval: 0s\n{endpoints('10.0.0.1:8000')}"}
+    budgets = "budgets: [{name: all, window: Day, max: {tokens: 1000000}}]"
+    assert not FEATURES & entered(core_of(servers=servers))
+    of_another = core_of(servers=servers, routes={"chat": "", "other": f"modelName: n\n{budgets}"})
+    assert not FEATURES & entered(of_another)
+    charged = core_of(servers=servers, routes={"chat": budgets})
+    assert FEATURES & entered(charged) >= {"admission/budgets", "core/accounts"}
