@@ -5,6 +5,7 @@ twice.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,6 +43,8 @@ class Message(msgspec.Struct, eq=False):
     level: float | None = None
     found: Grant | RateLimited | None = None
     store_at_s: float = 0.0
+    # when the store granted what this gives back: its answer came too late
+    given_at_s: float = math.inf
 
 
 class Taken(msgspec.Struct):
@@ -66,7 +69,8 @@ class World:
         self.is_asking = True
         self.running: list[tuple[Grant, Taken]] = []
         self.taken: list[Taken] = []
-        # of the last answer that was read, and grants that are in a level that was read later, but were never told
+        # of the last answer that was read, and grants that are in a level that was read later, but were never told, or
+        # told too late and never given back
         self.read_at_s = 0.0
         self.untold = 0
 
@@ -121,7 +125,7 @@ class World:
             # the limit counts from when the store granted it, and its bucket has filled since
             self._take(one.found, one.charge, one.store_at_s)
         elif isinstance(one.found, Grant) and is_late:
-            self._settle(one.found, None)
+            self._settle(one.found, None, given_at_s=one.store_at_s)
 
     def time_out(self) -> None:
         """The store is not asked any more; those who wait are granted without it."""
@@ -138,7 +142,8 @@ class World:
         if is_empty:
             self.store.forget()
         lost = self.sent
-        self.untold += sum(isinstance(one.found, Grant) and one.store_at_s < self.read_at_s for one in lost)
+        granted = [one.store_at_s for one in lost if isinstance(one.found, Grant)] + [one.given_at_s for one in lost]
+        self.untold += sum(at_s < self.read_at_s for at_s in granted)
         self.time_out()
         self.sent = []
         for one in lost:
@@ -170,8 +175,8 @@ class World:
                 case SettleGrant():
                     self._settle(effect.grant, effect.used)
 
-    def _settle(self, grant: Grant, used: Usage | None) -> None:
-        self.sent.append(Message(grant.charges[0], self._state(), settles=(grant, used)))
+    def _settle(self, grant: Grant, used: Usage | None, given_at_s: float = math.inf) -> None:
+        self.sent.append(Message(grant.charges[0], self._state(), settles=(grant, used), given_at_s=given_at_s))
 
     def _state(self) -> Statement:
         return self.memory.state("k", self.limit, self.now)
@@ -253,6 +258,13 @@ def test_no_window_sees_more_than_rate_and_burst(events: list[tuple[str, float, 
 
 @settings(max_examples=examples(1500), deadline=None)
 @example(events=[*[("ask", 0.0, 0)] * 2, *[("arrive", 0.0, 0)] * 2, ("answer", 0.0, 1), ("lose", 0.0, 0)])
+@example(
+    events=[
+        *[("ask", 0.0, 0)] * 6,
+        *[("arrive", 0.0, 0), ("arrive", 0.0, 0), ("late", 0.0, 0), ("answer", 0.0, 0), ("arrive", 0.0, 4)],
+        *[("answer", 0.0, 0), ("answer", 0.0, 0), ("lose", 0.0, 0)],
+    ]
+)
 @given(events=EVENTS)
 def test_requests_are_granted_as_often_as_the_limit_says_and_not_less(events: list[tuple[str, float, int]]) -> None:
     world = play(events, rate=1e-9, amount=2.0)
