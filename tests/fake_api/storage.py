@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.fake.answers import ApiError, conflict, exists, not_found, version_expired
 from controller.kube.resources import NAMESPACES, PODS, Object
+from tests.fake_api.answers import ApiError, conflict, exists, not_found, version_expired
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.cluster.fake.kinds import ServedKind
+    from tests.fake_api.kinds import ServedKind
 
 _REMEMBERED: Final = 10_000
 # no write changes these

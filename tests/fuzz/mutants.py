@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from bench.fuzz.values import broken, changed
 from bench.stack.stack import ALIAS
 from extproc.protocol import APIS_BY_PATH, Api
+from tests.fuzz.values import broken, changed
 
 if TYPE_CHECKING:
     import random

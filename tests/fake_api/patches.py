@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from bench.cluster.fake.answers import ApiError, bad_request
+from tests.fake_api.answers import ApiError, bad_request
 
 Path = tuple[str, ...]
 Owners = dict[str, set[Path]]

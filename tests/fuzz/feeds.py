@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken answers at random to a whole extproc: ``python -m bench.fuzz feeds --minutes 10``
+"""Broken answers at random to a whole extproc: ``python -m tests.fuzz feeds --minutes 10``
 
 Engines of one model answer extproc's calls with broken pages, lists, tokens and loads, publish broken KV events over
 ZeroMQ, and replay them. Redis is a real one behind a proxy that breaks some answers, with stray messages on our channel
@@ -25,14 +25,14 @@ import yaml
 import zmq
 import zmq.asyncio
 
-from bench.fuzz.bodies import FLAGS, FuzzReport, FuzzSettings, beside_honest, report_text, seeds_of
-from bench.fuzz.loop import growth_of
-from bench.fuzz.readers import broken_json, broken_page, http_answer, kv_payload, peer_payload
-from bench.fuzz.values import broken
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import running_stack
 from extproc.errors import Refusal
 from extproc.replication.buses import redis_client
+from tests.fuzz.bodies import FLAGS, FuzzReport, FuzzSettings, beside_honest, report_text, seeds_of
+from tests.fuzz.loop import growth_of
+from tests.fuzz.readers import broken_json, broken_page, http_answer, kv_payload, peer_payload
+from tests.fuzz.values import broken
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -339,7 +339,7 @@ async def _run(redis_server: str, settings: FuzzSettings) -> FuzzReport:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if something was wrong, 2 without redis-server."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz feeds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz feeds", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first answer and request (%(default)s)")
     parser.add_argument("--cases", type=int, metavar="N", help="stop after N requests")
@@ -347,7 +347,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     redis_server = shutil.which("redis-server")
     if redis_server is None:
-        print("python -m bench.fuzz feeds: there is no redis-server; apt-get install redis-server", file=sys.stderr)
+        print("python -m tests.fuzz feeds: there is no redis-server; apt-get install redis-server", file=sys.stderr)
         return 2
     settings = FuzzSettings(
         seconds=60 * options.minutes, cases=options.cases, first_seed=options.seed, clients=options.clients

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken objects of a cluster at random: ``python -m bench.fuzz objects --minutes 10``.
+"""Broken objects of a cluster at random: ``python -m tests.fuzz objects --minutes 10``.
 
 Valid objects of every kind that the controller reads are broken below their metadata's identity, and given to what
 informers give them to, beside honest objects. Nothing may be raised, the honest objects must come to what they come to
@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 import yaml
 
-from bench.cluster.fake.kinds import faults_in, kinds_of, unknown_fields, with_defaults, without_fields
-from bench.fuzz.loop import Attempt, Attempts, run_inputs
-from bench.fuzz.values import JSON_VALUES, changed
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.resolver import Resolver
 from controller.bundle.envoy.bundle import build_bundle
@@ -42,6 +39,9 @@ from controller.models.model_infer_adapter import ModelInferAdapter
 from controller.webhooks.admission.checks import read_review, review_object
 from extproc.api.load import load_snapshot
 from extproc.llmd.files import InstalledPlugins
+from tests.fake_api.kinds import faults_in, kinds_of, unknown_fields, with_defaults, without_fields
+from tests.fuzz.loop import Attempt, Attempts, run_inputs
+from tests.fuzz.values import JSON_VALUES, changed
 
 if TYPE_CHECKING:
     import random
@@ -666,5 +666,5 @@ def main(words: Sequence[str] | None = None) -> int:
     # what cannot be read is logged
     logging.disable(logging.ERROR)
     with contextlib.suppress(KeyboardInterrupt):
-        return run_inputs("python -m bench.fuzz objects", __doc__ or "", INPUTS, words)
+        return run_inputs("python -m tests.fuzz objects", __doc__ or "", INPUTS, words)
     return 1

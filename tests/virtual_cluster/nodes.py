@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.cluster.fake.answers import ApiError
-from bench.cluster.virtual.clock import rfc3339
-from bench.cluster.virtual.engine_pod import EnginePod
 from controller.kube.resources import NODES, PODS, Object, key_of
 from controller.models.model_infer import names
+from tests.fake_api.answers import ApiError
+from tests.virtual_cluster.clock import rfc3339
+from tests.virtual_cluster.engine_pod import EnginePod
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Mapping
 
-    from bench.cluster.fake.storage import ObjectChange
-    from bench.cluster.virtual.clock import Clock
-    from bench.cluster.virtual.engine_pod import Why
-    from bench.cluster.virtual.requests import Requests
-    from bench.cluster.virtual.server import VirtualApiServer
+    from tests.fake_api.storage import ObjectChange
+    from tests.virtual_cluster.clock import Clock
+    from tests.virtual_cluster.engine_pod import Why
+    from tests.virtual_cluster.requests import Requests
+    from tests.virtual_cluster.server import VirtualApiServer
 
 _NOTICED_S: Final = 40.0
 _EVICTED_S: Final = 300.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken requests at random through Envoy, extproc and engines: python -m bench.fuzz bodies --minutes 10
+"""Broken requests at random through Envoy, extproc and engines: python -m tests.fuzz bodies --minutes 10
 
 Valid requests of every endpoint are broken in bytes, in JSON's structure, in headers and on the way, and sent by many
 clients at once. Beside them an innocent client asks five times a second. At the end, no request may be in flight, no
@@ -29,9 +29,9 @@ import h2.connection
 import h2.events
 import msgspec
 
-from bench.fuzz.mutants import FuzzCase, mutant
 from bench.stack.processes import rss_bytes
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from tests.fuzz.mutants import FuzzCase, mutant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -446,7 +446,7 @@ async def _run(settings: FuzzSettings) -> FuzzReport:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if something was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz bodies", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz bodies", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first request; the next has the next (%(default)s)")
     parser.add_argument("--cases", type=int, metavar="N", help="stop after N requests: with --seed, to see one again")

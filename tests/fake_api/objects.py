@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.fake.answers import ApiError, bad_request, conflict, invalid, not_found
-from bench.cluster.fake.kinds import ServedKind, faults_in, unknown_fields, with_defaults, without_fields
-from bench.cluster.fake.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch
 from controller.kube.resources import CRDS, SECRETS, Object
+from tests.fake_api.answers import ApiError, bad_request, conflict, invalid, not_found
+from tests.fake_api.kinds import ServedKind, faults_in, unknown_fields, with_defaults, without_fields
+from tests.fake_api.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bench.cluster.fake.kinds import Kinds
-    from bench.cluster.fake.storage import Storage
+    from tests.fake_api.kinds import Kinds
+    from tests.fake_api.storage import Storage
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 

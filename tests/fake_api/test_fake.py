@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.fake.answers import ApiError, selector
-from bench.cluster.fake.kinds import Kinds, ServedKind, faults_in, unknown_fields, with_defaults, without_fields
-from bench.cluster.fake.objects import target_of
-from bench.cluster.fake.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch, keys_in
-from bench.cluster.fake.storage import Storage
 from controller.kube.resources import CONFIG_MAPS, NAMESPACES, PODS
+from tests.fake_api.answers import ApiError, selector
+from tests.fake_api.kinds import Kinds, ServedKind, faults_in, unknown_fields, with_defaults, without_fields
+from tests.fake_api.objects import target_of
+from tests.fake_api.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch, keys_in
+from tests.fake_api.storage import Storage
 
 
 def test_a_merge_patch_leaves_its_target_alone() -> None:
@@ -27,7 +27,7 @@ def test_a_merge_patch_leaves_its_target_alone() -> None:
 
 
 def test_a_json_patch_does_what_its_operations_say() -> None:
-    operations = [
+    operations: list[dict[str, Any]] = [
         {"op": "test", "path": "/a/b", "value": 1},
         {"op": "add", "path": "/list/-", "value": 3},
         {"op": "add", "path": "/list/0", "value": 0},
@@ -209,7 +209,7 @@ def test_paths_name_what_the_server_has() -> None:
 
     def named(path: str) -> tuple[str, str | None, str, str] | None:
         found = target_of(path, kinds)
-        return found and (found.kind.resource.plural, found.namespace, found.name, found.subresource)
+        return None if found is None else (found.kind.resource.plural, found.namespace, found.name, found.subresource)
 
     assert named("/api/v1/pods") == ("pods", None, "", "")
     assert named("/api/v1/namespaces/a/pods/b/status") == ("pods", "a", "b", "status")

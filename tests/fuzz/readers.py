@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken input at random for whoever reads what others send: ``python -m bench.fuzz readers --minutes 10``.
+"""Broken input at random for whoever reads what others send: ``python -m tests.fuzz readers --minutes 10``.
 
 Each input has a reader of ours in this process, and the messages by which it may refuse. Whatever else it raises is
 printed with the seed that made it, and the exit status is 1. What a reader keeps between two inputs is kept here, too:
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import yaml
 
-from bench.fuzz.loop import Attempt, Attempts, run_inputs
-from bench.fuzz.values import JSON_VALUES, MSGPACK_VALUES, broken, spoiled
 from controller.commands.epp import LaunchContext, plan_launch
 from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.file_discovery import DiscoveryInvalid, FilePoolCompiler, discovery_of
@@ -51,6 +49,8 @@ from extproc.feeds.tokens import most_tokens, tokens_in_answer
 from extproc.llmd.files import InstalledPlugins
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
+from tests.fuzz.loop import Attempt, Attempts, run_inputs
+from tests.fuzz.values import JSON_VALUES, MSGPACK_VALUES, broken, spoiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -590,4 +590,4 @@ def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if something was wrong."""
     # what cannot be read is logged
     logging.disable(logging.ERROR)
-    return run_inputs("python -m bench.fuzz readers", __doc__ or "", INPUTS, words)
+    return run_inputs("python -m tests.fuzz readers", __doc__ or "", INPUTS, words)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.cluster.virtual.engine_pod import Why
 from controller.kube.resources import PODS, Object
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
+from tests.virtual_cluster.engine_pod import Why
 
 if TYPE_CHECKING:
     import random
 
-    from bench.cluster.virtual.clock import Clock
-    from bench.cluster.virtual.server import VirtualApiServer
+    from tests.virtual_cluster.clock import Clock
+    from tests.virtual_cluster.server import VirtualApiServer
 
 
 class Cut(msgspec.Struct, frozen=True):

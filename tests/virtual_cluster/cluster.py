@@ -7,23 +7,23 @@ import functools
 import random
 from typing import TYPE_CHECKING
 
-from bench.cluster.fake.answers import ApiError
 from bench.cluster.node.scheduler import NowhereToGo, choose, node_capacities
-from bench.cluster.virtual.clock import Clock, rfc3339
-from bench.cluster.virtual.manager import Faults, Manager
-from bench.cluster.virtual.nodes import EngineTiming, Nodes
-from bench.cluster.virtual.requests import Requests
-from bench.cluster.virtual.server import VirtualApiServer
 from controller.kube.resources import NODES, PODS, Object, key_of
 from controller.models.model_infer.model_infer_state import PodGroups
+from tests.fake_api.answers import ApiError
+from tests.virtual_cluster.clock import Clock, rfc3339
+from tests.virtual_cluster.manager import Faults, Manager
+from tests.virtual_cluster.nodes import EngineTiming, Nodes
+from tests.virtual_cluster.requests import Requests
+from tests.virtual_cluster.server import VirtualApiServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.cluster.fake.storage import ObjectChange
-    from bench.cluster.virtual.manager import Witness
     from controller.kube.plan import Plan
     from controller.models.model_infer.model_infer_state import ModelInferState
+    from tests.fake_api.storage import ObjectChange
+    from tests.virtual_cluster.manager import Witness
 
 _PLACES = (("", PODS.plural), ("", NODES.plural))
 

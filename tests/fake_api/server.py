@@ -14,11 +14,11 @@ import msgspec
 import yaml
 from aiohttp import web
 
-from bench.cluster.fake.answers import ApiError, Matches, bad_request, conflict, selector, version_expired
-from bench.cluster.fake.kinds import Kinds, scale_of, scaling
-from bench.cluster.fake.objects import Objects, ResourcePath, WriteOptions, target_of
-from bench.cluster.fake.storage import ObjectChange, Storage, place_of
 from controller.kube.access import ClusterAccess
+from tests.fake_api.answers import ApiError, Matches, bad_request, conflict, selector, version_expired
+from tests.fake_api.kinds import Kinds, scale_of, scaling
+from tests.fake_api.objects import Objects, ResourcePath, WriteOptions, target_of
+from tests.fake_api.storage import ObjectChange, Storage, place_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.cluster.fake.answers import ApiError
-from bench.cluster.virtual.cluster import VirtualCluster
-from bench.cluster.virtual.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
-from bench.cluster.virtual.manager import perform
-from bench.cluster.virtual.requests import is_ready
 from controller.kube.plan import Action, Annotate, Create, Delete, Plan
 from controller.kube.resources import MODEL_INFERS, NODES, PODS, Object, key_of
 from controller.models.model_infer import names
+from tests.fake_api.answers import ApiError
+from tests.virtual_cluster.cluster import VirtualCluster
+from tests.virtual_cluster.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
+from tests.virtual_cluster.manager import perform
+from tests.virtual_cluster.requests import is_ready
 
 if TYPE_CHECKING:
-    from bench.cluster.virtual.manager import ReconcileRecord
     from controller.models.model_infer.model_infer_state import ModelInferState
+    from tests.virtual_cluster.manager import ReconcileRecord
 
 ENTRY = {names.ENTRY: "true", names.MODEL_INFER: "one"}
 

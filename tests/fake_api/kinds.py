@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.fake.patches import BUILT_IN_KEYS, keys_in
 from controller.kube import resources as known
 from controller.kube.resources import Resource
+from tests.fake_api.patches import BUILT_IN_KEYS, keys_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

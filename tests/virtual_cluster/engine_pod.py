@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from bench.cluster.fake.answers import ApiError
 from bench.cluster.node.pod_machine import NodeTiming, PodStateMachine, Remove, StartProcess, StatusWriter, Stop
 from bench.cluster.node.pod_spec import pod_spec
 from controller.kube.resources import PODS, Object, key_of
+from tests.fake_api.answers import ApiError
 
 if TYPE_CHECKING:
     from bench.cluster.node.pod_machine import ContainerStateMachine
-    from bench.cluster.virtual.clock import Clock
-    from bench.cluster.virtual.server import VirtualApiServer
+    from tests.virtual_cluster.clock import Clock
+    from tests.virtual_cluster.server import VirtualApiServer
 
 GOOD: Final = "engine:good"
 CRASHES: Final = "engine:crashes"

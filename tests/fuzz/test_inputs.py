@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some examples of each input of the fuzzers: ``python -m bench.fuzz all`` tries them for as long as is wanted."""
+"""Some examples of each input of the fuzzers: ``python -m tests.fuzz all`` tries them for as long as is wanted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import random
 
 import pytest
 
-from bench.fuzz import objects, readers
-from bench.fuzz.loop import InputReport, growth_of, report_text, try_inputs
-from bench.fuzz.values import JSON_VALUES, spoiled
 from tests.examples import examples
+from tests.fuzz import objects, readers
+from tests.fuzz.loop import Attempt, InputReport, growth_of, report_text, try_inputs
+from tests.fuzz.values import JSON_VALUES, spoiled
 
 INPUTS = {**readers.INPUTS, **objects.INPUTS}
 
@@ -35,7 +35,7 @@ def test_a_seed_is_always_the_same_input() -> None:
 def test_what_an_input_raises_is_told_with_its_seed_and_the_next_begin_anew() -> None:
     made = itertools.count(1)
 
-    def make() -> objects.Attempt:
+    def make() -> Attempt:
         number = next(made)
 
         def attempt(rng: random.Random) -> bool:

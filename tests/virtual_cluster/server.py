@@ -7,16 +7,16 @@ import itertools
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from bench.cluster.fake.kinds import Kinds, ServedKind
-from bench.cluster.fake.objects import Objects, ResourcePath, WriteOptions
-from bench.cluster.fake.storage import ObjectChange, Storage
 from controller.kube.kinds import KINDS, definition_of
 from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key
+from tests.fake_api.kinds import Kinds, ServedKind
+from tests.fake_api.objects import Objects, ResourcePath, WriteOptions
+from tests.fake_api.storage import ObjectChange, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.cluster.virtual.clock import Clock
+    from tests.virtual_cluster.clock import Clock
 
 NAMESPACE: Final = "default"
 

@@ -132,25 +132,17 @@ def _replicas(thing: Object) -> int:
     return int(thing["spec"].get("replicas", 1))
 
 
-class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that has ended. ``error``: empty if its answer was whole."""
-
-    began_at_s: float
-    first_at_s: float
-    ended_at_s: float
-    error: str = ""
-
-
 class LoadClient:
-    """``url``: of Envoy. ``asked``: ended requests, without those that ``hang_up`` ended."""
+    """``url``: of Envoy. ``asked``: the errors of ended requests, empty if the answer was whole, without those that
+    ``hang_up`` ended.
+    """
 
     def __init__(self, url: str, model: str) -> None:
-        self.asked: list[EndedRequest] = []
-        self.open = 0
+        self.asked: list[str] = []
         self._url = f"{url}/v1/chat/completions"
         self._model = model
         self._numbers: Iterator[int] = itertools.count()
-        self._tasks: set[asyncio.Task[EndedRequest]] = set()
+        self._tasks: set[asyncio.Task[str]] = set()
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=_LONGEST_S)
@@ -164,9 +156,9 @@ class LoadClient:
     @property
     def failures(self) -> list[str]:
         """Of all that have ended."""
-        return [one.error for one in self.asked if one.error]
+        return [one for one in self.asked if one]
 
-    def ask(self, *, tokens: int = 4, words: int = 10) -> asyncio.Task[EndedRequest]:
+    def ask(self, *, tokens: int = 4, words: int = 10) -> asyncio.Task[str]:
         """Begin one stream. ``words``: of the prompt, about a token each."""
         task = asyncio.create_task(self.stream(tokens=tokens, words=words))
         self._tasks.add(task)
@@ -192,26 +184,21 @@ class LoadClient:
             next_s += 1 / per_s
             await asyncio.sleep(next_s - now_s())
 
-    async def stream(self, *, tokens: int, words: int) -> EndedRequest:
-        """One stream, to its end."""
-        began_s, first_s, tail, status = now_s(), 0.0, b"", "no answer"
-        self.open += 1
+    async def stream(self, *, tokens: int, words: int) -> str:
+        """One stream, to its end; its error, if there is one."""
+        began_s, tail, status = now_s(), b"", "no answer"
         try:
             async with self._http.post(self._url, json=self._question(tokens, words)) as answer:
                 status = str(answer.status)
                 async for chunk in answer.content.iter_any():
-                    first_s = first_s or now_s()
                     tail = (tail + chunk)[-400:]
         except (aiohttp.ClientError, TimeoutError) as caught:
             status = f"{status}, {caught!r}"
-        finally:
-            self.open -= 1
         is_whole = status == "200" and tail.endswith(b"data: [DONE]\n\n")
         after_s = now_s() - began_s
         error = "" if is_whole else f"{status} after {after_s:.1f} s: {tail[-300:].decode(errors='replace')}"
-        ended = EndedRequest(began_at_s=began_s, first_at_s=first_s, ended_at_s=now_s(), error=error)
-        self.asked.append(ended)
-        return ended
+        self.asked.append(error)
+        return error
 
     def _question(self, tokens: int, words: int) -> Object:
         text = f"{next(self._numbers)} of {id(self)} " + "long " * words
@@ -341,18 +328,13 @@ class Testbed(msgspec.Struct, frozen=True):
             await self._clean(model)
 
     async def decision(self, name: str) -> dict[str, Any]:
-        """The last one of a binding; empty while there is none."""
-        found = await self.decisions(name, 1)
-        return found[0] if found else {}
-
-    async def decisions(self, name: str, last: int) -> list[dict[str, Any]]:
-        """The last ones of a binding in which something was new, the newest first."""
-        url = f"http://{self.manager}/decisions/{self.namespace}/{name}?last={last}"
+        """The last one of a binding in which something was new; empty while there is none."""
+        url = f"http://{self.manager}/decisions/{self.namespace}/{name}?last=1"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http, http.get(url) as answer:
                 if answer.status == 200:
-                    return [one["decision"] for one in (await answer.json())["decisions"]]
-        return []
+                    return next((one["decision"] for one in (await answer.json())["decisions"]), {})
+        return {}
 
     async def until_decided(self, name: str) -> None:
         """Until the manager has reconciled a binding."""
@@ -416,7 +398,7 @@ class Testbed(msgspec.Struct, frozen=True):
         async with LoadClient(gateway.url, name) as asking:
 
             async def is_answered() -> bool:
-                return not (await asking.stream(tokens=1, words=1)).error
+                return not await asking.stream(tokens=1, words=1)
 
             await until(is_answered, f"{name} does not answer")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken configuration files at random: ``python -m bench.fuzz files --minutes 10``.
+"""Broken configuration files at random: ``python -m tests.fuzz files --minutes 10``.
 
 Valid documents are cut, doubled, spliced, and sprinkled with what YAML and JSON find special. Every file must end in a
 snapshot or in ConfigInvalid; anything else is printed with the seed that made it, and the exit status is 1.
@@ -16,12 +16,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from bench.fuzz.values import broken
 from controller.bundle.envoy.bundle import build_bundle
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.llmd.files import picker_notes
+from tests.fuzz.values import broken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,7 +184,7 @@ def _good() -> Snapshot:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if something else than a refusal was seen."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz files", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz files", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first directory; the next has the next")
     options = parser.parse_args(words)

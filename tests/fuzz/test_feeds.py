@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import random
 
-from bench.fuzz.feeds import own_failure
-from bench.fuzz.readers import broken_json
 from extproc.errors import InternalError, to_openai_body
+from tests.fuzz.feeds import own_failure
+from tests.fuzz.readers import broken_json
 
 
 def test_a_failure_of_the_gateway_is_told_with_its_message() -> None:

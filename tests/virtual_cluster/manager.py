@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import msgspec
 
-from bench.cluster.fake.answers import ApiError
 from bench.cluster.node.scheduler import node_capacities
-from bench.cluster.virtual.clock import rfc3339, seconds
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, Plan, SetStatus
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,
@@ -29,14 +27,16 @@ from controller.kube.resources import (
 )
 from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity, PodGroups, PodLoad
 from controller.models.model_infer_adapter import OWNED, POD_GROUPS
+from tests.fake_api.answers import ApiError
+from tests.virtual_cluster.clock import rfc3339, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.cluster.fake.storage import ObjectChange
-    from bench.cluster.virtual.clock import Clock
-    from bench.cluster.virtual.requests import Requests
-    from bench.cluster.virtual.server import VirtualApiServer
+    from tests.fake_api.storage import ObjectChange
+    from tests.virtual_cluster.clock import Clock
+    from tests.virtual_cluster.requests import Requests
+    from tests.virtual_cluster.server import VirtualApiServer
 
 Fate = Literal["done", "refused", "lost"]
 """Of a call: done, refused before it had an effect, or done while its answer was lost."""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials of the autoscaler: reaction times, cycles to zero and back, scale-in under load, faults under load."""
+"""Trials of the autoscaler: overload, cycles to zero and back, scale-in under load, faults under load."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import math
 import random
 import shutil
 import signal
@@ -16,16 +14,13 @@ import aiohttp
 import msgspec
 import yaml
 
-from bench.cluster.scaling.testbed import PATIENCE_S, LoadClient, ScaledModel, now_s, until
 from bench.stack.processes import StartFailed
-from controller.autoscaler.reconciler.controller import wall_s
-from controller.kube.gateway_reports import messages
-from extproc.api.status_pages import ServerDemand
+from tests.with_kube.scaling_testbed import PATIENCE_S, LoadClient, ScaledModel, now_s, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-    from bench.cluster.scaling.testbed import Replicas, Testbed
+    from tests.with_kube.scaling_testbed import Replicas, Testbed
 
 # An engine that computes some 2,000 tokens of prompts a second; a burst is minutes of work for it.
 _ENGINE: Final = ("--speed", "0.05")
@@ -42,12 +37,6 @@ _POLICY: Final = {
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
 }
 _ALIKE: Final = 1
-# Requests that are more than the little load has, and decisions that a trial can see.
-_MANY: Final = 8
-_DECISIONS: Final = 50
-_RECORDED_S: Final = 0.5
-_RECORDED_TRIES: Final = 10
-_TURNS: Final = 6
 _IDLE_S: Final = 2.0
 # 14 tokens a second, so that streams are long and cost this machine little.
 _SPEED: Final = 0.1
@@ -68,52 +57,17 @@ _LAWS: Final = (
 )
 
 
-class Reaction(msgspec.Struct, frozen=True):
-    """Seconds from the first request. ``write_s``: to the event of the written replicas. ``replicas``: written.
-    ``told_s``: until the gateway reported many more requests; ``decided_s``: until the start of the decision with more
-    replicas.
-    """
-
-    write_s: float
-    replicas: int
-    told_s: float = math.nan
-    decided_s: float = math.nan
-
-    @property
-    def split(self) -> str:
-        """Where the time went."""
-        return f"told after {self.told_s:.2f} s, decided after {self.decided_s:.2f} s"
-
-
-async def overloads(
-    testbed: Testbed, trials: int, *, has_queue: bool = True, tell: Callable[[str], None] = lambda _: None
-) -> list[Reaction]:
-    """Little load, then a burst that is minutes of work for an engine; its clients leave once replicas are written;
-    then one replica again. Several models take turns, so that each has time to return to one replica. ``has_queue``:
-    whether extproc queues requests beyond the engines' capacity. Raises TimeoutError.
+async def replicas_at_overload(testbed: Testbed, *, has_queue: bool) -> int:
+    """The replicas that are written after little load and then a burst that is minutes of work for an engine.
+    ``has_queue``: whether extproc queues requests beyond the engines' capacity. Raises TimeoutError.
     """
     server: Mapping[str, Any] = {"flowControl": {}} if has_queue else {}
     name = "overload" if has_queue else "overload-plain"
-    models = [
-        ScaledModel(
-            name=f"{name}-{number}", most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1}
-        )
-        for number in range(min(_TURNS, trials))
-    ]
-    rng, found = random.Random(1), list[Reaction]()
+    model = ScaledModel(name=name, most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1})
     async with contextlib.AsyncExitStack() as stack:
-        followed = await asyncio.gather(*(_serve_lightly(testbed, one, stack) for one in models))
-        for number, (model, replicas) in zip(range(trials), itertools.cycle(zip(models, followed, strict=True))):
-            # at any moment of the manager's period, and nothing is written of its own accord meanwhile
-            while True:
-                await _calmed(testbed, model, replicas)
-                await asyncio.sleep(rng.uniform(0, 5))
-                if replicas.now == 1:
-                    break
-            found.append(await _burst(testbed, model, replicas))
-            await testbed.set_replicas(model, 1)
-            tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas; {found[-1].split}")
-    return found
+        replicas = await _serve_lightly(testbed, model, stack)
+        await _calmed(testbed, model, replicas)
+        return await _burst(testbed, model, replicas)
 
 
 async def _serve_lightly(testbed: Testbed, model: ScaledModel, stack: contextlib.AsyncExitStack) -> Replicas:
@@ -125,62 +79,14 @@ async def _serve_lightly(testbed: Testbed, model: ScaledModel, stack: contextlib
     return replicas
 
 
-async def _burst(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> Reaction:
-    async with LoadClient(testbed.gateways[0].url, model.name) as asking, _reported_jumps(testbed, model) as told:
-        began_s, began_at_s = now_s(), wall_s()
+async def _burst(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> int:
+    async with LoadClient(testbed.gateways[0].url, model.name) as asking:
         for _ in range(_BURST):
             _ = asking.ask(tokens=8, words=_WORDS)
         try:
-            change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
+            return (await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)).replicas
         except TimeoutError:
             raise TimeoutError(f"nothing is written: {await testbed.decision(model.name)}") from None
-        decided_s = await _decided_s(testbed, model, began_at_s)
-        told_s = min((at_s - began_s for at_s in told if at_s > began_s), default=math.nan)
-        return Reaction(change.at_s - began_s, change.replicas, told_s, decided_s)
-
-
-async def _decided_s(testbed: Testbed, model: ScaledModel, began_at_s: float) -> float:
-    """After how long the first decision for more replicas began. Its record is there some time after the write."""
-    for _ in range(_RECORDED_TRIES):
-        await asyncio.sleep(_RECORDED_S)
-        asked = [
-            one["at_s"] - began_at_s
-            for one in await testbed.decisions(model.name, _DECISIONS)
-            if one["at_s"] > began_at_s and any((each["desired"] or 0) > 1 for each in one["targets"])
-        ]
-        if asked:
-            return float(min(asked))
-    return math.nan
-
-
-@contextlib.asynccontextmanager
-async def _reported_jumps(testbed: Testbed, model: ScaledModel) -> AsyncIterator[Sequence[float]]:
-    """The times at which the gateway's lines reported many more requests than the first line."""
-    instants: list[float] = []
-    server = f"{testbed.namespace}/{model.name}"
-    is_heard = asyncio.Event()
-
-    async def follow() -> None:
-        fewest: int | None = None
-        async with (
-            aiohttp.ClientSession() as http,
-            contextlib.aclosing(messages(http, testbed.gateways[0].pages)) as lines,
-        ):
-            async for message in lines:
-                one = message.servers.get(server, ServerDemand())
-                unfinished = one.queued + sum(each.in_flight for each in one.engines.values())
-                fewest = unfinished if fewest is None else min(fewest, unfinished)
-                if unfinished >= fewest + _MANY:
-                    instants.append(now_s())
-                is_heard.set()
-
-    task = asyncio.create_task(follow())
-    try:
-        await is_heard.wait()
-        yield instants
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def _calmed(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> None:
@@ -206,25 +112,21 @@ async def _calmed(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> N
     await testbed.until_ready(model, 1)
 
 
-async def wakings(testbed: Testbed, trials: int, *, tell: Callable[[str], None] = lambda _: None) -> list[Reaction]:
-    """A request for a model without engines, whose client leaves once replicas are written; then none again. The engine
-    never starts, so trials are short.
+async def wakings(testbed: Testbed, trials: int) -> list[int]:
+    """The replicas that are written for a request for a model without engines, whose client leaves then; then none
+    again. The engine never starts, so trials are short.
     """
     name = "waking"
     policy = {**_POLICY, "scaleToZero": {"idle": "1s"}}
     server: Mapping[str, Any] = {"activation": {}}
     model = ScaledModel(name=name, replicas=0, start_s=3600, policy=policy, server=server)
-    rng, found = random.Random(2), list[Reaction]()
+    found = list[int]()
     async with testbed.serving(model) as replicas:
-        for number in range(trials):
+        for _ in range(trials):
             await _emptied(testbed, model, replicas)
-            await asyncio.sleep(rng.uniform(0, 6))
             async with LoadClient(testbed.gateways[0].url, name) as asking:
-                began_s = now_s()
                 _ = asking.ask()
-                change = await replicas.until(lambda one: one > 0, timeout_s=PATIENCE_S)
-            found.append(Reaction(change.at_s - began_s, change.replicas))
-            tell(f"{name} {number}: {found[-1].write_s * 1000:.0f} ms")
+                found.append((await replicas.until(lambda one: one > 0, timeout_s=PATIENCE_S)).replicas)
     return found
 
 
@@ -247,23 +149,13 @@ class Cycles(msgspec.Struct, frozen=True, kw_only=True):
     cycles: int
     asked: int
     lost: tuple[str, ...]
-    waits_s: tuple[float, ...]
 
 
-async def run_cycles(
-    testbed: Testbed,
-    kind: str,
-    cycles: int,
-    *,
-    longest_s: float = 1e9,
-    number: int = 0,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Cycles:
+async def run_cycles(testbed: Testbed, kind: str, cycles: int) -> Cycles:
     """Requests come around the moment at which the last replica is taken away: in the seconds before it, at the very
-    event, while the engine drains, and when it is gone. ``longest_s``: begin no further cycle after so long.
-    ``number``: of the model, where several are cycled side by side.
+    event, while the engine drains, and when it is gone.
     """
-    name = f"cycles-{kind.lower()}-{number}"
+    name = f"cycles-{kind.lower()}"
     policy = {
         "scaleToZero": {"idle": f"{_IDLE_S:g}s"},
         "period": "1s",
@@ -273,17 +165,14 @@ async def run_cycles(
     model = ScaledModel(
         name=name, kind=kind, replicas=0, most=1, policy=policy, server={"activation": {"holdTimeout": "4m"}}
     )
-    rng, until_s = random.Random(name), now_s() + longest_s
+    rng = random.Random(name)
     async with testbed.serving(model) as replicas, LoadClient(testbed.gateways[0].url, name) as asking:
-        while _zeros(replicas) < cycles and now_s() < until_s:
+        while _zeros(replicas) < cycles:
             before = _zeros(replicas)
             await asking.ask(tokens=rng.choice((1, 20)))
             await _worst_moment(rng, replicas, before)
-            if _zeros(replicas) > before:
-                tell(f"{name} {_zeros(replicas)}: {len(asking.asked)} requests, {len(asking.failures)} lost")
         await asking.ask()
-        waits = tuple(one.first_at_s - one.began_at_s for one in asking.asked if not one.error)
-        return Cycles(cycles=_zeros(replicas), asked=len(asking.asked), lost=tuple(asking.failures), waits_s=waits)
+        return Cycles(cycles=_zeros(replicas), asked=len(asking.asked), lost=tuple(asking.failures))
 
 
 async def _worst_moment(rng: random.Random, replicas: Replicas, zeros: int) -> None:
@@ -300,19 +189,14 @@ def _zeros(replicas: Replicas) -> int:
 
 
 class DrainOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """``replicas``: in the spec, one after the other. ``whole``: streams; ``cut``: what became of the others. ``open``:
-    streams that were under way when each change was written. ``took_s``: from the first stream until one replica is
-    left.
-    """
+    """``replicas``: in the spec, one after the other. ``whole``: streams; ``cut``: what became of the others."""
 
     replicas: tuple[int, ...]
     whole: int
     cut: tuple[str, ...]
-    open: tuple[int, ...]
-    took_s: float
 
 
-async def scaled_in(testbed: Testbed, kind: str, *, streams: int = 18) -> DrainOutcome:
+async def scaled_in(testbed: Testbed, kind: str, *, streams: int) -> DrainOutcome:
     """Three replicas with streams of 10 to 30 s, and then only a little load until one replica is left."""
     name = f"leaves-{kind.lower()}"
     policy = {
@@ -333,7 +217,7 @@ async def scaled_in(testbed: Testbed, kind: str, *, streams: int = 18) -> DrainO
         policy=policy,
         target={"minReplicas": 1},
     )
-    rng, under_way = random.Random(4), list[int]()
+    rng = random.Random(4)
     async with testbed.serving(model) as replicas, LoadClient(testbed.gateways[0].url, name) as asking:
         began_s = now_s()
         for _ in range(streams):
@@ -341,13 +225,7 @@ async def scaled_in(testbed: Testbed, kind: str, *, streams: int = 18) -> DrainO
             await asyncio.sleep(0.05)
         await testbed.obey(model)
         little = asyncio.create_task(asking.steadily(1.0, tokens=_TOKENS_PER_S))
-        last = replicas.now
-        async with asyncio.timeout(PATIENCE_S):
-            while replicas.now > 1:
-                await replicas.until(last.__ne__, timeout_s=PATIENCE_S)
-                under_way.append(asking.open)
-                last = replicas.now
-        took_s = now_s() - began_s
+        await replicas.until(lambda one: one == 1, timeout_s=PATIENCE_S)
         little.cancel()
         await asking.all_ended()
         await testbed.until_ready(model, 1)
@@ -355,8 +233,6 @@ async def scaled_in(testbed: Testbed, kind: str, *, streams: int = 18) -> DrainO
             replicas=tuple(replicas.since(began_s)),
             whole=len(asking.asked) - len(asking.failures),
             cut=tuple(asking.failures),
-            open=tuple(under_way),
-            took_s=took_s,
         )
 
 
@@ -422,22 +298,9 @@ def _model(testbed: Testbed) -> ScaledModel:
     )
 
 
-class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """``fault``: its name. ``replicas``: in the spec while it lasted, one after the other. ``falls``: number of
-    scale-ins. ``decision``: the last one, in words.
-    """
-
-    fault: str
-    replicas: tuple[int, ...]
-    falls: int
-    decision: str
-
-
-async def run_faults(
-    testbed: Testbed, *, for_s: float = 30.0, tell: Callable[[str], None] = lambda _: None
-) -> list[FaultOutcome]:
-    """Each fault lasts ``for_s``. When all are over and the load ends, replicas do go: the policy is one that scales
-    in. Raises TimeoutError if they do not.
+async def run_faults(testbed: Testbed, *, for_s: float) -> dict[str, int]:
+    """How often replicas fell, by fault. Each fault lasts ``for_s``. When all are over and the load ends, replicas do
+    go: the policy is one that scales in. Raises TimeoutError if they do not.
     """
     faults: dict[str, Callable[[Testbed], contextlib.AbstractAsyncContextManager[None]]] = {
         "half of the gateways silent": _silent_gateway,
@@ -447,7 +310,7 @@ async def run_faults(
         "engines' pages hang": _pages("silence"),
         "engines' pages empty": _pages("empty"),
     }
-    found = list[FaultOutcome]()
+    falls = dict[str, int]()
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(running_prometheus(testbed))
         model = _model(testbed)
@@ -460,23 +323,15 @@ async def run_faults(
             began_s = now_s()
             async with fault(testbed):
                 await asyncio.sleep(for_s)
-                reasons = [one["reason"] for one in (await testbed.decision(_NAME)).get("targets", ())]
             # what was learned during the fault must not be acted upon afterwards either
             await asyncio.sleep(for_s / 3)
-            done = FaultOutcome(
-                fault=name,
-                replicas=tuple(replicas.since(began_s)),
-                falls=replicas.falls(began_s),
-                decision="; ".join(reasons),
-            )
-            found.append(done)
-            tell(f"{name}: replicas {done.replicas}, {done.decision}")
+            falls[name] = replicas.falls(began_s)
         for task in tasks:
             task.cancel()
         for one in clients:
             await one.hang_up()
         await replicas.until(lambda one: one == 1, timeout_s=120.0)
-    return found
+    return falls
 
 
 async def _again_and_again(asking: LoadClient) -> None:

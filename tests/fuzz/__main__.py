@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: python -m bench.fuzz COMMAND --minutes N --seed N"""
+"""The command line: python -m tests.fuzz COMMAND --minutes N --seed N"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bench.fuzz import bodies, feeds, files, objects, readers
+from tests.fuzz import bodies, feeds, files, objects, readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ def main(words: list[str] | None = None) -> int:
     given = sys.argv[1:] if words is None else words
     if given[:1] and given[0] in _FUZZERS:
         return _FUZZERS[given[0]].main(given[1:])
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz")
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     chosen = parser.add_subparsers(dest="command", required=True)
     for name, fuzzer in _FUZZERS.items():
         chosen.add_parser(name, help=fuzzer.help)
