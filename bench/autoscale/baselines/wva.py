@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import began, current_of, merge_targets, ready_reports, through_hpa, views, waiting_each
+from bench.autoscale.baselines.baseline import (
+    began,
+    current_of,
+    merge_targets,
+    ready_reports,
+    through_hpa,
+    views,
+    waiting_each,
+)
 from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import ScalingHistory
 from controller.autoscaler.decision.strategies.engine_units import kv_usage_of

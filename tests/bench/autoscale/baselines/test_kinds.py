@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that choose among kinds of engine, on cases worked out by hand from their code."""
+"""Baselines that choose among kinds of engine, on cases worked out by hand from their code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import msgspec
 import pytest
 
-from bench.autoscale.peers.kthena import Kthena
-from bench.autoscale.peers.wva import EngineKind, V1State, WvaV1, WvaV2
+from bench.autoscale.baselines.kthena import Kthena
+from bench.autoscale.baselines.wva import EngineKind, V1State, WvaV1, WvaV2
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
 from controller.autoscaler.decision.behavior import ScalingHistory
@@ -116,8 +116,8 @@ def test_of_one_kind_they_decide_as_their_simpler_forms_do() -> None:
 def assert_same_twice(seen: Situation) -> None:
     """At first, and a period later with what was remembered."""
     later = msgspec.structs.replace(seen, now_s=seen.now_s + 30)
-    for peer in (WvaV1(), WvaV2(), Kthena(target=20.0)):
-        one, memory = peer.desired_replicas(seen, None)
-        several, kinds_memory = peer.desired_kinds(seen, None)
+    for baseline in (WvaV1(), WvaV2(), Kthena(target=20.0)):
+        one, memory = baseline.desired_replicas(seen, None)
+        several, kinds_memory = baseline.desired_kinds(seen, None)
         assert several == {"a": one}
-        assert peer.desired_kinds(later, kinds_memory)[0] == {"a": peer.desired_replicas(later, memory)[0]}
+        assert baseline.desired_kinds(later, kinds_memory)[0] == {"a": baseline.desired_replicas(later, memory)[0]}

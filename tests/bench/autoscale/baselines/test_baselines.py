@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each peer's strategy on cases worked out by hand from its code."""
+"""Each baseline's strategy on cases worked out by hand from its code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from bench.autoscale.peers.aibrix import AibrixApa
-from bench.autoscale.peers.dynamo import DynamoMemory, DynamoPlanner, MeanRequest
-from bench.autoscale.peers.kthena import Kthena, RecommendationSample, recommended_instances, smallest_corrected
-from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
-from bench.autoscale.peers.peer import hpa, kpa
-from bench.autoscale.peers.wva import Means, WvaV1, WvaV2, as_wva_v1, median
+from bench.autoscale.baselines.aibrix import AibrixApa
+from bench.autoscale.baselines.baseline import hpa, kpa
+from bench.autoscale.baselines.dynamo import DynamoMemory, DynamoPlanner, MeanRequest
+from bench.autoscale.baselines.kthena import Kthena, RecommendationSample, recommended_instances, smallest_corrected
+from bench.autoscale.baselines.llm_d import KedaQueue, KedaSlo
+from bench.autoscale.baselines.wva import Means, WvaV1, WvaV2, as_wva_v1, median
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
@@ -26,25 +26,27 @@ from tests.examples import examples
 from tests.scaling_scenes import engine, latencies, pool, report, situation, some_report, steady, target
 
 if TYPE_CHECKING:
-    from bench.autoscale.peers.peer import Peer
+    from bench.autoscale.baselines.baseline import Baseline
 
 PROMISED = LatencyObjective(Duration("1s"), Duration("100ms"))
 SPEED = Speed(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=1e-6, kv_tokens=100_000)
 
 
-def once(peer: Peer[Any], seen: Situation) -> int:
-    return peer.desired_replicas(seen, None)[0]
+def once(baseline: Baseline[Any], seen: Situation) -> int:
+    return baseline.desired_replicas(seen, None)[0]
 
 
-def played(peer: Peer[Any], story: list[Situation]) -> list[int]:
-    """What a peer answers when its answers come true at once; the situations' engines are repeated or left out."""
+def played(baseline: Baseline[Any], story: list[Situation]) -> list[int]:
+    """What a baseline answers when its answers come true at once; the situations' engines are repeated or left out."""
     memory, answers, now_s, replicas = None, [], 0.0, story[0].targets[0].current or 0
     for seen in story:
         load = seen.targets[0].engines[0].report
         fleet = target((engine(f"e{number}", load) for number in range(replicas)), current=replicas)
-        replicas, memory = peer.desired_replicas(msgspec.structs.replace(seen, targets=(fleet,), now_s=now_s), memory)
+        replicas, memory = baseline.desired_replicas(
+            msgspec.structs.replace(seen, targets=(fleet,), now_s=now_s), memory
+        )
         answers.append(replicas)
-        now_s += peer.period_s
+        now_s += baseline.period_s
     return answers
 
 
@@ -240,7 +242,7 @@ def test_dynamo_waits_while_replicas_start() -> None:
     assert DynamoPlanner(PROMISED).desired_replicas(seen, None)[0] == 2
 
 
-PEERS: dict[str, Peer[Any]] = {
+BASELINES: dict[str, Baseline[Any]] = {
     "hpa": hpa(running=16, waiting=2),
     "kpa": kpa(target=16),
     "keda-queue": KedaQueue(),
@@ -253,16 +255,16 @@ PEERS: dict[str, Peer[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_every_peer_keeps_within_bounds_whatever_it_sees(name: str) -> None:
-    rng, peer, memory = random.Random(18), PEERS[name], None
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_baseline_keeps_within_bounds_whatever_it_sees(name: str) -> None:
+    rng, baseline, memory = random.Random(18), BASELINES[name], None
     spec = ScaleTarget("a", ObjectReference("ModelInfer", "a"), 12, min_replicas=2)
     replicas = 3
     for step in range(300):
         ready = rng.randrange(replicas + 1)
         fleet = [engine(f"e{number}", some_report(rng)) for number in range(ready)]
         fleet += [engine(f"s{number}", state=EngineState.STARTING) for number in range(replicas - ready)]
-        now_s = step * peer.period_s
+        now_s = step * baseline.period_s
         traffic = rng.choice(
             (Traffic(), steady(requests=3, prompt=900, answer=90, now_s=now_s), latencies(ttft_s=3, now_s=now_s))
         )
@@ -272,5 +274,5 @@ def test_every_peer_keeps_within_bounds_whatever_it_sees(name: str) -> None:
             waiting=Backlog(rng.choice((0, 0, 7, 90)), float(rng.choice((0, 5_000, 90_000)))),
             now_s=now_s,
         )
-        replicas, memory = peer.desired_replicas(seen, memory)
+        replicas, memory = baseline.desired_replicas(seen, memory)
         assert 2 <= replicas <= 12

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import clamp_to_bounds, current_of, ready_reports, waiting_each
+from bench.autoscale.baselines.baseline import clamp_to_bounds, current_of, ready_reports, waiting_each
 from controller.api.autoscaling import LatencyObjective
 
 if TYPE_CHECKING:

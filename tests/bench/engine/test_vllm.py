@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.engine.__main__ import parser
-from bench.engine.as_vllm import translate_arguments
+from bench.engine.vllm import translate_arguments
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import EngineConfig, LoraLimits, Parallelism
 from controller.models.runtimes.presets import built_in

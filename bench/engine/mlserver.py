@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from bench.engine.as_vllm import pod_host
 from bench.engine.tensors import TensorRoutes
+from bench.engine.vllm import pod_host
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -18,7 +18,14 @@ import statistics
 
 import msgspec
 
-from bench.autoscale.peers.peer import HpaMemory, StrategyPeer, began, current_of, ready_reports, through_hpa
+from bench.autoscale.baselines.baseline import (
+    HpaMemory,
+    StrategyBaseline,
+    began,
+    current_of,
+    ready_reports,
+    through_hpa,
+)
 from controller.api.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import ScalingHistory
 from controller.autoscaler.decision.situation import Metric, Situation
@@ -57,7 +64,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
             careful=False,
         )
         seen = msgspec.structs.replace(situation, metrics=known)
-        return StrategyPeer(strategy, behavior, self.period_s).desired_replicas(seen, memory)
+        return StrategyBaseline(strategy, behavior, self.period_s).desired_replicas(seen, memory)
 
 
 class SloPast(msgspec.Struct, frozen=True):

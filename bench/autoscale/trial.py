@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cell of the lab: a policy at one setting of its knob on one load with one seed; its measures; all cells."""
+"""One trial of the lab: a policy at one setting of its knob on one load with one seed; its measures; all trials."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def overload_to_order_s(need: Sequence[float], orders: Sequence[tuple[float, flo
     return delays
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Trial(msgspec.Struct, frozen=True):
     """``knob``: the value of the policy's knob. ``period_s``: between two decisions; 0: the policy's own. ``start_s``:
     of all replicas; 0: as the load's variants have it. ``duration_s``: of a shorter excerpt; 0: all of the load.
     """
@@ -193,18 +193,18 @@ class Cell(msgspec.Struct, frozen=True):
     duration_s: float = 0.0
 
     @property
-    def conditions(self) -> Cell:
+    def conditions(self) -> Trial:
         """What policies under comparison have in common."""
         return msgspec.structs.replace(self, policy="", knob=0.0)
 
 
-class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those without an answer;
-    both count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to
+    both count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the trial took to
     run. ``code``: the fingerprint of the code that made it; empty if unknown.
     """
 
-    cell: Cell
+    trial: Trial
     requests: int
     refused: int
     lost: int
@@ -225,13 +225,13 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
         return sum(one.met for one in self.windows) / max(1, self.requests)
 
 
-def load_of(cell: Cell) -> LoadProfile:
-    """The cell's load."""
-    load = load_named(cell.load)
-    if cell.duration_s:
-        load = msgspec.structs.replace(load, duration_s=cell.duration_s)
-    if cell.start_s:
-        variants = tuple(msgspec.structs.replace(one, start_s=cell.start_s) for one in load.variants)
+def load_of(trial: Trial) -> LoadProfile:
+    """The trial's load."""
+    load = load_named(trial.load)
+    if trial.duration_s:
+        load = msgspec.structs.replace(load, duration_s=trial.duration_s)
+    if trial.start_s:
+        variants = tuple(msgspec.structs.replace(one, start_s=trial.start_s) for one in load.variants)
         load = msgspec.structs.replace(load, variants=variants)
     return load
 
@@ -244,26 +244,26 @@ def kind_first(load: LoadProfile, kind: int) -> LoadProfile:
     return msgspec.structs.replace(load, variants=(first, *others))
 
 
-def run_cell(cell: Cell, traces: Path) -> CellResult:
+def run_trial(trial: Trial, traces: Path) -> TrialResult:
     """Raises TraceInvalid or PolicyUnknown. ``traces``: the directory with trace files."""
-    return run_load(cell, load_of(cell), traces)
+    return run_load(trial, load_of(trial), traces)
 
 
-def run_load(cell: Cell, load: LoadProfile, traces: Path) -> CellResult:
+def run_load(trial: Trial, load: LoadProfile, traces: Path) -> TrialResult:
     """The same with a load that need not be among those with names. Raises TraceInvalid or PolicyUnknown."""
     began = time.process_time()
-    policy = policy_named(cell.policy)
-    workload = load.workload(cell.half, cell.seed, traces)
+    policy = policy_named(trial.policy)
+    workload = load.workload(trial.half, trial.seed, traces)
     load = kind_first(load, policy.kind)
-    period_s = cell.period_s or policy.native_period_s
+    period_s = trial.period_s or policy.native_period_s
     work = work_by_second(load, workload)
     need = [float(one) for one in required_engines(work, _FULL)]
     least, initial = load.min_replicas if policy.has_zero else 1, first_replicas(work)
-    setup = Setup(load, workload, cell.knob, period_s, least, initial)
-    fleet = Fleet(load.variants, {load.variants[0].name: initial}, seed=cell.seed)
+    setup = Setup(load, workload, trial.knob, period_s, least, initial)
+    fleet = Fleet(load.variants, {load.variants[0].name: initial}, seed=trial.seed)
     _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)
-    return _result(cell, load, workload, results, fleet, need, time.process_time() - began)
+    return _result(trial, load, workload, results, fleet, need, time.process_time() - began)
 
 
 def first_replicas(work: Sequence[float]) -> int:
@@ -295,21 +295,21 @@ def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
 
 
 def _result(
-    cell: Cell,
+    trial: Trial,
     load: LoadProfile,
     workload: Workload,
     results: Sequence[RequestResult],
     fleet: Fleet,
     need: list[float],
     cpu_s: float,
-) -> CellResult:
+) -> TrialResult:
     counted = [one for one in results if one.due_at_s >= WARM_UP_S]
     good = [one for one in counted if not one.error]
     due_at_s = [at_s for session in workload.sessions if (at_s := session.begins_at_s) >= WARM_UP_S]
     worth = worths(load)
     totals = [(one.at_s, sum(worth[name] * count for name, count in one.desired.items())) for one in fleet.orders]
-    return CellResult(
-        cell=cell,
+    return TrialResult(
+        trial=trial,
         requests=len(due_at_s),
         refused=len(counted) - len(good),
         lost=len(due_at_s) - len(counted),
@@ -327,7 +327,7 @@ def _result(
 
 class ComparisonPlan(msgspec.Struct, frozen=True):
     """What to compare. ``period_s``: between two decisions, of every policy; 0: each has its own. ``seeds``: of the
-    held halves; tuning takes half as many, rounded up. ``start_s`` and ``duration_s``: as in Cell.
+    held halves; tuning takes half as many, rounded up. ``start_s`` and ``duration_s``: as in Trial.
     """
 
     loads: Sequence[str]
@@ -337,11 +337,11 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
     start_s: float = 0.0
     duration_s: float = 0.0
 
-    def cells(self, half: Half) -> list[Cell]:
+    def trials(self, half: Half) -> list[Trial]:
         """Every policy at every setting on every load."""
         seeds = self.seeds if half is Half.HELD else -(-self.seeds // 2)
         return [
-            Cell(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
+            Trial(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
             for seed in range(seeds)
             for load in self.loads
             for policy in policies_for(self.policies, len(load_named(load).variants))
@@ -350,7 +350,7 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
 
 
 class TunedPolicy(msgspec.Struct, frozen=True):
-    """What tuning has found for a policy: ``knob``, of ``trials`` settings. ``attainment`` and ``cost``: its means over
+    """What tuning has found for a policy: ``knob``, of ``tried`` settings. ``attainment`` and ``cost``: its means over
     the tuning halves of all loads; the cost is of an hour.
     """
 
@@ -358,16 +358,16 @@ class TunedPolicy(msgspec.Struct, frozen=True):
     knob: float
     attainment: float
     cost: float
-    trials: int
+    tried: int
 
 
-def tune_policies(results: Iterable[CellResult], goal: float = GOAL) -> dict[str, TunedPolicy]:
+def tune_policies(results: Iterable[TrialResult], goal: float = GOAL) -> dict[str, TunedPolicy]:
     """For each policy the cheapest setting that attains the goal in the mean of the loads; if none does, the one that
     attains most. Settings that were run on fewer loads or seeds than others of the policy are left out.
     """
-    by_setting: Mapping[str, dict[float, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    by_setting: Mapping[str, dict[float, list[TrialResult]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
-        by_setting[one.cell.policy][one.cell.knob].append(one)
+        by_setting[one.trial.policy][one.trial.knob].append(one)
     found = {}
     for policy, settings in by_setting.items():
         most = max(len(each) for each in settings.values())
@@ -380,7 +380,7 @@ def tune_policies(results: Iterable[CellResult], goal: float = GOAL) -> dict[str
     return found
 
 
-def _mean(policy: str, knob: float, results: Sequence[CellResult], trials: int) -> TunedPolicy:
+def _mean(policy: str, knob: float, results: Sequence[TrialResult], tried: int) -> TunedPolicy:
     count = len(results)
     attainment = sum(one.attainment for one in results) / count
-    return TunedPolicy(policy, knob, attainment, sum(one.bill.cost / one.hours for one in results) / count, trials)
+    return TunedPolicy(policy, knob, attainment, sum(one.bill.cost / one.hours for one in results) / count, tried)

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bench.autoscale.peers.peer import HpaMemory, began, clamp_to_bounds, current_of, ready_reports, waiting_each
+from bench.autoscale.baselines.baseline import (
+    HpaMemory,
+    began,
+    clamp_to_bounds,
+    current_of,
+    ready_reports,
+    waiting_each,
+)
 from controller.api.autoscaling import Behavior, ScalingRules
 from controller.autoscaler.decision.behavior import PastRecommendation, ScalingHistory, stabilize, with_recommendation
 from controller.autoscaler.decision.strategies.engine_units import kv_usage_of, running_of

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import clamp_to_bounds, current_of, merge_targets, ready_reports, waiting_each
+from bench.autoscale.baselines.baseline import clamp_to_bounds, current_of, merge_targets, ready_reports, waiting_each
 from controller.autoscaler.decision.allocation.variants import expansion_sequence, variant_of
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of another project's autoscaler, the HPA that stands behind most of them, and Knative's KPA.
 
-A peer returns replicas of the situation's first target, within that target's bounds; one that supports several kinds of
-engine returns them for each. A value that a peer's own collector lacks is replaced as in its program: mostly by 0.
+A baseline returns replicas of the situation's first target, within that target's bounds; one that supports several
+kinds of engine returns them for each. A value that a baseline's own collector lacks is replaced as in its program:
+mostly by 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from controller.autoscaler.decision.strategies.target import EnginePool, TargetS
 Memory = TypeVar("Memory")
 
 
-class Peer(Protocol[Memory]):
+class Baseline(Protocol[Memory]):
     """A pure function: its state is part of its result."""
 
     @property
@@ -42,14 +43,14 @@ class Peer(Protocol[Memory]):
 
 
 class HpaMemory(msgspec.Struct, frozen=True):
-    """``past``: of the HPA. ``inner``: memory of the peer behind it."""
+    """``past``: of the HPA. ``inner``: memory of the baseline behind it."""
 
     past: ScalingHistory = ScalingHistory()
     inner: Any = None
 
 
-class StrategyPeer(msgspec.Struct, frozen=True):
-    """A strategy of ours that is a peer's own, with an HPA's behaviour block behind it; None: without one.
+class StrategyBaseline(msgspec.Struct, frozen=True):
+    """A strategy of ours that is a baseline's own, with an HPA's behaviour block behind it; None: without one.
 
     An unknown recommendation changes nothing.
     """
@@ -137,17 +138,17 @@ def clamp_to_bounds(replicas: float, situation: Situation) -> int:
     return min(max(math.ceil(replicas), spec.min_replicas), spec.max_replicas)
 
 
-def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> StrategyPeer:
+def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> StrategyBaseline:
     """``target``: requests in flight that one replica takes; ``utilization``: the share of it that is aimed at."""
-    return StrategyPeer(ConcurrencyStrategy(ConcurrencyParameters(target, utilization)), None, period_s)
+    return StrategyBaseline(ConcurrencyStrategy(ConcurrencyParameters(target, utilization)), None, period_s)
 
 
 def hpa(
     *, running: float, waiting: float | None = None, behavior: Behavior | None = None, period_s: float = 15.0
-) -> StrategyPeer:
+) -> StrategyBaseline:
     """``running`` and ``waiting``: requests that one replica should have; without ``waiting`` all count as one."""
     if waiting is None:
         metrics: tuple[MetricTarget, ...] = (MetricTarget("requests_in_flight", running),)
     else:
         metrics = (MetricTarget("requests_running", running), MetricTarget("requests_queued", waiting))
-    return StrategyPeer(TargetStrategy(metrics, careful=False), behavior or Behavior(), period_s)
+    return StrategyBaseline(TargetStrategy(metrics, careful=False), behavior or Behavior(), period_s)
