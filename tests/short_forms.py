@@ -113,9 +113,9 @@ SHORT_FORMS: Final = (
         is_slow=True,
     ),
     ShortForm(
-        "python -m bench.fuzz", "bodies --minutes 0.05", (r"an innocent client",), needs_envoy=True, is_slow=True
+        "python -m tests.fuzz", "bodies --minutes 0.05", (r"an innocent client",), needs_envoy=True, is_slow=True
     ),
-    ShortForm("python -m bench.fuzz", "files --minutes 0.05", (r"'failed': 0",), is_slow=True),
+    ShortForm("python -m tests.fuzz", "files --minutes 0.05", (r"'failed': 0",), is_slow=True),
 )
 
 _HERE: Final = "tests/test_commands.py::"

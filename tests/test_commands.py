@@ -68,7 +68,7 @@ def commands() -> set[str]:
     """All of ours, all targets with a line of help, and the programs of ours that pages name with ``python -m``."""
     targets = {f"make {one}" for one in re.findall(r"^([\w-]+):.*## ", MAKEFILE, re.MULTILINE)}
     typed = (one for page in PAGES for one in named_commands(page) if one.program == "python")
-    ours = re.compile(r"(?:attache|bench|controller|extproc|tools)\b")
+    ours = re.compile(r"(?:attache|bench|controller|extproc|tests|tools)\b")
     modules = {f"python -m {one.words[1]}" for one in typed if ours.match(one.words[1])}
     return targets | modules | {f"attache {one}" for one in COMMANDS}
 

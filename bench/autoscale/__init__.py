@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autoscalers compared in virtual time; depends on the live autoscaler, peers, lab, virtual."""
+"""Autoscalers compared in virtual time; depends on the live autoscaler, baselines, lab, virtual."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m bench autoscale``: run cells in several processes, keep them as JSON lines, and write the report."""
+"""``python -m bench autoscale``: run trials in several processes, keep them as JSON lines, and write the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.cell import Cell, CellResult, ComparisonPlan, run_cell
 from bench.autoscale.load_profiles import LOADS, Half
 from bench.autoscale.policies import POLICIES, policy_named
 from bench.autoscale.report import write_report
+from bench.autoscale.trial import ComparisonPlan, Trial, TrialResult, run_trial
 from bench.lab.lab_command import TRACES
 from bench.lab.runner import worker_pool
 
@@ -35,7 +35,7 @@ _SOURCES: Final = (
     "bench/workload",
     "extproc",
 )
-# Modules that only choose cells and format the output; the fingerprint leaves them out.
+# Modules that only choose trials and format the output; the fingerprint leaves them out.
 _WITHOUT_EFFECT: Final = frozenset(f"bench/autoscale/{name}.py" for name in ("command", "page", "report"))
 # The level doubles 20 s after decisions of scalers are first applied.
 _QUICK_LOADS: Final = ("quick", "quick-kinds")
@@ -58,61 +58,61 @@ def _files(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def kept_results(file: Path) -> dict[Cell, CellResult]:
+def kept_results(file: Path) -> dict[Trial, TrialResult]:
     """What earlier runs have left; a last line that was cut short is left out."""
     if not file.exists():
         return {}
     found = {}
     for line in file.read_bytes().splitlines():
         try:
-            one = msgspec.json.decode(line, type=CellResult)
+            one = msgspec.json.decode(line, type=TrialResult)
         except msgspec.DecodeError:
-            continue  # the run was stopped while it wrote, and the cell is run again
-        found[one.cell] = one
+            continue  # the run was stopped while it wrote, and the trial is run again
+        found[one.trial] = one
     return found
 
 
 def run_grid(
-    cells: Sequence[Cell], file: Path, traces: Path, console: Console, *, jobs: int = 2
-) -> dict[Cell, CellResult]:
-    """All results by cell. Raises what the first cell that fails raises; those that ended before are kept.
+    trials: Sequence[Trial], file: Path, traces: Path, console: Console, *, jobs: int = 2
+) -> dict[Trial, TrialResult]:
+    """All results by trial. Raises what the first trial that fails raises; those that ended before are kept.
 
     ``file``: of kept results. Results of other versions of the code are used unchanged; the console and the report
     mention it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     found = kept_results(file)
-    missing = [one for one in dict.fromkeys(cells) if one not in found]
+    missing = [one for one in dict.fromkeys(trials) if one not in found]
     code = code_fingerprint()
-    if others := sum(found[one].code != code for one in dict.fromkeys(cells) if one in found):
-        console.print(f"{others} kept cells of {file} were made by other code; another --out runs all anew")
+    if others := sum(found[one].code != code for one in dict.fromkeys(trials) if one in found):
+        console.print(f"{others} kept trials of {file} were made by other code; another --out runs all anew")
     if missing:
         console.print(_ahead(len(missing), found.values()), highlight=False)
         with worker_pool(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
             out.write(b"\n")  # a line that was cut short stays alone
-            pending = [pool.submit(run_cell, one, traces) for one in missing]
+            pending = [pool.submit(run_trial, one, traces) for one in missing]
             for number, one in enumerate(as_completed(pending), 1):
                 result = msgspec.structs.replace(one.result(), code=code)
                 out.write(msgspec.json.encode(result) + b"\n")
                 out.flush()
-                found[result.cell] = result
+                found[result.trial] = result
                 console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
-    return {one: found[one] for one in cells}
+    return {one: found[one] for one in trials}
 
 
-def _ahead(count: int, kept: Iterable[CellResult]) -> str:
+def _ahead(count: int, kept: Iterable[TrialResult]) -> str:
     """A line for the console before the first result."""
     took_s = [one.cpu_s for one in kept]
     each = f"{sum(took_s) / len(took_s):.0f} s of processor time, as those before" if took_s else "seconds to minutes"
-    return f"{count} {'cell' if count == 1 else 'cells'} to run, a line for each when it has ended: {each}"
+    return f"{count} {'trial' if count == 1 else 'trials'} to run, a line for each when it has ended: {each}"
 
 
-def line_of(result: CellResult) -> str:
-    """A cell in a line, for the terminal."""
-    cell = result.cell
+def line_of(result: TrialResult) -> str:
+    """A trial in a line, for the terminal."""
+    trial = result.trial
     return (
-        f"{cell.load}/{cell.half} {cell.policy} at {cell.knob:g}, seed {cell.seed}: {result.attainment:.1%} in target, "
-        f"{result.bill.cost / result.hours:.2f} engines' cost, {result.cpu_s:.0f} s"
+        f"{trial.load}/{trial.half} {trial.policy} at {trial.knob:g}, seed {trial.seed}: "
+        f"{result.attainment:.1%} in target, {result.bill.cost / result.hours:.2f} engines' cost, {result.cpu_s:.0f} s"
     )
 
 
@@ -133,8 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--traces", type=Path, metavar="DIR", help=f"directory of traces (default: {TRACES} if it is there)")
     add("--out", type=Path, default=Path("bench/out/autoscale"), metavar="DIR", help="default: %(default)s")
     add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    add("--quick", action="store_true", help="short cells for each policy, to see that all of them run")
-    add("--report", type=Path, metavar="FILE", help="run nothing: write the report from cells that were kept in FILE")
+    add("--quick", action="store_true", help="short trials for each policy, to see that all of them run")
+    add("--report", type=Path, metavar="FILE", help="run nothing: write the report from trials that were kept in FILE")
 
 
 def autoscale(options: argparse.Namespace, console: Console) -> int:
@@ -155,51 +155,55 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
     if options.quick:
         return _quick(options, policies, console)
     plan = ComparisonPlan(loads, policies, options.seeds, options.period, options.start)
-    cells = [*plan.cells(Half.TUNING), *plan.cells(Half.HELD)]
-    found = run_grid(cells, options.out / "cells.jsonl", options.traces or TRACES, console, jobs=options.jobs)
+    trials = [*plan.trials(Half.TUNING), *plan.trials(Half.HELD)]
+    found = run_grid(trials, options.out / "trials.jsonl", options.traces or TRACES, console, jobs=options.jobs)
     _print_report(found.values(), options.out, console)
     return 0
 
 
 def _report(options: argparse.Namespace, loads: list[str], policies: list[str], console: Console) -> int:
-    """Report the cells with this period and start; others in the file are counted and left out.
+    """Report the trials with this period and start; others in the file are counted and left out.
 
-    A file from ``--quick`` is taken whole: its cells have a period and a start of their own.
+    A file from ``--quick`` is taken whole: its trials have a period and a start of their own.
     """
     kept = kept_results(options.report)
     wanted = {one.removesuffix("-second") for one in policies}
-    is_quick = all(cell.load in _QUICK_LOADS for cell in kept)
+    is_quick = all(trial.load in _QUICK_LOADS for trial in kept)
     mine = [
         one
-        for cell, one in kept.items()
-        if (is_quick or _is_as_asked(cell, options, loads)) and cell.policy.removesuffix("-second") in wanted
+        for trial, one in kept.items()
+        if (is_quick or _is_as_asked(trial, options, loads)) and trial.policy.removesuffix("-second") in wanted
     ]
     if len(mine) < len(kept):
-        console.print(f"{len(kept) - len(mine)} of {len(kept)} cells are of other loads, policies, periods or starts")
+        console.print(f"{len(kept) - len(mine)} of {len(kept)} trials are of other loads, policies, periods or starts")
     _print_report(mine, options.out, console)
     return 0
 
 
-def _is_as_asked(cell: Cell, options: argparse.Namespace, loads: list[str]) -> bool:
-    return cell.load in loads and (cell.period_s, cell.start_s, cell.duration_s) == (options.period, options.start, 0.0)
+def _is_as_asked(trial: Trial, options: argparse.Namespace, loads: list[str]) -> bool:
+    return trial.load in loads and (trial.period_s, trial.start_s, trial.duration_s) == (
+        options.period,
+        options.start,
+        0.0,
+    )
 
 
 def _quick(options: argparse.Namespace, policies: list[str], console: Console) -> int:
     """The middle setting of each policy. The report warns that so short a run compares nothing."""
     plan = ComparisonPlan(_QUICK_LOADS, policies, 1, options.period, _QUICK_START_S, _QUICK_S)
-    cells = [
+    trials = [
         one
-        for one in plan.cells(Half.HELD)
+        for one in plan.trials(Half.HELD)
         if one.knob == policy_named(one.policy).grid[len(policy_named(one.policy).grid) // 2]
     ]
     file = options.out / "quick.jsonl"
     file.unlink(missing_ok=True)
-    found = run_grid(cells, file, options.traces or TRACES, console, jobs=options.jobs)
+    found = run_grid(trials, file, options.traces or TRACES, console, jobs=options.jobs)
     _print_report(found.values(), options.out, console)
     return 1 if any(one.lost or one.refused for one in found.values()) else 0
 
 
-def _print_report(results: Iterable[CellResult], out: Path, console: Console) -> None:
+def _print_report(results: Iterable[TrialResult], out: Path, console: Console) -> None:
     report = write_report(results, out)
     for table in report.tables:
         console.print(table.on_terminal())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autoscalers by name, each with the grid of its knob: the live one, others' (``peers``), a fixed number, the oracle.
+"""Autoscalers by name, each with the grid of its knob: the live one, baselines, a fixed number, the oracle.
 
 The oracle has each arrival with its lengths, and their cost for an engine (``bench.autoscale.fleet``). It is a bound in
 one respect: no other scaler can order replicas before it observes load. It is no bound in another: costs are those of
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from bench.autoscale.baselines.aibrix import AibrixApa
+from bench.autoscale.baselines.baseline import hpa, kpa
+from bench.autoscale.baselines.dynamo import DynamoPlanner
+from bench.autoscale.baselines.kthena import Kthena
+from bench.autoscale.baselines.llm_d import KedaQueue, KedaSlo
+from bench.autoscale.baselines.wva import WvaV1, WvaV2
 from bench.autoscale.fleet import capacity, prefill_of
 from bench.autoscale.load_profiles import LoadProfile, cheapest_plan, variant_mixes
-from bench.autoscale.peers.aibrix import AibrixApa
-from bench.autoscale.peers.dynamo import DynamoPlanner
-from bench.autoscale.peers.kthena import Kthena
-from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
-from bench.autoscale.peers.peer import hpa, kpa
-from bench.autoscale.peers.wva import WvaV1, WvaV2
 from bench.workload.sessions import Workload
 from controller.api.autoscaling import LatencyObjective, ScaleToZero
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
@@ -43,8 +43,8 @@ from extproc.api.spec import Metadata
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from bench.autoscale.baselines.baseline import Baseline
     from bench.autoscale.fleet import Variant
-    from bench.autoscale.peers.peer import Peer
     from controller.autoscaler.decision.memory import Memory
     from controller.autoscaler.decision.situation import Situation
 
@@ -59,10 +59,10 @@ _TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
 _IN_FLIGHT: Final = (6.0, 8.0, 12.0, 16.0, 22.0)
 # What a replica of the lab's second kind carries, about, in replicas of the first: only a grid is spread by it.
 _SECOND_CARRIES: Final = 2.7
-# On loads with several kinds of engine, peers that support one also get a fleet of the second kind.
+# On loads with several kinds of engine, baselines that support one also get a fleet of the second kind.
 _ONE_KIND: Final = frozenset({"hpa-running-waiting", "kpa", "llmd-keda", "llmd-slo", "aibrix-apa", "dynamo"})
 OURS: Final = "attache"
-# Ours with another strategy is no peer.
+# Ours with another strategy is no baseline.
 OWN: Final = frozenset({OURS, "attache-utilization"})
 # Policies with knowledge of the future.
 BOUNDS: Final = frozenset({"oracle"})
@@ -242,39 +242,39 @@ def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strateg
     )
 
 
-class OfPeer:
-    """A peer in its loop. ``ask``: returns its replicas of each target, and its state for the next call."""
+class OfBaseline:
+    """A baseline in its loop. ``ask``: returns its replicas of each target, and its state for the next call."""
 
     def __init__(self, ask: Callable[[Situation, Any], tuple[Mapping[str, int], Any]]) -> None:
         self._ask = ask
         self._memory: Any = None
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
-        """The peer's replicas."""
+        """The baseline's replicas."""
         desired, self._memory = self._ask(situation, self._memory)
         return desired
 
 
-def _of_first(peer: Peer[Any]) -> OfPeer:
+def _of_first(baseline: Baseline[Any]) -> OfBaseline:
     """It supports one kind of engine, and scales the first target."""
 
     def ask(situation: Situation, memory: object) -> tuple[Mapping[str, int], object]:
-        desired, memory = peer.desired_replicas(situation, memory)
+        desired, memory = baseline.desired_replicas(situation, memory)
         return {situation.targets[0].name: desired}, memory
 
-    return OfPeer(ask)
+    return OfBaseline(ask)
 
 
-def _peer(make: Callable[[Setup], Peer[Any]]) -> Callable[[Setup], Scaler]:
+def _baseline(make: Callable[[Setup], Baseline[Any]]) -> Callable[[Setup], Scaler]:
     return lambda setup: _of_first(make(setup))
 
 
-def _kinds_peer(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Setup], Scaler]:
+def _kinds_baseline(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Setup], Scaler]:
     """With one kind of engine: its simpler form."""
 
     def made(setup: Setup) -> Scaler:
-        peer = make(setup)
-        return _of_first(peer) if len(setup.load.variants) == 1 else OfPeer(peer.desired_kinds)
+        baseline = make(setup)
+        return _of_first(baseline) if len(setup.load.variants) == 1 else OfBaseline(baseline.desired_kinds)
 
     return made
 
@@ -289,7 +289,7 @@ def _wva_v2(setup: Setup) -> WvaV2:
     return WvaV2(TokensParameters(scale_up_utilization=up, scale_down_utilization=down), period_s=setup.period_s)
 
 
-def _slo(setup: Setup) -> Peer[Any]:
+def _slo(setup: Setup) -> Baseline[Any]:
     """The two thresholds stay in the original's proportion."""
     up, down = setup.knob, setup.knob * 0.40 / 0.55
     return KedaSlo(objective_of(setup), up, down, period_s=setup.period_s)
@@ -298,45 +298,45 @@ def _slo(setup: Setup) -> Peer[Any]:
 PEER_POLICIES: Final = (
     Policy(
         "hpa-running-waiting",
-        _peer(lambda setup: hpa(running=setup.knob, period_s=setup.period_s)),
+        _baseline(lambda setup: hpa(running=setup.knob, period_s=setup.period_s)),
         "requests of a replica",
         _IN_FLIGHT,
         15.0,
     ),
     Policy(
         "kpa",
-        _peer(lambda setup: kpa(target=setup.knob, period_s=setup.period_s)),
+        _baseline(lambda setup: kpa(target=setup.knob, period_s=setup.period_s)),
         "target concurrency",
         (6.0, 10.0, 16.0, 22.0, 30.0),
         2.0,
     ),
-    Policy("wva-v1", _kinds_peer(_wva_v1), "spare share of KV caches", (0.25, 0.4, 0.55, 0.65, 0.75), 30.0),
-    Policy("wva-v2", _kinds_peer(_wva_v2), "scale-up utilization", (0.12, 0.25, 0.4, 0.55, 0.7), 30.0),
+    Policy("wva-v1", _kinds_baseline(_wva_v1), "spare share of KV caches", (0.25, 0.4, 0.55, 0.65, 0.75), 30.0),
+    Policy("wva-v2", _kinds_baseline(_wva_v2), "scale-up utilization", (0.12, 0.25, 0.4, 0.55, 0.7), 30.0),
     Policy(
         "llmd-keda",
-        _peer(lambda setup: KedaQueue(running=setup.knob, period_s=setup.period_s)),
+        _baseline(lambda setup: KedaQueue(running=setup.knob, period_s=setup.period_s)),
         "running requests of a replica",
         _IN_FLIGHT,
         15.0,
     ),
-    Policy("llmd-slo", _peer(_slo), "share of the objective", (0.4, 0.55, 0.7, 0.85, 1.0), 15.0),
+    Policy("llmd-slo", _baseline(_slo), "share of the objective", (0.4, 0.55, 0.7, 0.85, 1.0), 15.0),
     Policy(
         "kthena",
-        _kinds_peer(lambda setup: Kthena(target=setup.knob, period_s=setup.period_s)),
+        _kinds_baseline(lambda setup: Kthena(target=setup.knob, period_s=setup.period_s)),
         "requests of a replica",
         _IN_FLIGHT,
         15.0,
     ),
     Policy(
         "aibrix-apa",
-        _peer(lambda setup: AibrixApa(target=setup.knob, period_s=setup.period_s)),
+        _baseline(lambda setup: AibrixApa(target=setup.knob, period_s=setup.period_s)),
         "requests of a replica",
         _IN_FLIGHT,
         10.0,
     ),
     Policy(
         "dynamo",
-        _peer(lambda setup: DynamoPlanner(objective_of(setup, setup.knob), period_s=setup.period_s)),
+        _baseline(lambda setup: DynamoPlanner(objective_of(setup, setup.knob), period_s=setup.period_s)),
         "share of the objective",
         (0.6, 0.75, 0.9, 1.0, 1.15),
         5.0,
@@ -345,7 +345,7 @@ PEER_POLICIES: Final = (
 
 
 def _second(policy: Policy) -> Policy:
-    """The same peer on a fleet of the second kind."""
+    """The same baseline on a fleet of the second kind."""
     carries = _SECOND_CARRIES if policy.grid[-1] > 2 else 1.0
     return msgspec.structs.replace(
         policy, name=f"{policy.name}-second", grid=tuple(carries * one for one in policy.grid), kind=1
@@ -382,7 +382,7 @@ _POLICIES: Final = (
     Policy("oracle", Oracle, "share of engines' time", (0.8, 0.95, 1.1, 1.25, 1.4), 5.0, has_zero=True),
 )
 POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({each.name: each for each in _POLICIES})
-# The same peers on a fleet of the second kind of engine, for loads that have one.
+# The same baselines on a fleet of the second kind of engine, for loads that have one.
 SECONDS: Final[Mapping[str, Policy]] = MappingProxyType({each.name: each for each in SECOND_POLICIES})
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from bench.autoscale.cell import GOAL, CellResult, TunedPolicy, tune_policies
 from bench.autoscale.load_profiles import LOADS, Half, load_named
 from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policies_for, policy_named
+from bench.autoscale.trial import GOAL, TrialResult, TunedPolicy, tune_policies
 from bench.reporting.pages import Table, figure
 from bench.reporting.results import Interval, mean_interval, nearest_rank
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from bench.autoscale.cell import Cell
+    from bench.autoscale.trial import Trial
 
 _DRAWS: Final = 1000
-# What we promise: so much less than the best peer in the mean of the loads, and nowhere so much more.
+# What we promise: so much less than the best baseline in the mean of the loads, and nowhere so much more.
 LESS_IN_THE_MEAN: Final = 0.15
 MORE_IN_A_CELL: Final = 0.03
 _HEADINGS: Final = (
@@ -74,16 +74,16 @@ class Spot(msgspec.Struct, frozen=True):
     cost: float
 
 
-def spot(results: Sequence[CellResult]) -> Spot:
+def spot(results: Sequence[TrialResult]) -> Spot:
     """``results``: of all seeds of a policy at one setting on one load."""
-    cell = results[0].cell
+    trial = results[0].trial
     interval = attainment_interval(results)
     hours = sum(one.hours for one in results)
     cost = sum(one.bill.cost for one in results) / hours
-    return Spot(cell.policy, cell.load, cell.knob, interval.value, interval.low, interval.high, cost)
+    return Spot(trial.policy, trial.load, trial.knob, interval.value, interval.low, interval.high, cost)
 
 
-def attainment_interval(results: Sequence[CellResult]) -> Interval:
+def attainment_interval(results: Sequence[TrialResult]) -> Interval:
     """By bootstrap over the windows of all seeds."""
     blocks = [[1.0] * one.met + [0.0] * (one.due - one.met) for result in results for one in result.windows if one.due]
     return mean_interval(blocks)
@@ -131,7 +131,7 @@ def extra_cost(ours: Spot, frontier: Sequence[Spot]) -> float | None:
 
 
 def extra_interval(
-    ours: Sequence[CellResult], frontier: Sequence[Sequence[CellResult]], *, seed: int = 0
+    ours: Sequence[TrialResult], frontier: Sequence[Sequence[TrialResult]], *, seed: int = 0
 ) -> tuple[float, float]:
     """The 95% interval of ``extra_cost``, by bootstrap over windows of the runs.
 
@@ -151,8 +151,8 @@ def extra_interval(
     return found[int(0.025 * _DRAWS)], found[int(0.975 * _DRAWS) - 1]
 
 
-def _drawn_attainment(results: Sequence[CellResult], seed: int) -> np.ndarray:
-    windows = [one for result in sorted(results, key=lambda one: one.cell.seed) for one in result.windows]
+def _drawn_attainment(results: Sequence[TrialResult], seed: int) -> np.ndarray:
+    windows = [one for result in sorted(results, key=lambda one: one.trial.seed) for one in result.windows]
     due, met = np.array([one.due for one in windows], float), np.array([one.met for one in windows], float)
     drawn = np.random.default_rng(seed).integers(0, len(windows), (_DRAWS, len(windows)))
     return np.asarray(met[drawn].sum(axis=1) / np.maximum(1.0, due[drawn].sum(axis=1)))
@@ -164,14 +164,14 @@ class Line(msgspec.Struct, frozen=True):
     """
 
     spot: Spot
-    results: Sequence[CellResult]
+    results: Sequence[TrialResult]
     is_hindsight: bool = False
 
 
 class EqualAttainment(msgspec.Struct, frozen=True):
-    """Our cost against a load's peers at our attainment. ``extra``: by peer, our cost over its, minus 1; None: it never
-    attains as much. ``low`` and ``high``: the 95% interval of the extra over the best peer; minus infinity where that
-    peer does not attain as much.
+    """Our cost against a load's baselines at our attainment. ``extra``: by baseline, our cost over its, minus 1; None:
+    it never attains as much. ``low`` and ``high``: the 95% interval of the extra over the best baseline; minus infinity
+    where that baseline does not attain as much.
     """
 
     ours: Line
@@ -186,19 +186,19 @@ class EqualAttainment(msgspec.Struct, frozen=True):
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The peer that is cheapest at our attainment; None if no peer attains as much."""
-        reached = [(extra, peer) for peer, extra in self.extra.items() if extra is not None]
+        """The baseline that is cheapest at our attainment; None if no baseline attains as much."""
+        reached = [(extra, baseline) for baseline, extra in self.extra.items() if extra is not None]
         if not reached:
             return None
-        extra, peer = max(reached)
-        return peer, extra
+        extra, baseline = max(reached)
+        return baseline, extra
 
 
-def lines_of(results: Iterable[CellResult]) -> dict[str, dict[str, list[Line]]]:
+def lines_of(results: Iterable[TrialResult]) -> dict[str, dict[str, list[Line]]]:
     """By load and policy: a line for each setting."""
-    grouped: dict[tuple[str, str, float], list[CellResult]] = defaultdict(list)
+    grouped: dict[tuple[str, str, float], list[TrialResult]] = defaultdict(list)
     for one in results:
-        grouped[one.cell.load, one.cell.policy, one.cell.knob].append(one)
+        grouped[one.trial.load, one.trial.policy, one.trial.knob].append(one)
     found: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for (load, policy, _), each in sorted(grouped.items(), key=lambda one: one[0]):
         found[load][policy].append(Line(spot(each), each))
@@ -233,10 +233,10 @@ def load_table(load: str, lines: Mapping[str, Line]) -> Table:
     """The most in target first."""
     ordered = sorted(lines.items(), key=lambda one: -one[1].spot.attainment)
     styles = ["bold" if policy == OURS else "" for policy, _ in ordered]
-    return Table(f"Load {load}", _HEADINGS, [_cells(policy, line) for policy, line in ordered], row_styles=styles)
+    return Table(f"Load {load}", _HEADINGS, [_columns(policy, line) for policy, line in ordered], row_styles=styles)
 
 
-def _cells(policy: str, line: Line) -> list[str]:
+def _columns(policy: str, line: Line) -> list[str]:
     found, results = line.spot, line.results
     hours = sum(one.hours for one in results)
     delays = sorted(delay for one in results for delay in one.to_order_s)
@@ -268,25 +268,25 @@ def describe_failures(lines: Mapping[str, Mapping[str, Sequence[Line]]]) -> list
 
 
 def dominators(lines: Mapping[str, Line]) -> list[str]:
-    """Peers that met the targets more often than we did, and cost less."""
+    """Baselines that met the targets more often than we did, and cost less."""
     ours = lines.get(OURS)
     if ours is None:
         return []
-    return [policy for policy, line in lines.items() if _is_peer(policy) and dominates(line.spot, ours.spot)]
+    return [policy for policy, line in lines.items() if _is_baseline(policy) and dominates(line.spot, ours.spot)]
 
 
-def _is_peer(policy: str) -> bool:
+def _is_baseline(policy: str) -> bool:
     return policy not in BOUNDS and policy not in OWN
 
 
 def equal_attainment(ours: Line, lines: Mapping[str, Sequence[Line]]) -> EqualAttainment:
-    """``lines``: of all policies at all their settings on the held half, which is kinder to peers than to us."""
-    peers = {policy: each for policy, each in lines.items() if _is_peer(policy)}
-    extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in peers.items()}
+    """``lines``: of all policies at all their settings on the held half, which is kinder to baselines than to us."""
+    baselines = {policy: each for policy, each in lines.items() if _is_baseline(policy)}
+    extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in baselines.items()}
     found = EqualAttainment(ours, extra)
     if found.best is None:
         return found
-    low, high = extra_interval(ours.results, [one.results for one in peers[found.best[0]]])
+    low, high = extra_interval(ours.results, [one.results for one in baselines[found.best[0]]])
     return msgspec.structs.replace(found, low=low, high=high)
 
 
@@ -300,7 +300,7 @@ def summary_table(equals: Sequence[EqualAttainment], dominated: Mapping[str, Seq
         spotted = one.ours.spot
         over = ", ".join(dominated.get(one.load, ())) or "nobody"
         rows.append([one.load, f"{spotted.attainment:.1%}", f"{spotted.cost:.2f}", *best, over])
-    headings = ["load", "in target", "cost/h", "best peer at that", "our cost against it", "95%", "dominated by"]
+    headings = ["load", "in target", "cost/h", "best baseline at that", "our cost against it", "95%", "dominated by"]
     return Table("Summary", headings, rows)
 
 
@@ -309,10 +309,13 @@ def _bound(value: float) -> str:
 
 
 def equal_table(equals: Sequence[EqualAttainment]) -> Table:
-    """Our cost against each peer's: a row a peer, a column a load."""
-    peers = sorted({peer for one in equals for peer in one.extra})
-    rows = [[peer, *(_extra(one.extra[peer]) if peer in one.extra else "" for one in equals)] for peer in peers]
-    return Table("Our cost at our attainment, against each peer", ["peer", *(one.load for one in equals)], rows)
+    """Our cost against each baseline's: a row a baseline, a column a load."""
+    baselines = sorted({baseline for one in equals for baseline in one.extra})
+    rows = [
+        [baseline, *(_extra(one.extra[baseline]) if baseline in one.extra else "" for one in equals)]
+        for baseline in baselines
+    ]
+    return Table("Our cost at our attainment, against each baseline", ["baseline", *(one.load for one in equals)], rows)
 
 
 def _extra(value: float | None) -> str:
@@ -326,7 +329,7 @@ def tuning_table(settings: Mapping[str, TunedPolicy]) -> Table:
             one.policy,
             policy_named(one.policy).knob,
             f"{one.knob:g}",
-            str(one.trials),
+            str(one.tried),
             f"{one.attainment:.1%}",
             f"{one.cost:.2f}",
         )
@@ -338,18 +341,22 @@ def tuning_table(settings: Mapping[str, TunedPolicy]) -> Table:
 def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[str]]) -> list[str]:
     """Whether our promises hold, in sentences, with each failure."""
     said = []
-    for load, peers in dominated.items():
-        if peers:
-            said.append(f"FAILS on {load}: {', '.join(peers)} met the targets more often than {OURS} and cost less.")
+    for load, baselines in dominated.items():
+        if baselines:
+            said.append(
+                f"FAILS on {load}: {', '.join(baselines)} met the targets more often than {OURS} and cost less."
+            )
     if not said:
-        said.append(f"No peer met the targets more often than {OURS} and cost less, on any load.")
+        said.append(f"No baseline met the targets more often than {OURS} and cost less, on any load.")
     best = {one.load: one.best[1] for one in equals if one.best is not None}
     if len(best) < len(equals):
-        said.append(f"On {len(equals) - len(best)} of {len(equals)} loads no peer attains as much at any setting.")
+        said.append(f"On {len(equals) - len(best)} of {len(equals)} loads no baseline attains as much at any setting.")
     if best:
         mean = sum(best.values()) / len(best)
         word = "holds" if mean <= -LESS_IN_THE_MEAN else "FAILS"
-        said.append(f"15% less than the best peer at equal attainment, in the mean of the loads: {word} ({mean:+.1%}).")
+        said.append(
+            f"15% less than the best baseline at equal attainment, in the mean of the loads: {word} ({mean:+.1%})."
+        )
         worse = {load: extra for load, extra in best.items() if extra > MORE_IN_A_CELL}
         message = ", ".join(f"{load} {extra:+.1%}" for load, extra in worse.items())
         said.append(f"At most 3% more on any load: {'FAILS: ' + message if worse else 'holds'}.")
@@ -421,7 +428,7 @@ def _add_legend(axes: Axes, policies: Iterable[str]) -> None:
 
 
 class NothingToReport(ValueError):
-    """There is no cell of a held-back half, so there is nothing to report."""
+    """There is no trial of a held-back half, so there is nothing to report."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -437,7 +444,7 @@ class Report(msgspec.Struct, frozen=True):
     judged: Mapping[str, Mapping[str, Line]]
 
 
-def write_report(results: Iterable[CellResult], out: Path) -> Report:
+def write_report(results: Iterable[TrialResult], out: Path) -> Report:
     """Raises NothingToReport. Writes ``autoscale.md``, ``autoscale.png`` and ``tuned.json`` into ``out``."""
     report = report_of(results)
     out.mkdir(parents=True, exist_ok=True)
@@ -447,16 +454,16 @@ def write_report(results: Iterable[CellResult], out: Path) -> Report:
     return report
 
 
-def report_of(results: Iterable[CellResult]) -> Report:
+def report_of(results: Iterable[TrialResult]) -> Report:
     """Raises NothingToReport. ``results``: of one period and one start time."""
-    each = sorted(results, key=lambda one: list(LOADS).index(one.cell.load) if one.cell.load in LOADS else -1)
-    held = [one for one in each if one.cell.half is Half.HELD]
+    each = sorted(results, key=lambda one: list(LOADS).index(one.trial.load) if one.trial.load in LOADS else -1)
+    held = [one for one in each if one.trial.half is Half.HELD]
     if not held:
-        msg = "there is nothing to report: no cell of a held-back half is among those that were asked for"
+        msg = "there is nothing to report: no trial of a held-back half is among those that were asked for"
         raise NothingToReport(msg)
-    settings = tune_policies(one for one in each if one.cell.half is Half.TUNING)
+    settings = tune_policies(one for one in each if one.trial.half is Half.TUNING)
     found = lines_of(held)
-    loads = {load: found[load] for load in dict.fromkeys(one.cell.load for one in held)}
+    loads = {load: found[load] for load in dict.fromkeys(one.trial.load for one in held)}
     mine = {load: chosen_settings(policies, settings) for load, policies in loads.items()}
     equals = [equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
     dominated = {load: dominators(lines) for load, lines in mine.items() if OURS in lines}
@@ -476,17 +483,17 @@ def report_of(results: Iterable[CellResult]) -> Report:
 
 
 def _judgement(
-    results: Sequence[CellResult],
+    results: Sequence[TrialResult],
     equals: Sequence[EqualAttainment],
     dominated: Mapping[str, Sequence[str]],
     *,
     is_whole: bool,
 ) -> list[str]:
-    duration_s = results[0].cell.duration_s
+    duration_s = results[0].trial.duration_s
     if duration_s:
         return [f"Nothing can be said: excerpts of {duration_s:g} s show that everything runs, and compare nothing."]
     if not equals:
-        return [f"Nothing can be said: no cell of {OURS} has been run."]
+        return [f"Nothing can be said: no trial of {OURS} has been run."]
     caution = [] if is_whole else ["CAUTION: not everything was run; what is missing is told below."]
     return [*verdict(equals, dominated), *caution]
 
@@ -495,11 +502,11 @@ def _bullet(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="- ", subsequent_indent="  ")
 
 
-def _preface(results: Sequence[CellResult]) -> list[str]:
-    cell = results[0].cell
-    period = f"each {cell.period_s:g} s" if cell.period_s else "as often as its own program does"
-    seeds = len({one.cell.seed for one in results if one.cell.half is Half.HELD})
-    tuning = list(dict.fromkeys(one.cell.load for one in results if one.cell.half is Half.TUNING))
+def _preface(results: Sequence[TrialResult]) -> list[str]:
+    trial = results[0].trial
+    period = f"each {trial.period_s:g} s" if trial.period_s else "as often as its own program does"
+    seeds = len({one.trial.seed for one in results if one.trial.half is Half.HELD})
+    tuning = list(dict.fromkeys(one.trial.load for one in results if one.trial.half is Half.TUNING))
     told = [
         f"Every policy decides {period}. {seeds} {'seed' if seeds == 1 else 'seeds'} of the held-back halves.",
         f"Each policy has one setting for all loads: the cheapest on the tuning halves with {GOAL:.0%} of requests in",
@@ -510,49 +517,49 @@ def _preface(results: Sequence[CellResult]) -> list[str]:
         "- in target: requests that met both targets; refused and lost ones did not. 95%: by bootstrap over windows of",
         "  the runs and seeds. The first minute, in which nobody is obeyed, does not count.",
         "- cost/h: what the replicas cost, from their order to their end, in replicas of the first kind of engine.",
-        "- our cost against a peer: at our attainment, on the straight line between the peer's settings on that load.",
+        "- our cost against a baseline: at our attainment, on the straight line between its settings on that load.",
         "- orders/h, turns/h: orders, and orders in the direction against the one before.",
         "- to order: seconds from more need than replicas ordered to the next larger order; median and p99.",
         "- wasted GPU h: of replicas that were starting or draining, of one run.",
-        "- oracle: knows the future, and is no peer. fixed: a fleet of one size, known beforehand.",
+        "- oracle: knows the future, and is no baseline. fixed: a fleet of one size, known beforehand.",
     ]
-    if any(len(load_named(one.cell.load).variants) > 1 for one in results):
+    if any(len(load_named(one.trial.load).variants) > 1 for one in results):
         told += [
             (
-                "- names with -second: peers that know one kind of engine scale a fleet of the first kind; under such a"
-                " name,"
+                "- names with -second: baselines that know one kind of engine scale a fleet of the first kind;"
+                " under such a name,"
             ),
             "  one of the second kind. wva-v1, wva-v2 and kthena choose among kinds by their own rules.",
         ]
     return told
 
 
-def _mixed(results: Sequence[CellResult]) -> list[str]:
-    """That cells come from several states of the code, if they do."""
+def _mixed(results: Sequence[TrialResult]) -> list[str]:
+    """That trials come from several states of the code, if they do."""
     codes = Counter(one.code or _UNKNOWN for one in results)
     if len(codes) == 1 and _UNKNOWN not in codes:
         return []
     message = ", ".join(f"{count} by {code}" for code, count in codes.most_common())
     word = "differ in the code that made them" if len(codes) > 1 else "do not say which code made them"
-    return [f"CAUTION: cells {word}: {message}."]
+    return [f"CAUTION: trials {word}: {message}."]
 
 
-def _missing(results: Sequence[CellResult]) -> list[str]:
+def _missing(results: Sequence[TrialResult]) -> list[str]:
     """What would be there if all had been run, by load."""
-    there: Mapping[tuple[str, Half], set[Cell]] = defaultdict(set)
+    there: Mapping[tuple[str, Half], set[Trial]] = defaultdict(set)
     for one in results:
-        there[one.cell.load, one.cell.half].add(one.cell)
-    seeds = {half: {one.cell.seed for one in results if one.cell.half is half} for half in Half}
+        there[one.trial.load, one.trial.half].add(one.trial)
+    seeds = {half: {one.trial.seed for one in results if one.trial.half is half} for half in Half}
     absent = [one for one in LOADS if not there[one, Half.HELD]]
     told = _bullet(f"no held-back half of: {', '.join(absent)}.") if absent else []
-    for (load, half), cells in there.items():
-        if not cells:
+    for (load, half), trials in there.items():
+        if not trials:
             continue
         parts = []
         for policy in policies_for(POLICIES, len(load_named(load).variants)):
             if policy in BOUNDS and half is Half.TUNING:
                 continue
-            run = {(one.knob, one.seed) for one in cells if one.policy == policy}
+            run = {(one.knob, one.seed) for one in trials if one.policy == policy}
             lacking = sorted({(knob, seed) for knob in policy_named(policy).grid for seed in seeds[half]} - run)
             if not run:
                 parts.append(policy)

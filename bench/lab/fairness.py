@@ -57,7 +57,6 @@ ORDERS: Final[Mapping[str, Mapping[str, object]]] = {
     "ShortestFirst, no ageing": {"order": "ShortestFirst", "ageing": "1h"},
     "ShortestFirst": {"order": "ShortestFirst", "ageing": "10s"},
 }
-AGEING_S: Final = 10.0
 BANDS: Final[Mapping[str, int]] = {"critical": 10, "high": 5, "standard": 0, "best-effort": -1}
 QUANTUM: Final = 20_000
 # With the default saturation limits: a shorter wait in the engine would cost locality more than it gives fairness.

@@ -23,10 +23,11 @@ import uvloop
 from aiohttp import web
 from rich.console import Console
 
+from bench.micro.figures import run_and_report
 from bench.micro.servers import Accepts
 from bench.micro.wire import WireLoad, WireRequest
 from bench.reporting.results import nearest_rank
-from bench.stack.processes import Processes, StartFailed, busy_share, cpu_seconds, free_ports, read_cpu_time
+from bench.stack.processes import Processes, busy_share, cpu_seconds, free_ports, read_cpu_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,17 +229,8 @@ def main() -> int:
     if options.serve is not None:
         uvloop.run(serve(options.serve))
         return 0
-    console = Console(highlight=False)
-    try:
-        report = uvloop.run(run(rounds=options.rounds))
-    except StartFailed as error:
-        console.print(str(error), style="red", markup=False)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "batching.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    (options.out / "batching.md").write_text(markdown(report))
-    console.print(markdown(report), markup=False)
-    return 0
+    measured = run(rounds=options.rounds)
+    return run_and_report(measured, markdown, options.out / "batching", Console(highlight=False))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,25 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
+import uvloop
 from rich.table import Table
 
 from bench.micro.overhead import ALONE, BUSY, WHOLE
+from bench.stack.processes import StartFailed
+from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
 
     from bench.micro.overhead import CaseResult, OverheadResult, PhaseLoad
+
+_Report = TypeVar("_Report", bound=msgspec.Struct)
 
 BASELINE = "no-op"
 EXTPROC = "extproc"
@@ -230,3 +238,21 @@ def _markdown_cells(servers: Mapping[str, ServerFigures]) -> Iterator[str]:
         yield f"{servers[name].phases[BUSY.name].rate_ratio.median:.2f}" if name in servers else ""
     for name in (BASELINE, _ANSWERING, EXTPROC):
         yield f"{servers[name].phases[BUSY.name].cpu_us:,.0f}" if name in servers else ""
+
+
+def run_and_report(
+    measured: Coroutine[Any, Any, _Report], markdown: Callable[[_Report], str], file: Path, console: Console
+) -> int:
+    """Write what is measured as ``file`` with the suffixes .json and .md, and print it. Exit status: 0, 2 if something
+    could not be started.
+    """
+    try:
+        report = uvloop.run(measured)
+    except (StartFailed, EnvoyMissing) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    file.with_suffix(".md").write_text(markdown(report))
+    console.print(markdown(report), markup=False)
+    return 0

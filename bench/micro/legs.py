@@ -27,16 +27,15 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import aiohttp
 import msgspec
-import uvloop
 from rich.console import Console
 
+from bench.micro.figures import run_and_report
 from bench.micro.instant_engine import EVENTS
 from bench.micro.servers import Accepts, Serves
 from bench.micro.wire import WireLoad, questions
 from bench.reporting.results import nearest_rank
 from bench.stack.processes import (
     Processes,
-    StartFailed,
     busy_share,
     cpu_seconds,
     free_ports,
@@ -44,7 +43,7 @@ from bench.stack.processes import (
     read_cpu_time,
     rss_bytes,
 )
-from bench.stack.stack import ALIAS, EnvoyMissing, documents, envoy_command
+from bench.stack.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import write_once
 from extproc.api.load import load_directory
 
@@ -350,16 +349,8 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False)
     sizes = [1000 * one for one in options.kb] if options.kb else SIZES
-    try:
-        report = uvloop.run(run(console, sizes, rounds=options.rounds))
-    except (StartFailed, EnvoyMissing) as error:
-        console.print(str(error), style="red", markup=False)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "legs.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    (options.out / "legs.md").write_text(markdown(report))
-    console.print(markdown(report), markup=False)
-    return 0
+    measured = run(console, sizes, rounds=options.rounds)
+    return run_and_report(measured, markdown, options.out / "legs", console)
 
 
 if __name__ == "__main__":

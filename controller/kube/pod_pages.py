@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 
+from extproc.http_body import read_at_most
+
 if TYPE_CHECKING:
     import msgspec
 
@@ -24,10 +26,6 @@ async def read_page(
     with contextlib.suppress(TimeoutError, aiohttp.ClientError, ValueError, RecursionError):
         async with http.get(url, timeout=timeout, allow_redirects=False) as answer:
             if answer.status == HTTPStatus.OK:
-                body = bytearray()
-                async for piece in answer.content.iter_any():
-                    body += piece
-                    if len(body) > most_bytes:
-                        return None
-                return decoder.decode(body)
+                body = await read_at_most(answer.content, most_bytes)
+                return None if body is None else decoder.decode(body)
     return None

@@ -34,8 +34,6 @@ _PRUNED_AT_ONCE: Final = 5_000
 # Sums by hour and by day have one horizon.
 SUMS_KEPT: Final = "sums"
 
-_URLS: Final = "sqlite:///FILE, postgresql://USER@HOST/NAME or jsonl:DIR"
-
 metadata = sa.MetaData()
 _NAME, _CODE, _NUMBER = sa.String(MOST_NAME), sa.String(MOST_CODE), sa.BigInteger()
 _TYPES: Final[Mapping[str, sa.types.TypeEngine[Any]]] = {

@@ -19,7 +19,6 @@ ModelServers that have not changed.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
@@ -165,11 +164,6 @@ def complete_status(report: Demand, before: Demand | None) -> Demand | None:
 def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:
     """The index of the bucket that counts ``value_s``."""
     return bisect_left(bounds, value_s)
-
-
-def add_histograms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """Two histograms as one."""
-    return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
 
 
 def percentile(counts: tuple[int, ...], bounds: tuple[float, ...], percent: float) -> float | None:

@@ -25,6 +25,7 @@ from extproc.api.status_pages import CONSOLE_PATH
 from extproc.console.keys import keys_answer
 from extproc.console.objectives import objectives_answer
 from extproc.console.state import Facts, ProcessView, Query, console_state
+from extproc.http_body import read_at_most
 from extproc.metrics.recent import OPEN_S, RecentRequest
 from extproc.protocol import USAGE_PATH
 
@@ -334,10 +335,8 @@ async def _fetched(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=most_s)) as client,
             client.get(url, params=query, headers=headers, server_hostname=tls_name, allow_redirects=False) as answer,
         ):
-            body = b""
-            while len(body) <= _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):
-                body += piece
-            if len(body) > _MOST_BYTES:
+            body = await read_at_most(answer.content, _MOST_BYTES)
+            if body is None:
                 return _error(502, f"The answer of {whose} is larger than 1 MiB; ask for less.")
             if answer.content_type != "application/json":
                 return _error(502, f"{whose} answered {answer.status} and no JSON.")

@@ -12,7 +12,7 @@ process at a time grants. So at any moment local limits are granted once, howeve
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -26,7 +26,6 @@ from extproc.core.peers import AskLevels, Levels, LimitSpent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
 
     from extproc.admission.limits import Charge, Usage
     from extproc.admission.local_limits import LocalLimits
@@ -38,12 +37,10 @@ _MOST_QUESTIONS: Final = 20
 _UNRESERVED: Final = Reservation(0.0, 1.0, 0)
 
 
-class RecentGrants(Protocol):
-    """Grants of the processes of this machine that this one may not have been told of."""
-
-    def turn(self) -> AbstractContextManager[None]:
-        """One process at a time decides what it grants."""
-        ...
+class RecentGrants(AbstractContextManager[None], Protocol):
+    """Grants of the processes of this machine that this one may not have been told of. Within it is this process's turn
+    to grant: one process at a time decides.
+    """
 
     def unheard(self, key: str) -> float:
         """What others have granted of a bucket, and this process was not told of."""
@@ -58,13 +55,8 @@ class RecentGrants(Protocol):
         ...
 
 
-class _NoOthers:
+class _NoOthers(nullcontext[None]):
     """RecentGrants of a process that is alone."""
-
-    _TURN: Final = nullcontext()
-
-    def turn(self) -> AbstractContextManager[None]:
-        return self._TURN
 
     def unheard(self, key: str) -> float:  # noqa: ARG002 - of nobody
         return 0.0
@@ -111,7 +103,7 @@ class Accounts:
 
     def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:
         """Reserve in this process's own buckets; raises RateLimited with nothing taken."""
-        with self._recent.turn():
+        with self._recent:
             grant = self._limits.reserve(charges, now, self._recent.unheard)
             number = self._recent.add(grant.charges)
         if self._is_shared:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 SWEEP_S: Final = 1.0
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
-# Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _INTERNAL: Final = 500
+# Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, _INTERNAL})
 # Of an endpoint that says that it has too much to do, and not for how long, or for less. Who answers at once has no
 # load, and would look like the best choice.

@@ -19,6 +19,7 @@ from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.errors import ConfigInvalid
 from extproc.api.make_before_break import DrainingRoutedServers, WarmingEngines
 from extproc.api.status_pages import ConfigReport
+from extproc.http_body import read_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
@@ -99,11 +100,9 @@ async def endpoints_in_envoy(admin: str, servers: Collection[str]) -> Mapping[st
         ):
             if answer.status != HTTPStatus.OK:
                 return None
-            body = bytearray()
-            async for piece in answer.content.iter_any():
-                body += piece
-                if len(body) > _MOST_BYTES:
-                    return None
+            body = await read_at_most(answer.content, _MOST_BYTES)
+            if body is None:
+                return None
             dump = msgspec.json.decode(body, type=_Dump)
     except (OSError, aiohttp.ClientError, ValueError, RecursionError):  # the decoder's error is a ValueError
         return None

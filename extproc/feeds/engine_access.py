@@ -22,6 +22,7 @@ import msgspec
 
 from extproc.api.addresses import parse_endpoint
 from extproc.engines.answers import Unreadable
+from extproc.http_body import read_at_most
 from extproc.reload import Reloadable
 
 if TYPE_CHECKING:
@@ -285,10 +286,9 @@ async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> EngineRespon
     where = f"{answer.url.authority}{answer.url.path}"
     if 300 <= answer.status < 400:
         raise Unreadable(f"{where} redirects ({answer.status}), which is not followed; write where it is")
-    read, clock = bytearray(), asyncio.get_running_loop().time
+    clock = asyncio.get_running_loop().time
     began_s = clock()
-    async for piece in answer.content.iter_any():
-        read += piece
-        if len(read) > most_bytes:
-            raise Unreadable(f"{where} answers more than {most_bytes} bytes; see what runs there")
-    return EngineResponse(answer.status, bytes(read), clock() - began_s)
+    body = await read_at_most(answer.content, most_bytes)
+    if body is None:
+        raise Unreadable(f"{where} answers more than {most_bytes} bytes; see what runs there")
+    return EngineResponse(answer.status, body, clock() - began_s)

@@ -18,6 +18,7 @@ import aiohttp
 from extproc.core.guards import Circuit, GuardFailed, GuardReply, caller_of, event_of
 from extproc.failures import FailureLog
 from extproc.feeds.payloads import event_headers, quoted
+from extproc.http_body import read_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,12 +189,10 @@ class Guards:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 return answer.status, b""
-            read = bytearray()
-            async for piece in answer.content.iter_any():
-                read += piece
-                if len(read) > most:
-                    raise _TooLong(f"it answers more than {most} bytes")
-            return answer.status, bytes(read)
+            read = await read_at_most(answer.content, most)
+            if read is None:
+                raise _TooLong(f"it answers more than {most} bytes")
+            return answer.status, read
 
 
 def _headers(service: GuardService, ask: AskGuard, event: Event, access: ConnectionSettings) -> dict[str, str]:

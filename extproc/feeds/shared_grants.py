@@ -102,10 +102,6 @@ class SharedGrants:
         self._granted: dict[bytes, deque[_Granted]] = {}
         self._heard: dict[bytes, int] = {}
 
-    def turn(self) -> SharedGrants:
-        """One process at a time decides what it grants."""
-        return self
-
     def __enter__(self) -> None:
         """The turn begins."""
         self._may_write = self._memory[_MARK] == self._alone_until

@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from extproc.admission.spent_budgets import RolledUp
+from extproc.http_body import read_at_most
 from extproc.protocol import USAGE_PATH
 
 if TYPE_CHECKING:
@@ -242,9 +243,7 @@ async def _read(session: ClientSession, url: str) -> _RollupsPage:
         if answer.status == _NOT_IMPLEMENTED:
             raise _NoReports
         answer.raise_for_status()
-        content = await answer.content.read(_MOST_BYTES + 1)
-        while len(content) <= _MOST_BYTES and (more := await answer.content.read(_MOST_BYTES)):
-            content += more
-    if len(content) > _MOST_BYTES:
+        content = await read_at_most(answer.content, _MOST_BYTES)
+    if content is None:
         raise ValueError(f"the page has more than {_MOST_BYTES} bytes")
     return msgspec.json.decode(content, type=_RollupsPage, strict=False)

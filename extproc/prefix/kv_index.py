@@ -123,7 +123,7 @@ class _Holders:
 
 
 class KvIndex:
-    """The index of one ModelServer. ``orphans``: blocks stored under an unknown parent, which are ignored."""
+    """The index of one ModelServer. Blocks stored under an unknown parent are ignored."""
 
     def __init__(self) -> None:
         self._most_blocks = blocks_of_each_source(1)
@@ -141,7 +141,6 @@ class KvIndex:
         # the rows of a mask of caches that are not cleared
         self._rows: dict[int, int] = {}
         self._expected: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        self.orphans = 0
 
     def apply(self, source: EventSource, events: Iterable[Event]) -> None:
         """Apply the events of ``source`` in order."""
@@ -309,7 +308,6 @@ class KvIndex:
         if event.parent is not None:
             known = cache.find(event.parent)
             if known is None:
-                self.orphans += len(event.hashes)
                 return
             parent = known[0]
         tokens = array("I", event.token_ids).tobytes()

@@ -8,7 +8,6 @@ from typing import get_args, get_type_hints
 import msgspec
 import pytest
 
-from bench.fuzz.mutants import content_of
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.record import Head
 from extproc.errors import BadRequest, ErrorForm
@@ -16,6 +15,7 @@ from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, BODY_APIS, PATH_APIS
 from extproc.request.body_parser import api_by_body, parse_body
 from extproc.request.model import STEERING_FIELDS, InferenceRequest
 from extproc.streams.headers import error_form
+from tests.fuzz.mutants import content_of
 
 EVERY_API = pytest.mark.parametrize("api", BODY_APIS, ids=lambda api: api.name)
 

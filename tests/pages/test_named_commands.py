@@ -28,7 +28,7 @@ MANIFESTS = sorted(
     if one.is_file() and "crds" not in one.parts and one.suffix != ".md"
 )
 MAKEFILE = (ROOT / "Makefile").read_text()
-OURS = {"attache", "bench", "controller", "extproc", "tools"}
+OURS = {"attache", "bench", "controller", "extproc", "tests", "tools"}
 
 
 def named(program: str) -> list[NamedCommand]:
@@ -73,7 +73,8 @@ def test_a_module_can_be_imported_and_takes_the_arguments(
 
 def module_names() -> list[str]:
     """Modules between backticks, such as ``bench.lab.fairness``."""
-    found = {name for page in PAGES for name in re.findall(r"`((?:bench|tools)(?:\.[a-z_]+)+)[ `]", page.read_text())}
+    ours = re.compile(r"`((?:bench|tests|tools)(?:\.[a-z_]+)+)[ `]")
+    found = {name for page in PAGES for name in ours.findall(page.read_text())}
     return sorted(name for name in found if name.rpartition(".")[2] not in {"md", "py", "toml", "yaml"})
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.fuzz.mutants import content_of
 from extproc.protocol import APIS_BY_PATH, Api
+from tests.fuzz.mutants import content_of
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some seconds of the fuzzer over request bodies: ``python -m bench.fuzz bodies`` runs it for as long as is wanted."""
+"""Some seconds of the fuzzer over request bodies: ``python -m tests.fuzz bodies`` runs it for as long as is wanted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from bench.fuzz.bodies import FLAGS, ROUTE, SERVER, FuzzResponse, FuzzSettings, fault_of, fuzz, report_text, send
-from bench.fuzz.mutants import FuzzCase, mutant
 from bench.stack.stack import running_stack
+from tests.fuzz.bodies import FLAGS, ROUTE, SERVER, FuzzResponse, FuzzSettings, fault_of, fuzz, report_text, send
+from tests.fuzz.mutants import FuzzCase, mutant
 
 if TYPE_CHECKING:
     from pathlib import Path

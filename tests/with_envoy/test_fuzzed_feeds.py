@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A while of the fuzzer over engines and Redis: ``python -m bench.fuzz feeds`` runs it for as long as is wanted."""
+"""A while of the fuzzer over engines and Redis: ``python -m tests.fuzz feeds`` runs it for as long as is wanted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.fuzz.bodies import FuzzSettings, report_text
-from bench.fuzz.feeds import fuzz_feeds
+from tests.fuzz.bodies import FuzzSettings, report_text
+from tests.fuzz.feeds import fuzz_feeds
 from tests.programs import program
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.engine.as_mlserver import RepositoryServer
+from bench.engine.mlserver import RepositoryServer
 from bench.stack.processes import free_ports
 from bench.stack.stack import EngineFlags, running_stack
 from controller.agents.runtime.adapter_names import SourcePolicy

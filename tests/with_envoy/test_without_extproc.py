@@ -14,13 +14,13 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from bench.fuzz.mutants import content_of
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_once
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 from extproc.protocol import APIS_BY_PATH
+from tests.fuzz.mutants import content_of
 from tests.waiting import until_served
 from tests.with_envoy.trailers import with_trailers
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from bench.cluster.assets import AssetsMissing, ClusterBinaries, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
-from bench.cluster.fake.server import FakeServer, running_fake_api_server
 from controller.kube.client import Client, connect
 from controller.kube.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
 from extproc.api.status_pages import LOADS_LABEL
+from tests.fake_api.server import FakeServer, running_fake_api_server
 from tests.fork_server import forked_starts
 from tests.programs import not_tested
 from tests.waiting import eventually

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from bench.cluster.control_plane import ControlPlane
-from bench.cluster.fake.server import FakeServer
 from controller.kube.access import ClusterAccess
+from tests.fake_api.server import FakeServer
 
 FAKE: Final = pytest.mark.parametrize("kube", ["fake"], indirect=True)
 """For faults that a real server does not have on demand."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
-from bench.cluster.virtual.manager import OWNED, ReconcileRecord
 from controller.kube.errors import NotFound
 from controller.kube.resources import MODEL_INFERS, PODS, SERVICES, Object, Resource
 from controller.models.model_infer import names
@@ -20,6 +19,7 @@ from controller.models.model_infer.reconcile import reconcile
 from tests.controller.models.model_infer.chaos.ending import has_what_it_should
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
 from tests.examples import slow
+from tests.virtual_cluster.manager import OWNED, ReconcileRecord
 from tests.with_kube import test_manager_end_to_end as end_to_end
 from tests.with_kube.managing import managing
 

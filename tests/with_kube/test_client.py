@@ -32,8 +32,8 @@ from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, config_map, define_widgets, widget
 
 if TYPE_CHECKING:
-    from bench.cluster.fake.server import FakeServer
     from controller.kube.client import WatchEvent
+    from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
 

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.cluster.fake.server import FakeServer
     from controller.kube.client import Client
+    from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
 OPTIONAL = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, GRPC_ROUTES, REFERENCE_GRANTS, INFERENCE_POOLS)

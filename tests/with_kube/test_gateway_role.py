@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
-    from bench.cluster.fake.server import FakeServer
     from controller.gateway.directory import WrittenFiles
     from controller.kube.client import Client
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
+    from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0)

@@ -19,8 +19,8 @@ from tests.with_kube.objects import WIDGETS, define_widgets, widget
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.fake.server import FakeServer
     from controller.kube.client import Client
+    from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from bench.cluster.control_plane import ControlPlane
-    from bench.cluster.fake.server import ApiCall, FakeServer
     from controller.kube.client import Client
+    from tests.fake_api.server import ApiCall, FakeServer
     from tests.with_kube.kubes import Kube
 
 QUICK = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0, resync_s=0)

@@ -19,8 +19,8 @@ from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 
 if TYPE_CHECKING:
-    from bench.cluster.fake.server import FakeServer
     from controller.kube.client import Client
+    from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
 QUICK = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.1)

@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-    from bench.cluster.fake.server import FakeServer
     from controller.kube.client import Client
     from controller.kube.plan import Plan
     from controller.kube.resources import Object
     from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.rollouts import RolloutView
+    from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
 SOON_S = 40.0

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.cluster.fake.server import ApiCall, FakeServer
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
     from controller.autoscaler.decision.situation import Situation
     from controller.kube.client import Client
+    from tests.fake_api.server import ApiCall, FakeServer
     from tests.with_kube.kubes import Kube
 
 HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")

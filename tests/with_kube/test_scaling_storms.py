@@ -31,8 +31,8 @@ from tests.with_kube.scaling import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.fake.server import ApiCall, FakeServer
     from controller.kube.client import Client
+    from tests.fake_api.server import ApiCall, FakeServer
     from tests.with_kube.kubes import Kube
 
 pytestmark = FAKE

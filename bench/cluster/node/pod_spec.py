@@ -25,9 +25,9 @@ IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "attache/extproc": (*_PYTHON, "extproc"),
     "attache/controller": (*_PYTHON, "controller"),
     # the simulator, with vLLM's flags as far as they matter
-    "vllm/vllm-openai": (*_PYTHON, "bench.engine.as_vllm"),
+    "vllm/vllm-openai": (*_PYTHON, "bench.engine.vllm"),
     # models that compute nothing, loaded as MLServer does
-    "seldonio/mlserver": (*_PYTHON, "bench.engine.as_mlserver"),
+    "seldonio/mlserver": (*_PYTHON, "bench.engine.mlserver"),
     # the image's Redis is built without protected mode
     "redis": ("sh", "-c", 'exec "$@" --protected-mode no', "sh"),
     # without an entry point: the container's command is run as it stands

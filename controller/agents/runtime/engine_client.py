@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from extproc.engines.answers import adapters_in, answer_to_load, is_unloaded, message_of, repository_models
+from extproc.http_body import read_at_most
 from extproc.protocol import Api
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ PROBES: Final[Mapping[Api, str]] = MappingProxyType(
 )
 # As extproc: vLLM's pages have 30 to 200 KB.
 _MOST_BYTES: Final = 4 * 1024 * 1024
-_CHUNK_BYTES: Final = 64 * 1024
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -221,12 +221,10 @@ class EngineClient:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    read = bytearray()
-    async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
-        read += chunk
-        if len(read) > _MOST_BYTES:
-            raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
-    return bytes(read)
+    body = await read_at_most(answer.content, _MOST_BYTES)
+    if body is None:
+        raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
+    return body
 
 
 def _form(fields: Mapping[str, Any]) -> aiohttp.FormData:

@@ -39,7 +39,6 @@ _COUNTERS: Final = 7
 # of both histograms: the first bucket that is not empty, and how many there are from there on
 _HEAD: Final = Struct("<4B")
 _COUNT: Final = "I"
-_COUNT_BYTES: Final = array(_COUNT).itemsize
 
 
 class Totals(msgspec.Struct, frozen=True):

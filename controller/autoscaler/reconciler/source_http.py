@@ -32,6 +32,7 @@ from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFo
 from controller.kube.resources import SECRETS
 from extproc.api.addresses import is_guarded
 from extproc.engines.pages import PageRefused, lines_of, number_of
+from extproc.http_body import read_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -307,12 +308,10 @@ async def fetch_page(
         ) as answer:
             if answer.status != HTTPStatus.OK and answer.status not in also:
                 raise FetchFailed(f"the server answers {answer.status}")
-            body = bytearray()
-            async for chunk in answer.content.iter_any():
-                body += chunk
-                if len(body) > most_bytes:
-                    raise FetchFailed(f"the answer is longer than {most_bytes} bytes")
-            return bytes(body)
+            body = await read_at_most(answer.content, most_bytes)
+            if body is None:
+                raise FetchFailed(f"the answer is longer than {most_bytes} bytes")
+            return body
     except TimeoutError:
         raise FetchFailed(f"no answer within {timeout_s:g} s") from None
     except aiohttp.ClientConnectorCertificateError as error:

@@ -20,8 +20,8 @@ from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mu
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
 from controller.bundle.envoy.envoy_json import http_filter, typed_extension
+from controller.bundle.envoy.filter_conditions import answer_has, request_has, skipped_if
 from controller.bundle.envoy.lua import lua, lua_text
-from controller.bundle.envoy.matching import answer_has, request_has, skipped_if
 from extproc.api.session_affinity import session_headers
 from extproc.protocol import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
 

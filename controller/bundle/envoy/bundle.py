@@ -21,6 +21,7 @@ from controller.bundle.envoy.clusters import (
     server_cluster,
     server_cluster_name,
     server_endpoints,
+    socket_cluster,
     usage_cluster,
     with_endpoints,
 )
@@ -36,7 +37,7 @@ from controller.bundle.envoy.listeners import (
     of_clients,
     of_steps,
 )
-from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored, mirror_cluster
+from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored
 from controller.bundle.envoy.model_routes import has_calls, routes_by_policy
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
@@ -53,6 +54,7 @@ from extproc.api.make_before_break import with_servers
 from extproc.api.model_server import RETURNED
 from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import Metadata
+from extproc.protocol import MIRROR_CLUSTER, MIRROR_SOCKET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -157,7 +159,7 @@ class BundleWriter:
             inner_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
         mirrors = is_mirrored(snapshot.routes)
         if mirrors:
-            own.append(memo.get(mirror_cluster, self._directory))
+            own.append(memo.get(socket_cluster, MIRROR_CLUSTER, self._directory, MIRROR_SOCKET))
             routes = inner_routes(MIRRORED, gateway, routes_by_policy(snapshot, memo))
             inner_files[MIRRORED_ROUTES_FILE] = resources_file([routes])
         if gateway.usage_log is not None and gateway.usage_log.api is not None:

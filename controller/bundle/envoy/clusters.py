@@ -263,6 +263,20 @@ def usage_cluster(api: str) -> dict[str, object]:
     )
 
 
+def socket_cluster(name: str, directory: str, socket: str, options: UpstreamOptions | None = None) -> dict[str, object]:
+    """What listens on ``socket`` in the bundle's directory."""
+    return to_resource(
+        Cluster(
+            name=name,
+            type=ClusterDiscoveryType.STATIC,
+            load_assignment=assignment(name, [f"unix:{directory}/{socket}"]),
+            connect_timeout=seconds(1),
+            circuit_breakers=unlimited_circuit_breakers(),
+            typed_extension_protocol_options={} if options is None else {UPSTREAM_OPTIONS: PackedMessage(options)},
+        )
+    )
+
+
 def _override_host() -> LoadBalancingPolicy:
     def key(namespace: str, name: str) -> MetadataKey:
         return MetadataKey(key=namespace, path=[MetadataKeyPathSegment(key=name)])

@@ -34,7 +34,7 @@ from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.authentication import authentication_filters
 from controller.bundle.envoy.cost_header import cost_header
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
-from controller.bundle.envoy.matching import request_has, skipped_if
+from controller.bundle.envoy.filter_conditions import request_has, skipped_if
 from controller.bundle.envoy.response_cache import stores_answers
 from controller.bundle.envoy.usage import responses_usage, stream_usage
 from controller.bundle.envoy.usage_log import keeps_for_log

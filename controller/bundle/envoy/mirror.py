@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of requests: the routes that make them, the cluster that they go to, and the listener behind it.
+"""Copies of requests: the routes that make them, and the listener to which they go.
 
 Envoy's mirror knows no metadata of the request, so an engine cannot be chosen for the copy in advance. It goes to a
 listener of Envoy's own instead, which asks extproc again. The streams of that listener have a mark, and the copies a
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
 from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValue,
@@ -26,9 +25,8 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
 )
 
-from controller.bundle.envoy.clusters import assignment, unlimited_circuit_breakers
-from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
-from extproc.protocol import MIRROR, MIRROR_CLUSTER, MIRROR_SOCKET, NAMESPACE
+from controller.bundle.envoy.envoy_json import to_plain
+from extproc.protocol import MIRROR, MIRROR_CLUSTER, NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,19 +41,6 @@ MIRRORED_ROUTES_FILE: Final = "rds/mirrored.json"
 def is_mirrored(routes: Iterable[ModelRoute]) -> bool:
     """Whether some request is."""
     return any(rule.mirror is not None for route in routes for rule in route.spec.rules)
-
-
-def mirror_cluster(directory: str) -> dict[str, object]:
-    """The listener."""
-    return to_resource(
-        Cluster(
-            name=MIRROR_CLUSTER,
-            type=ClusterDiscoveryType.STATIC,
-            load_assignment=assignment(MIRROR_CLUSTER, [f"unix:{directory}/{MIRROR_SOCKET}"]),
-            connect_timeout=seconds(1),
-            circuit_breakers=unlimited_circuit_breakers(),
-        )
-    )
 
 
 def with_copies(decided: Iterable[dict[str, object]]) -> list[dict[str, object]]:

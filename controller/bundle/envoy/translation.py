@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
 from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValue,
@@ -50,7 +49,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 
 from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.bootstrap import file_source
-from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, assignment, unlimited_circuit_breakers
+from controller.bundle.envoy.clusters import socket_cluster
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, to_plain, to_resource
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.lua import lua, lua_text
@@ -137,24 +136,12 @@ def translator_cluster(directory: str) -> dict[str, object]:
         http_filter("envoy.filters.http.lua", lua(_SCRIPT, marks)),
         http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
     ]
-    return to_resource(
-        Cluster(
-            name=TRANSLATOR_CLUSTER,
-            type=ClusterDiscoveryType.STATIC,
-            load_assignment=assignment(TRANSLATOR_CLUSTER, [f"unix:{directory}/{TRANSLATOR_SOCKET}"]),
-            connect_timeout=seconds(1),
-            circuit_breakers=unlimited_circuit_breakers(),
-            typed_extension_protocol_options={
-                UPSTREAM_OPTIONS: PackedMessage(
-                    UpstreamOptions(
-                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
-                        explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
-                        http_filters=filters,
-                    )
-                )
-            },
-        )
+    options = UpstreamOptions(
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+        explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+        http_filters=filters,
     )
+    return socket_cluster(TRANSLATOR_CLUSTER, directory, TRANSLATOR_SOCKET, options)
 
 
 def translator_route() -> dict[str, object]:

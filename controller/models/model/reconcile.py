@@ -10,7 +10,7 @@ import msgspec
 from controller.kube.plan import Apply, Delete, KubeEvent, Plan
 from controller.kube.resources import MODEL_SERVERS, Object, key_of
 from controller.models.model.children import Child, children, digest_of, is_settled, reported_start_times, with_digest
-from controller.models.model.hosted import ASK_EACH_S, pods_with_lists
+from controller.models.model.hosted_models import ASK_EACH_S, pods_with_lists
 from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve
 from controller.models.model.pods import our_images
 from controller.models.model.status import Owned, Status, replicas_of, status_of, unresolved_status

@@ -11,7 +11,7 @@ import msgspec
 
 from controller.kube.resources import key_of
 from controller.models.model.children import is_settled, shares
-from controller.models.model.hosted import failed_models, hosted_status
+from controller.models.model.hosted_models import failed_models, hosted_status
 from controller.models.model.model_state import BACKEND, PURPOSE
 from controller.models.model.pods import DOWNLOAD, ENGINE, cannot_warm, initial_replicas
 from controller.models.runtimes.legs import why_sidecar

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.autoscale.cell import Window, met_by_window, overload_to_order_s, reversals
 from bench.autoscale.fleet import Replica, bill, victims
 from bench.autoscale.report import Spot, cost_at, dominates, extra_cost
+from bench.autoscale.trial import Window, met_by_window, overload_to_order_s, reversals
 from bench.lab.measures import LatencyObjective
 from bench.reporting.results import RequestResult
 
@@ -74,7 +74,7 @@ def test_refused_lost_and_slow_requests_are_missed() -> None:
     assert found[0] == Window(1, 1)
 
 
-def spot(attainment: float, cost: float, policy: str = "peer") -> Spot:
+def spot(attainment: float, cost: float, policy: str = "baseline") -> Spot:
     return Spot(policy, "load", 1.0, attainment, attainment, attainment, cost)
 
 

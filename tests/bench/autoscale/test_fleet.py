@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from bench.__main__ import main
-from bench.autoscale.cell import Cell, run_cell
 from bench.autoscale.command import kept_results, run_grid
 from bench.autoscale.fleet import ONE, Fleet
 from bench.autoscale.load_profiles import Half
 from bench.autoscale.policies import POLICIES
+from bench.autoscale.trial import Trial, run_trial
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
 
 
@@ -71,7 +71,7 @@ def test_an_order_taken_back_ends_what_was_starting() -> None:
 
 def test_more_engines_meet_the_targets_more_often_and_cost_more() -> None:
     few, many = (
-        run_cell(Cell("ramps", Half.TUNING, "fixed", count, 0, duration_s=110.0), Path()) for count in (1.0, 4.0)
+        run_trial(Trial("ramps", Half.TUNING, "fixed", count, 0, duration_s=110.0), Path()) for count in (1.0, 4.0)
     )
     assert few.attainment < many.attainment
     assert few.bill.cost < many.bill.cost
@@ -80,7 +80,7 @@ def test_more_engines_meet_the_targets_more_often_and_cost_more() -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_run_ends_well_and_keeps_its_cells(tmp_path: Path) -> None:
+def test_a_quick_run_ends_well_and_keeps_its_trials(tmp_path: Path) -> None:
     policies = "fixed,oracle"
     assert main(["autoscale", "--quick", "--policies", policies, "--out", str(tmp_path), "--jobs", "1"]) == 0
     found = kept_results(tmp_path / "quick.jsonl")
@@ -94,16 +94,16 @@ def test_an_unknown_policy_or_load_is_told(tmp_path: Path) -> None:
     assert main(["autoscale", "--loads", "nothing", "--out", str(tmp_path)]) == 2
 
 
-def test_finished_cells_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> None:
-    cells = [Cell("ramps", Half.TUNING, "fixed", knob, 0, duration_s=80.0) for knob in (2.0, 3.0)]
-    file = tmp_path / "cells.jsonl"
+def test_finished_trials_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> None:
+    trials = [Trial("ramps", Half.TUNING, "fixed", knob, 0, duration_s=80.0) for knob in (2.0, 3.0)]
+    file = tmp_path / "trials.jsonl"
     console = Console(quiet=True)
-    first = run_grid(cells, file, Path(), console, jobs=1)
+    first = run_grid(trials, file, Path(), console, jobs=1)
     kept = file.read_bytes()
-    assert run_grid(cells, file, Path(), console, jobs=1) == first
+    assert run_grid(trials, file, Path(), console, jobs=1) == first
     assert file.read_bytes() == kept
     file.write_bytes(kept[:-20])
-    again = run_grid(cells, file, Path(), console, jobs=1)
+    again = run_grid(trials, file, Path(), console, jobs=1)
     assert [one.attainment for one in again.values()] == [one.attainment for one in first.values()]
     assert len(kept_results(file)) == 2
 
@@ -112,8 +112,8 @@ def test_finished_cells_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> N
 def test_every_policy_plays_within_its_bounds_and_loses_nobody(policy: str) -> None:
     grid = POLICIES[policy].grid
     assert len(grid) == 5
-    cell = Cell("noise", Half.HELD, policy, grid[2], 0, start_s=5.0, duration_s=75.0)
-    found = run_cell(cell, Path())
+    trial = Trial("noise", Half.HELD, policy, grid[2], 0, start_s=5.0, duration_s=75.0)
+    found = run_trial(trial, Path())
     assert found.requests > 30
     assert not found.lost
     assert not found.refused

@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 
-from bench.autoscale.cell import kind_first
 from bench.autoscale.fleet import Variant
 from bench.autoscale.load_profiles import LOADS, VariantMixes, cheapest_plan, variant_mixes, worths
 from bench.autoscale.policies import POLICIES, SECONDS, policies_for
+from bench.autoscale.trial import kind_first
 
 SMALL = (Variant("a", "a100x2", cost=1.0, max_replicas=3), Variant("b", "h100x2", cost=2.2, max_replicas=2))
 

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.lab.fairness import (
-    AGEING_S,
     FCFS,
     FLOOD_POLICIES,
     QUANTUM,
@@ -86,7 +85,8 @@ def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> N
     first = found["FirstCome"]
     assert found["Deadline"].missed < 0.8 * first.missed
     assert found["ShortestFirst"].mean_ttft_s < 0.9 * first.mean_ttft_s
-    assert found["ShortestFirst"].longest_ttft_s <= first.longest_ttft_s + AGEING_S
+    # its ageing
+    assert found["ShortestFirst"].longest_ttft_s <= first.longest_ttft_s + 10.0
 
 
 def test_bands_that_all_wait_have_their_shares() -> None:

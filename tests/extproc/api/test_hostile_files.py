@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 import httpx
 import pytest
 
-from bench.fuzz.files import mutant, try_files
 from bench.stack.processes import free_ports
 from controller.__main__ import main as controller
 from extproc.__main__ import main as extproc
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
 from tests.examples import examples
+from tests.fuzz.files import mutant, try_files
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -55,12 +55,12 @@ def workers(tmp_path: Path, clock: Clock) -> list[SharedGrants]:
 
 
 def grants(worker: SharedGrants, *charges: Charge) -> int:
-    with worker.turn():
+    with worker:
         return worker.add(charges)
 
 
 def unheard(worker: SharedGrants, key: str = "k") -> float:
-    with worker.turn():
+    with worker:
         return worker.unheard(key)
 
 
@@ -173,7 +173,7 @@ def test_a_worker_that_is_alone_asks_for_no_lock_and_whoever_comes_sees_what_it_
 def test_a_worker_that_comes_in_the_turn_of_one_that_is_alone_sees_its_grant(tmp_path: Path, clock: Clock) -> None:
     one = SharedGrants(tmp_path, "x", clock)
     grants(one)
-    with one.turn():
+    with one:
         other = SharedGrants(tmp_path, "y", clock)
         one.add([charge(3.0)])
     assert unheard(other) == 3.0
@@ -203,7 +203,7 @@ def test_where_nobody_can_know_that_it_is_alone_all_take_turns(
 
     monkeypatch.setattr(fcntl, "fcntl", refused)
     one = SharedGrants(tmp_path, "x", clock)
-    with one.turn():
+    with one:
         assert one._is_locked
     other = SharedGrants(tmp_path, "y", clock)
     grants(one, charge(3.0))
@@ -318,5 +318,5 @@ async def test_the_lock_of_a_killed_worker_is_free(tmp_path: Path, clock: Clock)
     await process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     await process.wait()
-    with one.turn():
+    with one:
         assert one._is_locked

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.fuzz.mutants import content_of
 from extproc.errors import BadRequest
 from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
+from tests.fuzz.mutants import content_of
 
 if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.cluster.virtual.manager import OWNED, owner_of
-from bench.cluster.virtual.requests import is_ready
 from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, PODS, SERVICES, Object, Resource
 from tests.controller.models.model_infer.chaos.oracle import Broken
 from tests.controller.models.model_infer.chaos.specs import group_budget, image_of
@@ -19,6 +17,8 @@ from tests.controller.models.model_infer.chaos.view import (
     replicas_ready,
     seat_of,
 )
+from tests.virtual_cluster.manager import OWNED, owner_of
+from tests.virtual_cluster.requests import is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 from hypothesis import strategies as st
 
-from bench.cluster.virtual.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
 from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFER_ROLES, SERVICES
+from tests.virtual_cluster.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
 
 DRIFTING = (SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES)
 numbers = st.integers(0, 30)

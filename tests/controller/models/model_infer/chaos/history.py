@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.cluster.fake.answers import ApiError
-from bench.cluster.virtual.cluster import VirtualCluster
-from bench.cluster.virtual.engine_pod import GOOD
-from bench.cluster.virtual.manager import OWNED, owner_of
 from controller.kube.resources import MODEL_INFERS, PODS, Object, Resource, key_of
 from controller.models.model_infer.model_infer_state import PodGroups
 from tests.controller.models.model_infer.chaos import events
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
 from tests.controller.models.model_infer.chaos.specs import Spec, pod_template, with_image
+from tests.fake_api.answers import ApiError
+from tests.virtual_cluster.cluster import VirtualCluster
+from tests.virtual_cluster.engine_pod import GOOD
+from tests.virtual_cluster.manager import OWNED, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.cluster.virtual import manager as managers
 from controller.kube.plan import Create, Delete, Plan
 from controller.kube.resources import PODS
 from controller.models.model_infer import changes as holds
@@ -18,6 +17,7 @@ from controller.models.model_infer import groups as sizing
 from controller.models.model_infer import pod_state, reconcile
 from tests.controller.models.model_infer.chaos import events, specs
 from tests.controller.models.model_infer.chaos.history import Start
+from tests.virtual_cluster import manager as managers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

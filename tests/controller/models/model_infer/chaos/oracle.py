@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.cluster.virtual.clock import seconds
-from bench.cluster.virtual.requests import is_ready
 from controller.kube.plan import Annotate, Apply, Create, Delete
 from controller.kube.resources import PODS, Object, key_of
 from tests.controller.models.model_infer.chaos.specs import duration_s, group_budget, resolved, role_of
@@ -21,10 +19,12 @@ from tests.controller.models.model_infer.chaos.view import (
     serving_groups,
     size_of,
 )
+from tests.virtual_cluster.clock import seconds
+from tests.virtual_cluster.requests import is_ready
 
 if TYPE_CHECKING:
-    from bench.cluster.virtual.manager import ReconcileRecord
     from controller.kube.plan import Action
+    from tests.virtual_cluster.manager import ReconcileRecord
 
 _LOOKS_A_MINUTE = 400
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from bench.cluster.virtual.engine_pod import GOOD
+from tests.virtual_cluster.engine_pod import GOOD
 
 ROLES = ("prefill", "decode", "route")
 Spec = dict[str, Any]

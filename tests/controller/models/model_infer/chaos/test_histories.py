@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from bench.cluster.virtual.engine_pod import CRASHES, MISSING, NEVER_READY
 from controller.models.model_infer.reconcile import reconcile
 from tests.controller.models.model_infer.chaos import events, specs
 from tests.controller.models.model_infer.chaos.history import History, Start
 from tests.controller.models.model_infer.chaos.stories import ends_well, fails_safely, leaves_nothing, starts
 from tests.examples import examples
+from tests.virtual_cluster.engine_pod import CRASHES, MISSING, NEVER_READY
 
 LONG: Final = int(os.environ.get("ATTACHE_CHAOS_HISTORIES", "0"))
 # without shrinking, which takes minutes here: the log of a failing history tells what happened

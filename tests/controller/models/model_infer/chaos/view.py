@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.cluster.virtual.requests import is_ready
 from controller.kube.resources import Object, key_of
+from tests.virtual_cluster.requests import is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

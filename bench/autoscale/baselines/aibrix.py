@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AIBrix' APA: in proportion to the mean of engines, at most doubled or halved, in only after a cooldown.
+
+Source: vllm-project/aibrix, ``pkg/controller/podautoscaler/algorithm/apa.go``. With x = mean / target: above 1 +
+tolerance ``min(ceil(n * x), ceil(n * up rate))``, below 1 - tolerance ``max(ceil(n * x), floor(n / down rate))``. The
+largest answer of the cooldown counts before it scales in. Every 10 s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from bench.autoscale.baselines.baseline import (
+    HpaMemory,
+    began,
+    clamp_to_bounds,
+    current_of,
+    ready_reports,
+    waiting_each,
+)
+from controller.api.autoscaling import Behavior, ScalingRules
+from controller.autoscaler.decision.behavior import PastRecommendation, ScalingHistory, stabilize, with_recommendation
+from controller.autoscaler.decision.strategies.engine_units import kv_usage_of, running_of
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.situation import EngineReport, Situation
+
+
+class AibrixApa(msgspec.Struct, frozen=True):
+    """``target``: of the metric, in the mean of ready engines. ``down_cooldown_s``: of scaling in."""
+
+    target: float
+    metric: Literal["running", "in_flight", "kv_usage"] = "in_flight"
+    tolerance: float = 0.1
+    max_rate: float = 2.0
+    down_cooldown_s: int = 300
+    period_s: float = 10.0
+
+    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+        """The algorithm, then the cooldown."""
+        past = memory.past if memory is not None else began(situation)
+        reports = [one for one in ready_reports(situation) if one is not None]
+        current = current_of(situation)
+        if not reports:
+            return clamp_to_bounds(current, situation), HpaMemory(past)
+        held = waiting_each(situation) if self.metric == "in_flight" else 0.0
+        mean = sum(self._value(one) for one in reports) / len(reports) + held
+        asked = clamp_to_bounds(self.formula(mean, current), situation)
+        behavior = Behavior(ScalingRules(0), ScalingRules(self.down_cooldown_s))
+        found = stabilize(behavior, past.recommendations, recommended=asked, current=current, now_s=situation.now_s)
+        past = with_recommendation(
+            behavior, ScalingHistory(past.recommendations), PastRecommendation(situation.now_s, asked)
+        )
+        return clamp_to_bounds(found, situation), HpaMemory(past)
+
+    def formula(self, mean: float, current: int) -> int:
+        """Replicas by the mean of the metric."""
+        share = mean / self.target
+        asked = math.ceil(current * share)
+        if share > 1 + self.tolerance:
+            return min(asked, math.ceil(current * self.max_rate))
+        if share < 1 - self.tolerance:
+            return max(asked, math.floor(current / self.max_rate))
+        return current
+
+    def _value(self, report: EngineReport) -> float:
+        if self.metric == "kv_usage":
+            return kv_usage_of(report) or 0.0
+        return running_of(report) if self.metric == "running" else float(report.in_flight)
