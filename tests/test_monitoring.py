@@ -140,6 +140,23 @@ def test_the_example_of_receivers_names_alerts_that_there_are() -> None:
     assert named <= {rule["alert"] for rule in alerts()}
     receivers = {example["route"]["receiver"], *(one["receiver"] for one in example["route"]["routes"])}
     assert receivers == {one["name"] for one in example["receivers"]}
+    ways = {way for one in example["receivers"] for way in one if way != "name"}
+    assert ways == {"pagerduty_configs", "slack_configs", "email_configs"}
+
+
+def test_every_latency_is_shown_as_p50_p95_and_p99() -> None:
+    panels = [
+        {
+            float(share)
+            for one in panel["targets"]
+            for share in re.findall(r"histogram_quantile\(([0-9.]+),", one["expr"])
+        }
+        for panel in json.loads(FILE.read_text())["panels"]
+        if panel["type"] == "timeseries"
+    ]
+    shown = [shares for shares in panels if shares]
+    assert len(shown) >= 10
+    assert all(shares == {0.5, 0.95, 0.99} for shares in shown)
 
 
 def test_panels_do_not_lie_on_each_other() -> None:

@@ -35,7 +35,7 @@ def _quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
     labels = f"le, {by}" if by else "le"
     return tuple(
         (f"histogram_quantile({share}, {_rate(f'{metric}_bucket', labels)})", f"p{share * 100:g}{names}")
-        for share in (0.5, 0.99)
+        for share in (0.5, 0.95, 0.99)
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Series of budgets and guards end with what they are about, and those of the others go on."""
+"""Series of budgets, guards and response caches end with what they are about, and those of the others go on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 from extproc.core.core import Core
-from extproc.core.effects import GuardAsked
+from extproc.core.effects import CacheLookup, GuardAsked
 from extproc.metrics.registry import Metrics
 from tests.extproc.scenes import configuration, request
 
@@ -149,3 +149,17 @@ def test_series_of_bands_and_classes_end_and_those_of_nobody_in_particular_stay(
     process.apply(with_bands("low"))
     assert process.values("class")["attache_request_held_seconds"] == {"low", "low-class", "", "(others)"}
     assert process.values("band")["attache_queue_waits"] == {"low", "", "(others)"}
+
+
+def test_series_of_response_caches_end_with_them() -> None:
+    def cached(*routes: str) -> Snapshot:
+        server = "endpoints: [{address: '10.0.0.1:8000'}]\nscrapeInterval: 0s\n"
+        return configuration(
+            servers={"llama": server}, routes={one: f"cache: {{}}\nmodelName: {one}\n" for one in routes}
+        )
+
+    process = Process(cached("stays", "leaves"))
+    for name in ("stays", "leaves"):
+        process.metrics.count_effect(CacheLookup(f"default/{name}", "miss"))
+    process.apply(cached("stays"))
+    assert process.values("route")["attache_response_cache_lookups"] == {"default/stays"}
