@@ -105,6 +105,10 @@ def _highest(keys: Floats, rng: random.Random, count: int | None) -> list[int]:
     size = keys.size
     if count is None or count >= size:
         shuffled = np.array(rng.sample(range(size), size), dtype=np.intp)
+    elif count == 1:
+        # of every request where the gateway takes one address
+        equal = (keys == keys.max()).nonzero()[0]
+        return [int(equal[rng.randrange(equal.size)])]
     else:
         least = np.partition(keys, size - count)[size - count]
         above = (keys > least).nonzero()[0]

@@ -76,10 +76,11 @@ def test_a_short_list_is_as_good_as_the_head_of_a_long_one(
         assert [scores[position] for position in order] == sorted(scores, reverse=True)[:count]
 
 
-def test_equals_share_a_short_list_too() -> None:
+@pytest.mark.parametrize("count", [1, 4])
+def test_equals_share_a_short_list_too(count: int) -> None:
     rng = random.Random(3)
     scores = np.array([1.0] * 10 + [0.5] * 90)
-    counts = Counter(MaxScore().order(scores, rng, 4)[0] for _ in range(5000))
+    counts = Counter(MaxScore().order(scores, rng, count)[0] for _ in range(5000))
     assert set(counts) == set(range(10))
     assert min(counts.values()) > 400
 
