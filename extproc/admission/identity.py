@@ -140,13 +140,11 @@ class Identities:
         tenant = verified_name_in(headers, TENANT) or ANONYMOUS
         return Subject(tenant, verified_name_in(headers, USER), name, claims)
 
-    def caller(self, headers: Mapping[str, str], *, namespace: str, is_trusted: bool) -> Caller:
-        """The caller by a request's headers. Unless ``is_trusted`` (a gateway wrote them), the caller is anonymous.
+    def caller(self, headers: Mapping[str, str], *, namespace: str) -> Caller:
+        """The caller by a request's headers, which a gateway wrote that is trusted.
 
         ``namespace``: of the ModelServer, where the request's InferenceObjective is looked up.
         """
-        if not is_trusted:
-            return ANONYMOUS_CALLER
         key = self._keys.get(headers.get(CLIENT, ""))
         objective = _first(headers, OBJECTIVES)
         tenant = key.tenant if key is not None else verified_name_in(headers, TENANT) or ANONYMOUS
@@ -193,7 +191,10 @@ class CacheIsolation:
                 continue
             known = msgspec.json.encode([key.name, key.digest])
             self._keys[key.tenant] = sha256(self._keys.get(key.tenant, b"") + known).digest()
-        self.asks_who = any(self.mode_of(server.spec) in {"Tenant", "User"} for server in snapshot.servers)
+        modes = {self.mode_of(server.spec) for server in snapshot.servers}
+        self.asks_who = not modes.isdisjoint({"Tenant", "User"})
+        # whether the gateway writes any salt
+        self.is_on = bool(modes - {"Shared"})
 
     def mode_of(self, spec: ModelServerSpec) -> str:
         """``Tenant``, ``User``, ``Shared`` or ``Header:NAME``."""

@@ -243,7 +243,7 @@ class Dispatcher:
         run = record.run = Run(
             pool,
             assignment,
-            pins,
+            pins,  # by position: see Assignment
             SentRequest(
                 chain=found.chain,
                 tail=tail_of(request.prompt, found.covered_bytes),
@@ -260,12 +260,12 @@ class Dispatcher:
                 is_fallback=arrival.destination.is_fallback,
                 next_servers=() if plan is None or plan.attempts is None else tuple(plan.reserves),
             ),
-            sent_at_s=now,
-            reserved=Usage(assignment.input_tokens, output_tokens),
-            limited=record.limited,
-            most_output=math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
-            prompts=request.prompts.count,
-            has_stored_prompt=request.has_stored_prompt,
+            now,
+            Usage(assignment.input_tokens, output_tokens),
+            record.limited,
+            math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
+            request.prompts.count,
+            request.has_stored_prompt,
             input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
             is_for_model=arrival.destination.model == pool.spec.model,
             api=request.api,
@@ -487,7 +487,7 @@ def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
         most_output=None if math.isinf(run.most_output) else int(run.most_output),
         token_us=0 if row is None else round(float(pool.table.tpot_s[row]) * 1e6),
         tokens_per_event=round(pool.tokens_per_event, 2),
-        held_ms=milliseconds(run.sent.waited_s),
+        held_ms=milliseconds(run.sent.waited_s) if run.sent.waited_s else 0,
         is_streamed=run.sent.is_streamed,
         in_background=request.runs_in_background,
     )

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from extproc.admission.access import AccessRequest, Authorizer
-from extproc.admission.identity import ANONYMOUS_SUBJECT, Caller, Subject
+from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
 from extproc.api.spec import STEPS_LISTENER, namespace_of
 from extproc.core.record import Arrival, Candidates, Head
 from extproc.core.usage import usage_of_unread
@@ -541,8 +541,9 @@ class RequestBuilder:
         candidates: Candidates | None = None,
     ) -> Arrival:
         """Of a request that its caller may make; raises a Refusal."""
-        namespace = namespace_of(destination.server)
-        caller = self._identities.caller(head.headers, namespace=namespace, is_trusted=head.is_trusted)
+        caller = ANONYMOUS_CALLER
+        if head.is_trusted:
+            caller = self._identities.caller(head.headers, namespace=namespace_of(destination.server))
         may_translate = candidates is not None
         pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
         found = Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
@@ -566,7 +567,10 @@ class RequestBuilder:
             to = _engine_api(pool.spec, request.api) if may_translate else None
             if to is None:
                 raise not_served(request, pool.spec, head)
-        return pool, self._isolation.salt(request, pool.spec, caller, head.headers), to
+        salt = None
+        if self._isolation.is_on or request.cache_salt is not None:
+            salt = self._isolation.salt(request, pool.spec, caller, head.headers)
+        return pool, salt, to
 
 
 def _with_overrides(arrival: Arrival) -> Arrival:

@@ -204,10 +204,9 @@ class PrefillMetrics:
         if settled.prefilled_by:
             self._answers.add(settled.server, _use_of_prefill(settled))
 
-    def count_decision(self, decision: Decision) -> None:
-        """A request goes to an engine."""
-        if decision.whole:
-            self._whole.add(decision.server, decision.whole)
+    def count_whole(self, decision: Decision) -> None:
+        """A request goes to an engine whose prompt no other one may compute."""
+        self._whole.add(decision.server, decision.whole)
 
 
 def _use_of_prefill(settled: RequestSettled) -> str:

@@ -325,7 +325,8 @@ class Metrics:
             self.decision_log.log_decision(decision)
         self._requests.add("picked")
         self._picks.add(decision.server)
-        self._prefills.count_decision(decision)
+        if decision.whole:
+            self._prefills.count_whole(decision)
         self.admission.count_dispatch(decision)
         for state, waited_s in decision.waits.items():
             if waited_s and state in self._waits:

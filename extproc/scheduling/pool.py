@@ -328,7 +328,9 @@ class Pool:
             if prefill is not None:
                 prefill = _with_pass(prefill, begin_probe(table, prefill.row, ticket, now))
         indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
-        pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
+        pins = {computing: self.caches.record_sent(computing, expectation, now)}
+        if first != computing:
+            pins[first] = self.caches.record_sent(first, expectation, now)
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
         self._bind(considered.notes, now)
         # the ledger has just counted the request as the last of them

@@ -45,7 +45,7 @@ _SERVER_ANSWERS: Final = {
     READY_PATH: {"ready": True},
 }
 _CALLS: Final = Api.V2_GRPC.spec.protocol
-_OWN_CALLS: Final = frozenset({*SERVER_CALLS, MODEL_READY_CALL})
+OWN_CALLS: Final = frozenset({*SERVER_CALLS, MODEL_READY_CALL})
 _YES, _NO, _OF_SERVER = (f"{ANSWERS_SERVICE}{name}" for name in ("Yes", "No", "Server"))
 # Serialized messages: the first field is true, or it is not there; or it is the name.
 OWN_MESSAGES: Final[Mapping[str, bytes]] = MappingProxyType(
@@ -70,9 +70,7 @@ def own_answer(context: StreamContext, head: Head) -> bytes | None:
 
 
 def own_call(context: StreamContext, head: Head, body: bytes) -> bytes | None:
-    """Likewise of calls of gRPC, whose answers are messages: extproc sends the call on to itself."""
-    if head.path not in _OWN_CALLS:
-        return None
+    """Likewise of OWN_CALLS, calls of gRPC whose answers are messages: extproc sends the call on to itself."""
     builder, now = context.core.builder, context.clock()
     if head.path == MODEL_READY_CALL:
         request = read_call(Api.V2_GRPC, body)

@@ -18,7 +18,7 @@ from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import BUNDLE, Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
 from extproc.protocol import CONTENT_ENCODING
-from extproc.streams.edge import own_answer, own_call
+from extproc.streams.edge import OWN_CALLS, own_answer, own_call
 from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
@@ -438,13 +438,15 @@ class BufferedExchange:
 
     def _begin(self, head: Head, body: bytes) -> list[bytes]:
         began_s = self._context.clock()
-        answer = own_call(self._context, head, body) if self._attachment.is_bundle and not self._server else None
-        if answer is not None:
-            return [answer]
+        if head.path in OWN_CALLS and self._attachment.is_bundle and not self._server:
+            answer = own_call(self._context, head, body)
+            if answer is not None:
+                return [answer]
         builder = self._context.core.builder
         build = builder.strategy(server=self._server, pool=self._context.options.pool)
         arrival = builder.copy(head, body) if self._is_mirrored else build(head, body)
         self.request = StreamRequest(self._context)
         own = self.request.begin(arrival, self._attachment, began_s)
-        self._capture = self._context.open_payload(arrival, self.request.ticket)
+        if self._context.core.payload_logs:
+            self._capture = self._context.open_payload(arrival, self.request.ticket)
         return answers_to(self, own)

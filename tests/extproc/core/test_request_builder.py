@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.admission.identity import ANONYMOUS_CALLER
 from extproc.core import request_builder as module
 from extproc.core.record import Head
 from extproc.protocol import Api
@@ -64,3 +65,13 @@ def test_a_held_request_moves_by_the_rule_of_the_configuration_in_use() -> None:
 def rule(*servers: str) -> str:
     targets = ", ".join(f"{{modelServerName: {server}}}" for server in servers)
     return f"modelName: m\nrules: [{{targetModels: [{targets}]}}]"
+
+
+def test_identity_headers_that_no_gateway_vouches_for_are_ignored() -> None:
+    names = {"x-attache-tenant": "acme", "x-attache-client": "acme-1", "x-llm-d-inference-objective": "urgent"}
+    goals = {"x-llm-d-inference-fairness-id": "acme", "x-llm-d-slo-ttft-ms": "5", "x-attache-deadline-ms": "5"}
+    core = core_of(servers={"llama": endpoints("10.0.0.1:8000")})
+    body = b'{"model": "m", "messages": []}'
+    for is_trusted in (False, True):
+        head = Head("POST", "/v1/chat/completions", {**names, **goals}, has_body=True, is_trusted=is_trusted)
+        assert (core.builder.by_model(head, body).caller == ANONYMOUS_CALLER) is not is_trusted
