@@ -18,7 +18,7 @@ import yaml
 
 from bench.cluster.scaling.testbed import PATIENCE_S, LoadClient, ScaledModel, now_s, until
 from bench.stack.processes import StartFailed
-from controller.autoscaler.reconciler.controller import wall_s
+from controller.kube.controller import wall_s
 from controller.kube.gateway_reports import messages
 from extproc.api.status_pages import ServerDemand
 
