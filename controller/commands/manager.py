@@ -21,9 +21,10 @@ from extproc.api.addresses import is_hostname, parse_address
 from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from controller.autoscaler.export.role import ExportRole
+    from controller.autoscaler.reconciler.controller import Scaling
     from controller.autoscaler.reconciler.records import Records
     from controller.kube.access import ClusterAccess
     from controller.kube.authorizer import RequestAuthorizer
@@ -405,9 +406,7 @@ def _leader(
     return Leader(client, settings, metrics, election, decisions=decisions, source=source, scaling=scaling)
 
 
-def _scaling(
-    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: Records
-) -> Callable[[Client], Awaitable[None]]:
+def _scaling(options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: Records) -> Scaling:
     from controller.autoscaler.reconciler.controller import ScalingSettings, scaling_of  # noqa: PLC0415
     from controller.autoscaler.reconciler.metric_sources import SourceSettings  # noqa: PLC0415
     from controller.autoscaler.reconciler.metrics import ScalingMetrics  # noqa: PLC0415

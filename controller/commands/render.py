@@ -430,9 +430,9 @@ async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_pi
 
 async def _listed(client: Client, namespace: str | None) -> list[Object]:
     from controller.gateway.inputs import gateway_informers  # noqa: PLC0415
-    from controller.kube.cache import InformerSet  # noqa: PLC0415
+    from controller.kube.cache import InformerSet, SharedInformers  # noqa: PLC0415
 
-    cache = InformerSet(client, namespace)
+    cache = InformerSet(SharedInformers(client), namespace)
     informers = gateway_informers(cache)
     async with asyncio.timeout(_PATIENCE_S):
         await cache.list_once()

@@ -185,7 +185,6 @@ class PickerRole:
         controller = Controller[str](
             client,
             self._reconcile,
-            component=CONTROLLER,
             settings=ControllerSettings(namespace=namespace, workers=1, coalesce_s=_TOGETHER_S, informers=timing),
         )
         informers = _informers(controller.cache, settings)

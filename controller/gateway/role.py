@@ -87,7 +87,6 @@ class GatewayRole:
         controller = Controller[str](
             client,
             self._reconcile,
-            component=CONTROLLER,
             settings=ControllerSettings(
                 namespace=settings.namespace,
                 workers=1,

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The informers of one process, or of one term of leadership: nothing seen while another led counts."""
+"""The informers of one process, or of one term of leadership, and the sets of them that its controllers read.
+
+A term begins without informers: nothing seen while another led counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from controller.kube.errors import ClusterError, Forbidden, NotFound
@@ -20,119 +24,88 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROBE_S: Final = 30.0
+_Wanted = tuple["Resource", Selection, "Transform | None", bool]
 
 
-class InformerSet:
-    """``run`` runs all informers; they may be added before and while it runs, and removed.
-
-    ``namespace``: the one whose objects are read; None: all. ``probe_s``: seconds between two requests for an optional
-    kind that the server lacks.
+class SharedInformers:
+    """Informers of one kind, selection and transform are one, whoever takes them. ``run`` runs all of them; they may be
+    taken before and while it runs, and released. ``probe_s``: seconds between two requests for an optional kind that
+    the server lacks.
     """
 
     def __init__(
         self,
         client: Client,
-        namespace: str | None = None,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
         probe_s: float = _PROBE_S,
     ) -> None:
         self._client = client
-        self._namespace = namespace
         self._timing = timing
         self._probe_s = probe_s
-        self._informers: list[Informer] = []
-        self._shared: dict[Resource, list[Informer]] = {}
+        self._taken: dict[_Wanted, Informer] = {}
+        self._users: Counter[Informer] = Counter()
         # of optional kinds: set once the server has answered that it lacks the kind
         self._missing: dict[Informer, asyncio.Event] = {}
-        self._listeners: list[Callable[[Resource, str], None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[Informer, asyncio.Task[None]] = {}
 
-    def add(
+    def take(
         self,
         resource: Resource,
-        *,
-        labels: str = "",
-        fields: str = "",
-        namespace: str | None = None,
-        all_namespaces: bool = False,
+        selection: Selection = Selection(),  # noqa: B008 - frozen
         transform: Transform | None = None,
+        *,
         optional: bool = False,
-        private: bool = False,
     ) -> Informer:
-        """A new informer of a kind, in ``namespace``, in all of them, or by default in that of the cache.
-
-        ``labels`` and ``fields``: selectors. ``optional``: the cluster may lack the kind. ``private``: ``get`` and the
-        listeners of the cache do not see its objects.
+        """The informer of these objects, which a ``release`` gives back. ``optional``: the cluster may lack the
+        kind.
         """
-        chosen = None if all_namespaces or not resource.namespaced else namespace or self._namespace
-        informer = Informer(
-            self._client, resource, Selection(chosen, labels, fields), timing=self._timing, transform=transform
-        )
-        self._informers.append(informer)
-        if optional:
-            self._missing[informer] = asyncio.Event()
-        if not private:
-            self._shared.setdefault(resource, []).append(informer)
-            informer.subscribe(lambda key: self._notify(resource, key))
-        if self._group is not None:
-            self._start(informer, self._group)
+        wanted = resource, selection, transform, optional
+        informer = self._taken.get(wanted)
+        if informer is None:
+            informer = Informer(self._client, resource, selection, timing=self._timing, transform=transform)
+            self._taken[wanted] = informer
+            if optional:
+                self._missing[informer] = asyncio.Event()
+            if self._group is not None:
+                self._start(informer, self._group)
+        self._users[informer] += 1
         return informer
 
-    def remove(self, informer: Informer) -> None:
-        """End a private informer."""
-        self._informers.remove(informer)
+    def release(self, informer: Informer) -> None:
+        """End an informer that nobody has taken besides."""
+        self._users[informer] -= 1
+        if self._users[informer]:
+            return
+        del self._users[informer]
+        self._taken = {wanted: one for wanted, one in self._taken.items() if one is not informer}
         self._missing.pop(informer, None)
         task = self._tasks.pop(informer, None)
         if task is not None:
             task.cancel()
 
-    def subscribe(self, listener: Callable[[Resource, str], None]) -> None:
-        """Call ``listener`` with the kind and key of each object that changes."""
-        self._listeners.append(listener)
+    def is_optional(self, informer: Informer) -> bool:
+        """Whether the cluster may lack its kind."""
+        return informer in self._missing
 
-    def get(self, resource: Resource, key: str) -> Object | None:
-        """An object as any informer of its kind has it; None if none does."""
-        return next((one for each in self._shared.get(resource, ()) if (one := each.get(key)) is not None), None)
-
-    def serves(self, informer: Informer) -> bool:
-        """Whether the cluster serves an optional kind, by the last probe."""
-        return informer.synced.is_set()
+    async def wait_until_synced(self, informer: Informer) -> None:
+        """Returns once it has listed its kind, or the cluster lacks an optional one."""
+        missing = self._missing.get(informer)
+        if missing is None:
+            await informer.synced.wait()
+        else:
+            await _either(informer.answered, missing)
 
     async def run(self) -> None:
         """Run all informers until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             try:
-                for informer in self._informers:
+                for informer in self._users:
                     self._start(informer, group)
                 await asyncio.Event().wait()
             finally:
                 self._group = None
-
-    async def list_once(self) -> None:
-        """List each kind, and watch none. Optional kinds that the cluster lacks or refuses have no objects; raises
-        ClusterError for others.
-        """
-        for informer in self._informers:
-            try:
-                await informer.list_once()
-            except (Forbidden, NotFound):
-                if informer not in self._missing:
-                    raise
-
-    async def wait_until_synced(self) -> None:
-        """Returns once all informers have listed their kind, but for optional kinds that the cluster lacks."""
-        for informer in list(self._informers):
-            missing = self._missing.get(informer)
-            if missing is None:
-                await informer.synced.wait()
-            else:
-                await _either(informer.answered, missing)
-
-    def _notify(self, resource: Resource, key: str) -> None:
-        for listener in self._listeners:
-            listener(resource, key)
 
     def _start(self, informer: Informer, group: asyncio.TaskGroup) -> None:
         name = f"informer of {informer.resource.plural}"
@@ -154,6 +127,81 @@ class InformerSet:
             except ClusterError as error:
                 log.info("%s cannot be looked for: %s", resource.kind, error)
             await asyncio.sleep(self._probe_s)
+
+
+class InformerSet:
+    """The informers of one controller, of those that ``shared`` has. ``namespace``: the one whose objects are read;
+    None: all.
+    """
+
+    def __init__(self, shared: SharedInformers, namespace: str | None = None) -> None:
+        self.shared = shared
+        self._namespace = namespace
+        self._informers: list[Informer] = []
+        self._by_kind: dict[Resource, list[Informer]] = {}
+        self._listeners: list[Callable[[Resource, str], None]] = []
+
+    def add(
+        self,
+        resource: Resource,
+        *,
+        labels: str = "",
+        fields: str = "",
+        namespace: str | None = None,
+        all_namespaces: bool = False,
+        transform: Transform | None = None,
+        optional: bool = False,
+        private: bool = False,
+    ) -> Informer:
+        """An informer of a kind, in ``namespace``, in all of them, or by default in that of the set.
+
+        ``labels`` and ``fields``: selectors. ``optional``: the cluster may lack the kind. ``private``: ``get`` and the
+        listeners of the set do not see its objects.
+        """
+        chosen = None if all_namespaces or not resource.namespaced else namespace or self._namespace
+        informer = self.shared.take(resource, Selection(chosen, labels, fields), transform, optional=optional)
+        self._informers.append(informer)
+        if not private:
+            self._by_kind.setdefault(resource, []).append(informer)
+            informer.subscribe(lambda key: self._notify(resource, key))
+        return informer
+
+    def remove(self, informer: Informer) -> None:
+        """Give a private informer back."""
+        self._informers.remove(informer)
+        self.shared.release(informer)
+
+    def subscribe(self, listener: Callable[[Resource, str], None]) -> None:
+        """Call ``listener`` with the kind and key of each object that changes."""
+        self._listeners.append(listener)
+
+    def get(self, resource: Resource, key: str) -> Object | None:
+        """An object as any informer of its kind has it; None if none does."""
+        return next((one for each in self._by_kind.get(resource, ()) if (one := each.get(key)) is not None), None)
+
+    def serves(self, informer: Informer) -> bool:
+        """Whether the cluster serves an optional kind, by the last probe."""
+        return informer.synced.is_set()
+
+    async def list_once(self) -> None:
+        """List each kind, and watch none. Optional kinds that the cluster lacks or refuses have no objects; raises
+        ClusterError for others.
+        """
+        for informer in self._informers:
+            try:
+                await informer.list_once()
+            except (Forbidden, NotFound):
+                if not self.shared.is_optional(informer):
+                    raise
+
+    async def wait_until_synced(self) -> None:
+        """Returns once all informers have listed their kind, but for optional kinds that the cluster lacks."""
+        for informer in list(self._informers):
+            await self.shared.wait_until_synced(informer)
+
+    def _notify(self, resource: Resource, key: str) -> None:
+        for listener in self._listeners:
+            listener(resource, key)
 
 
 async def _either(one: asyncio.Event, other: asyncio.Event) -> None:

@@ -5,7 +5,7 @@
 ``ReconcileResult`` with the time until the key is reconciled again. Nothing that objects can hold is kept in memory
 between two reconciles. A key is reconciled again after a back-off if the reconcile raises.
 
-    controller = Controller(client, reconcile, component="attache-manager", settings=ControllerSettings())
+    controller = Controller(client, reconcile, settings=ControllerSettings())
     pods = controller.cache.add(PODS, labels="app=llama")
     pods.subscribe(controller.enqueue_soon)
     await controller.run()
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from controller.audit import caused_by
-from controller.kube.cache import InformerSet
+from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.executor import Executor, Expectations, ObjectRefused
 from controller.kube.informer import InformerTiming
 from controller.kube.queue import QueueTiming, WorkQueue
@@ -66,8 +66,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Controller(Generic[Key]):
     """``run`` runs it. Informers are added to ``cache``, and their listeners call one of the ``enqueue``s.
 
-    ``component``: the source of Events. ``measured``: called after each reconcile with the key, the result (``refused``
-    and ``error`` if it raised) and its seconds. ``wrote``: called with the kind and verb of each write.
+    ``client``: its manager is the source of Events. ``measured``: called after each reconcile with the key, the result
+    (``refused`` and ``error`` if it raised) and its seconds. ``wrote``: called with the kind and verb of each write.
+    ``shared``: informers of several controllers, which their owner runs; None: its own.
     """
 
     def __init__(
@@ -75,13 +76,15 @@ class Controller(Generic[Key]):
         client: Client,
         reconcile: Callable[[Key], Awaitable[ReconcileResult]],
         *,
-        component: str,
         settings: ControllerSettings,
         measured: Callable[[Key, str, float], None] | None = None,
         wrote: Counted | None = None,
         rng: Random | None = None,
+        shared: SharedInformers | None = None,
     ) -> None:
-        self.cache = InformerSet(client, settings.namespace, settings.informers, settings.probe_s)
+        self._is_shared = shared is not None
+        shared = shared or SharedInformers(client, settings.informers, settings.probe_s)
+        self.cache = InformerSet(shared, settings.namespace)
         self.queue = WorkQueue[Key](rng or Random(), settings.queue)
         self.expectations = Expectations(self.cache.get, settings.patience_s)
         self.synced = asyncio.Event()
@@ -91,7 +94,7 @@ class Controller(Generic[Key]):
         self._measured = measured
         self._wrote: Counted = wrote or _uncounted
         self._executor = Executor(client, self.expectations, self.cache.get, clock=loop_s, counted=self._wrote)
-        self._recorder = Recorder(client, component, loop_s, self._wrote)
+        self._recorder = Recorder(client, client.manager, loop_s, self._wrote)
         self._sources: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         self._after_sync: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         self._on_synced: list[Callable[[], None]] = []
@@ -122,7 +125,8 @@ class Controller(Generic[Key]):
     async def run(self) -> None:
         """Run informers, sources and workers until cancelled. Raises what a source raises."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.cache.run(), name="informers")
+            if not self._is_shared:
+                tasks.create_task(self.cache.shared.run(), name="informers")
             for name, source in self._sources:
                 tasks.create_task(_awaited(source()), name=name)
             await self.cache.wait_until_synced()

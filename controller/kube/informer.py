@@ -191,6 +191,10 @@ class Informer:
         """Call ``listener`` with each key that changes from now on, and at each resync."""
         self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Listener) -> None:
+        """Call ``listener`` no more."""
+        self._listeners.remove(listener)
+
     async def run(self) -> None:
         """List and watch until cancelled. No failure of the server or the network ends it."""
         async with asyncio.TaskGroup() as tasks:

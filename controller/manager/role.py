@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
+from controller.kube.cache import SharedInformers
 from controller.kube.errors import ClusterError, Forbidden
 from controller.kube.kopf_thread import Handlers
 from controller.kube.resources import (
@@ -23,7 +23,10 @@ from controller.models.controller import ModelController
 from controller.models.metrics import ModelMetrics
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from controller.autoscaler.export.role import ExportRole
+    from controller.autoscaler.reconciler.controller import Scaling
     from controller.kube.client import Client
     from controller.kube.lease import LeaderElection
     from controller.kube.metrics import ManagerMetrics
@@ -46,7 +49,6 @@ FOLLOWED: Final = (
     CLUSTER_SERVING_RUNTIMES,
     MODEL_TEMPLATES,
 )
-Scaling = Callable[["Client"], Awaitable[None]]
 
 
 async def own_image(client: Client, pod: str) -> str:
@@ -63,9 +65,6 @@ async def own_image(client: Client, pod: str) -> str:
             continue
         containers = [] if found is None else found["spec"]["containers"]
         return next((str(one["image"]) for one in containers if one["name"] == _CONTAINER), DEFAULT)
-
-
-"""Scales, until cancelled, what AutoscalingPolicyBindings name."""
 
 
 class Leader:
@@ -109,20 +108,22 @@ class Leader:
         await self._election.run(self._lead)
 
     async def _lead(self) -> None:
+        shared = SharedInformers(self._client, self._settings.informers, self._settings.probe_s)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._work(), name="work")
+            tasks.create_task(shared.run(), name="informers")
+            tasks.create_task(self._work(shared), name="work")
             if self._scaling is not None:
-                tasks.create_task(_awaited(self._scaling(self._client)), name="scaling")
+                tasks.create_task(_awaited(self._scaling(self._client, shared)), name="scaling")
 
-    async def _work(self) -> None:
+    async def _work(self, shared: SharedInformers) -> None:
         controller = ModelController(
             self._client,
             self._settings,
             self._metrics,
-            component=CONTROLLER,
             decisions=self._decisions,
             source=self._source,
             loads=self._loads,
+            shared=shared,
         )
         self._models.follow(controller.objects)
         try:

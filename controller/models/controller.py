@@ -24,6 +24,7 @@ from extproc.api.status_pages import LOADS_LABEL
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from controller.kube.cache import SharedInformers
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
     from controller.kube.plan import Plan
@@ -67,11 +68,11 @@ class ModelController:
         settings: ModelControllerSettings,
         metrics: ManagerMetrics,
         *,
-        component: str,
         decisions: DecisionFunctions,
         source: Source | None = None,
         loads: Loads | None = None,
         clock: Callable[[], float] = wall_s,
+        shared: SharedInformers | None = None,
     ) -> None:
         self._client = client
         self._settings = settings
@@ -82,10 +83,10 @@ class ModelController:
         self._controller = Controller[WorkKey](
             client,
             self._reconcile,
-            component=component,
             settings=settings,
             measured=lambda key, result, seconds: metrics.observe_reconcile(key.kind, result, seconds),
             wrote=metrics.wrote,
+            shared=shared,
         )
         cache, enqueue = self._controller.cache, self._controller.enqueue_soon
         infers = ModelInferAdapter(

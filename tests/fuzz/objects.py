@@ -25,7 +25,7 @@ from controller.gateway.compile.gateway_api.backends import trimmed_slice
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.picker_mode import PickerCompiler
 from controller.gateway.compile.pods import trimmed_pod
-from controller.kube.cache import InformerSet
+from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.client import ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming, Store
 from controller.kube.kinds import KINDS, definition_of
@@ -536,7 +536,7 @@ def _models() -> Attempt:
     """Models and ModelInfers, with what they are decided from."""
     cluster = _Cluster(_objects(_MANAGER_OBJECTS, HONEST))
     client = cast("Client", cluster)
-    cache = InformerSet(client, None, InformerTiming(resync_s=0))
+    cache = InformerSet(SharedInformers(client, InformerTiming(resync_s=0)))
     infers = ModelInferAdapter(client, cache, _ignore, reconcile_model_infer, hasten=_ignore)
     models = ModelAdapter(
         client,
@@ -596,11 +596,14 @@ def _scaling() -> Attempt:
 
 async def _resolved(cluster: _Cluster) -> tuple[list[object], list[object]]:
     """The targets of the honest bindings, and of the odd ones."""
-    informers = Informers(cast("Client", cluster), None, InformerTiming(resync_s=0), lambda _: None)
+    client = cast("Client", cluster)
+    cache = InformerSet(SharedInformers(client, InformerTiming(resync_s=0)))
+    informers = Informers(client, cache, lambda _: None)
     resolver = Resolver(informers)
     async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(cache.shared.run())
         running = tasks.create_task(informers.run())
-        await informers.wait_until_synced()
+        await cache.wait_until_synced()
         found: tuple[list[object], list[object]] = [], []
         for key in list(informers.bindings()):
             view = informers.binding(key)
@@ -613,6 +616,7 @@ async def _resolved(cluster: _Cluster) -> tuple[list[object], list[object]]:
             problem = view.problem or (policy is not None and policy.problem)
             found[not key.startswith(HONEST)].append(msgspec.to_builtins((targets, problem), enc_hook=str))
         running.cancel()
+        reading.cancel()
     return found
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from controller.api.draining import DRAINING
 from controller.kube.resources import PODS, Object
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
@@ -102,7 +103,7 @@ def is_ready(pod: Object) -> bool:
 def takes_requests(pod: Object) -> bool:
     """Whether a gateway gives it new requests."""
     metadata = pod["metadata"]
-    draining = names.DRAINING in (metadata.get("annotations") or {})
+    draining = DRAINING in (metadata.get("annotations") or {})
     return is_entry(pod) and is_ready(pod) and not draining and "deletionTimestamp" not in metadata
 
 

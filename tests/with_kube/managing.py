@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
+    from controller.autoscaler.reconciler.controller import Scaling
     from controller.kube.access import ClusterAccess
     from controller.kube.resources import Object, Resource
     from controller.models.adapter import Loads
@@ -78,15 +79,15 @@ async def managing(
     with_kopf: bool = False,
     source: Source | None = None,
     loads: Loads | None = None,
+    scaling: Scaling | None = None,
     work: ModelControllerSettings | None = None,
-    lease: str = "manager",
 ) -> AsyncIterator[Managing]:
     """The manager's work for the objects of ``namespace``, with a Lease in it."""
     async with connect(access, manager=CONTROLLER) as client:
         election = LeaderElection(
             client,
             namespace=namespace,
-            name=lease,
+            name="attache-manager",
             identity=f"test-{id(client)}",
             timing=QUICK_LEASE,
             rng=Random(1),
@@ -102,6 +103,7 @@ async def managing(
             decisions=DecisionFunctions(decide, reconcile),
             source=source,
             loads=loads,
+            scaling=scaling,
         )
         managed = Managing(client, leader, metrics, asyncio.create_task(ManagerRole(None, leader).run()))
         try:

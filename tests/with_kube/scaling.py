@@ -136,7 +136,7 @@ async def scaling(
     registry, records = CollectorRegistry(), Records()
     async with connect(access, manager="attache-manager", audit=audit) as client:
         settings = ScalingSettings(
-            namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, together_s=0.02, sources=sources
+            namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, coalesce_s=0.02, sources=sources
         )
         one = ScalingController(
             client,

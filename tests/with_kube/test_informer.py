@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.kube.cache import InformerSet
+from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.errors import NotFound, ServerError
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import CONFIG_MAPS, Resource
@@ -107,7 +107,7 @@ async def test_what_is_listed_once_is_not_watched_and_only_optional_kinds_may_be
 ) -> None:
     await client.create(CONFIG_MAPS, config_map(namespace, "one"))
     unknown = Resource("nobody.dev", "v1", "widgets", "Widget")
-    cache = InformerSet(client, namespace)
+    cache = InformerSet(SharedInformers(client), namespace)
     informer, missing = cache.add(CONFIG_MAPS), cache.add(unknown, optional=True)
     fake.faults.refuse(1, 500, of=is_watch)
     await cache.list_once()

@@ -85,9 +85,7 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
     node: None,  # noqa: ARG001 - runs the pods
 ) -> None:
     everything = settings(None)
-    async with managing(
-        account, SYSTEM, decide=reconcile, with_kopf=True, work=everything, lease="attache-manager"
-    ) as manager:
+    async with managing(account, SYSTEM, decide=reconcile, with_kopf=True, work=everything) as manager:
         with asked_for(manager.client) as asked:
             crashing = role(containers=CRASHES, nodeSelector={"test": namespace})
             await client.create(MODEL_INFERS, model_infer(namespace, "crash", crashing))

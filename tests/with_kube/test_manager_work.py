@@ -27,6 +27,7 @@ from controller.kube.resources import (
     MODELS,
     PODS,
 )
+from controller.manager.role import CONTROLLER
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer.reconcile import reconcile
@@ -329,7 +330,9 @@ async def test_faults_of_the_api_server_are_outlived(
     client: Client, kube: Kube, fake: FakeServer, namespace: str
 ) -> None:
     async with managing(kube.admin, namespace):
-        fake.faults.refuse(7, 500, of=lambda call: call.verb in ("create", "patch") and call.target.name != "manager")
+        fake.faults.refuse(
+            7, 500, of=lambda call: call.verb in ("create", "patch") and call.target.name != "attache-manager"
+        )
         fake.faults.refuse(3, 429, retry_after_s=1, of=lambda call: call.verb == "patch")
         fake.create(model_infer(namespace, "llama", *TWO_ROLES, replicas=2))
         await asyncio.sleep(0.3)
@@ -364,7 +367,7 @@ async def test_an_end_of_kopf_ends_the_role_with_an_error(client: Client, kube: 
         innermost = _innermost(error)
         assert isinstance(innermost, HandlersEnded)
         assert "nobody expects this" in str(innermost.__cause__)
-        lease = await client.get(LEASES, "manager", namespace)
+        lease = await client.get(LEASES, CONTROLLER, namespace)
         assert lease["spec"]["holderIdentity"] == "", "another may begin at once"
         manager.task.exception()
 

@@ -19,6 +19,7 @@ from controller.autoscaler.reconciler.controller import ScalingSettings, scaling
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.records import Records, routes
 from controller.commands import explain_scaling as explain_scaling_command
+from controller.kube.cache import SharedInformers
 from controller.kube.client import connect
 from controller.kube.pages import pages
 from controller.kube.resources import (
@@ -37,7 +38,7 @@ from tests.with_kube.pods import make_pod
 from tests.with_kube.scaling import bind, deployment, make_policy, make_server, replicas_of, says, target
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
 
     from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
@@ -106,16 +107,18 @@ async def scaled(access: ClusterAccess, namespace: str) -> AsyncIterator[Records
     settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE)
     async with connect(access, manager="attache-manager") as client:
         run = scaling_of(settings, ScalingMetrics(CollectorRegistry()), records)
-        task = asyncio.create_task(_awaited(run, client))
+        shared = SharedInformers(client, IMPATIENT)
+        tasks = [asyncio.create_task(_awaited(one)) for one in (shared.run(), run(client, shared))]
         try:
             yield records
         finally:
-            task.cancel()
-            await asyncio.wait([task])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
-async def _awaited(run: object, client: Client) -> None:
-    await run(client)  # type: ignore[operator]
+async def _awaited(run: Awaitable[None]) -> None:
+    await run
 
 
 async def until_replicas(client: Client, namespace: str, number: int) -> None:

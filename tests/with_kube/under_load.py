@@ -19,6 +19,7 @@ from bench.cluster.node.node import Node
 from bench.cluster.node.pod_machine import NodeTiming
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
+from controller.api.draining import DRAINING
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import Client, connect
@@ -340,7 +341,7 @@ class Watch:
 def _serves(pod: Object) -> bool:
     conditions = (pod.get("status") or {}).get("conditions") or ()
     is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-    return is_ready and names.DRAINING not in (pod["metadata"].get("annotations") or {})
+    return is_ready and DRAINING not in (pod["metadata"].get("annotations") or {})
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ from controller.autoscaler.decision.allocation.accelerator_capacity import (
     headroom_of,
     left_for,
 )
-from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_node
+from controller.kube.informer import trimmed_node
 from controller.kube.resources import NODES, PODS
 from controller.models.node_capacity import node_capacities, trimmed_to_requests
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import BindingView
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.result import TargetAction
-    from controller.kube.client import Client
+    from controller.kube.cache import SharedInformers
+    from controller.kube.informer import Informer
 
 # Interval at which all pods of a cluster are summed at most.
 _EACH_S: Final = 2.0
@@ -66,11 +67,8 @@ class AcceleratorOrder(NamedTuple):
 class Accelerators:
     """``run`` follows nodes and all pods while a binding needs their capacity. ``ordered``: of all bindings."""
 
-    def __init__(
-        self, client: Client, timing: InformerTiming, ordered: Callable[[], Iterable[AcceleratorOrder]]
-    ) -> None:
-        self._client = client
-        self._timing = timing
+    def __init__(self, shared: SharedInformers, ordered: Callable[[], Iterable[AcceleratorOrder]]) -> None:
+        self._shared = shared
         self._ordered = ordered
         self._users: set[str] = set()
         self._wake = asyncio.Event()
@@ -142,21 +140,20 @@ class Accelerators:
                 await self._wake.wait()
 
     async def _follow(self) -> None:
-        nodes = Informer(self._client, NODES, Selection(), timing=self._timing, transform=trimmed_node)
-        pods = Informer(self._client, PODS, Selection(), timing=self._timing, transform=trimmed_to_requests)
+        nodes = self._shared.take(NODES, transform=trimmed_node)
+        pods = self._shared.take(PODS, transform=trimmed_to_requests)
         for one in (nodes, pods):
             one.subscribe(self._changed)
         self._informers, self._is_old = (nodes, pods), True
-        tasks = [asyncio.create_task(one.run(), name=f"room: {one.resource.plural}") for one in (nodes, pods)]
         try:
             while self._users:
                 self._wake.clear()
                 await self._wake.wait()
         finally:
             self._informers = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for one in (nodes, pods):
+                one.unsubscribe(self._changed)
+                self._shared.release(one)
 
     def _changed(self, _: str) -> None:
         self._is_old = True

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.api.draining import DELETION_COST, DRAINING, HEARD_S, drained_or_when
 from controller.audit import caused_by
 from controller.autoscaler.reconciler.resolver import servers_of
 from controller.autoscaler.reconciler.result import Result, ScaleEvent
-from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, SCALED_BY, SCALED_TO, PodView
+from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO, PodView
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
+from controller.kube.plan import Annotate
 from controller.kube.resources import PODS, split_key
 from controller.models.model_infer.names import text_of
 
@@ -35,18 +37,9 @@ log = logging.getLogger(__name__)
 SOON_S: Final = 0.2
 _SCALING: Final = ("Auto", "ScaleUpOnly")
 _SERVER_FAULTS: Final = 500
-# until every gateway has received the mark and the last request on its way is counted
-HEARD_S: Final = 3.0
 _LOOK_EACH_S: Final = 1.0
 # far below what people write
 _FIRST: Final = "-1000000"
-
-
-class Mark(msgspec.Struct, frozen=True):
-    """Annotations to set on a pod, None removes; only while it still is the one with ``uid``."""
-
-    pod: PodView
-    annotations: Mapping[str, str | None]
 
 
 class Draining(msgspec.Struct, frozen=True):
@@ -54,7 +47,7 @@ class Draining(msgspec.Struct, frozen=True):
     itself. ``waits_for``: pods that have something left, by name.
     """
 
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[Annotate, ...] = ()
     may_go: bool = False
     requeue_at_s: float | None = None
     waits_for: tuple[str, ...] = ()
@@ -78,29 +71,35 @@ def drain(
     marks = undone(one for one in pods if one.key not in names)
     # what never served has nothing to finish
     serving = [one for one in leaving if one.is_ready]
-    unmarked = [one for one in serving if one.draining_at_s is None]
-    if drain_s > 0:
-        marks += [Mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
-        if unmarked:
-            return Draining(tuple(marks), requeue_at_s=now_s + HEARD_S)
-        busy = [one for one in serving if not _is_done(one, reports, now_s, drain_s)]
-        if busy:
-            names_of = tuple(sorted(one.name for one in busy))
-            return Draining(tuple(marks), requeue_at_s=now_s + _LOOK_EACH_S, waits_for=names_of)
-    elif not is_ordered:
-        marks += [Mark(one, {DELETION_COST: _FIRST}) for one in leaving if one.deletion_cost != _FIRST]
+
+    def look_s(one: PodView) -> float | None:
+        is_idle = _is_idle(one, reports)
+        return drained_or_when([one.draining_at_s], is_idle=is_idle, now_s=now_s, drain_s=drain_s, each_s=_LOOK_EACH_S)
+
+    again_s = {one.name: at_s for one in serving if (at_s := look_s(one)) is not None}
+    if again_s:
+        unmarked = [one for one in serving if one.draining_at_s is None]
+        marks += [_mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
+        waits_for = () if unmarked else tuple(sorted(again_s))
+        return Draining(tuple(marks), requeue_at_s=max(again_s.values()), waits_for=waits_for)
+    if drain_s <= 0 and not is_ordered:
+        marks += [_mark(one, {DELETION_COST: _FIRST}) for one in leaving if one.deletion_cost != _FIRST]
     return Draining(tuple(marks), may_go=True)
 
 
-def undone(pods: Iterable[PodView]) -> list[Mark]:
+def _mark(pod: PodView, annotations: Mapping[str, str | None]) -> Annotate:
+    return Annotate(PODS, pod.key, pod.uid, annotations)
+
+
+def undone(pods: Iterable[PodView]) -> list[Annotate]:
     """Marks taken off pods that stay."""
-    found: list[Mark] = []
+    found: list[Annotate] = []
     for one in pods:
         gone: dict[str, str | None] = {DRAINING: None} if one.draining_at_s is not None else {}
         if one.deletion_cost == _FIRST:
             gone[DELETION_COST] = None
         if gone and not one.is_going:
-            found.append(Mark(one, gone))
+            found.append(_mark(one, gone))
     return found
 
 
@@ -136,13 +135,10 @@ def requests_at(report: EngineReport) -> float:
     return max(float(report.in_flight), (report.running or 0.0) + (report.waiting or 0.0))
 
 
-def _is_done(pod: PodView, reports: Mapping[str, EngineReport], now_s: float, drain_s: float) -> bool:
-    since_s = now_s if pod.draining_at_s is None else pod.draining_at_s
-    if now_s >= since_s + drain_s:
-        return True
-    report = reports.get(pod.ip)
-    has_reported = report is not None and report.at_s >= since_s + HEARD_S
-    return has_reported and report is not None and requests_at(report) == 0
+def _is_idle(pod: PodView, reports: Mapping[str, EngineReport]) -> bool:
+    """By a report from after the time when the last request could have been on its way."""
+    report, since_s = reports.get(pod.ip), pod.draining_at_s
+    return report is not None and since_s is not None and report.at_s >= since_s + HEARD_S and requests_at(report) == 0
 
 
 class DecideAgain(Exception):
@@ -326,11 +322,11 @@ class Actuator:
         version = await self._annotate(found, {SCALED_TO: str(replicas)})
         self._wrote[place] = LastWrite(found.uid, version, replicas)
 
-    async def _mark(self, marks: Sequence[Mark]) -> None:
+    async def _mark(self, marks: Sequence[Annotate]) -> None:
         """Pods that are gone, or others of the same name by now, need no marks."""
         for one in marks:
-            namespace, name = split_key(one.pod.key)
-            patch = {"metadata": {"uid": one.pod.uid, "annotations": one.annotations}}
+            namespace, name = split_key(one.key)
+            patch = {"metadata": {"uid": one.uid, "annotations": one.annotations}}
             try:
                 await self._client.merge_patch(PODS, name, namespace, patch)
             except (NotFound, Conflict):

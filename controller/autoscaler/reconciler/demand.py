@@ -14,15 +14,13 @@ from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
-from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_pod
-from controller.kube.resources import PODS
-from extproc.api.status_pages import LOADS_LABEL, EngineDemand, ServerDemand, is_news_at
+from extproc.api.status_pages import EngineDemand, ServerDemand, is_news_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.autoscaler.decision.gateway_reports import EngineSignal
-    from controller.kube.client import Client
+    from controller.kube.informer import Informer
     from extproc.api.status_pages import Demand
 
 Urgent = Callable[[str], None]
@@ -97,19 +95,15 @@ class _SlotReport(msgspec.Struct):
 
 
 class GatewayDemand:
-    """See ``DemandSource``. ``trusted``: namespaces whose gateways may report demand for ModelServers of all
-    namespaces. ``clock``: seconds since the epoch.
+    """See ``DemandSource``. ``gateways``: the informer of pods with the label ``attache.dev/tells-loads``. ``trusted``:
+    namespaces whose gateways may report demand for ModelServers of all namespaces. ``clock``: seconds since the epoch.
     """
 
-    def __init__(
-        self, client: Client, trusted: Collection[str], timing: InformerTiming, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, gateways: Informer, trusted: Collection[str], clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._gateways = Informer(client, PODS, Selection(labels=LOADS_LABEL), timing=timing, transform=trimmed_pod)
+        self._gateways = gateways
         self._signals = Signals(trusted)
-        self._feed = DemandFeed(
-            lambda: self._gateways.objects, self._on_demand, clock=clock, rng=Random(), trusted=trusted
-        )
+        self._feed = DemandFeed(lambda: gateways.objects, self._on_demand, clock=clock, rng=Random(), trusted=trusted)
         self._urgent: Urgent = _ignore
         self._wanted: Collection[str] | None = None
         # by gateway and slot
@@ -121,7 +115,6 @@ class GatewayDemand:
         self._urgent = urgent
         self._gateways.subscribe(self._feed.gateways_changed)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._gateways.run(), name="informer of gateways")
             await self._gateways.synced.wait()
             tasks.create_task(self._feed.run(), name="demand of gateways")
             while True:

@@ -19,8 +19,7 @@ from controller.autoscaler.reconciler.bindings import (
 )
 from controller.autoscaler.reconciler.other_kinds import OtherKinds
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, reader, trimmed_pod_view
-from controller.kube.cache import InformerSet
-from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.informer import Selection
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
@@ -31,13 +30,16 @@ from controller.kube.resources import (
     identity_of,
     key_of,
 )
+from controller.models.adapter import WorkKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from controller.autoscaler.reconciler.bindings import ScalableRef, TargetClaim
     from controller.autoscaler.reconciler.scalables import PodView
+    from controller.kube.cache import InformerSet, SharedInformers
     from controller.kube.client import Client
+    from controller.kube.informer import Informer
 
 _Bucket = tuple[str, str, str]
 _Query = tuple[str, tuple[tuple[str, str], ...]]
@@ -118,9 +120,8 @@ class PodIndex:
 class NamespacedPods:
     """Informers of pods in the namespaces given to ``set_wanted``. ``index``: all of their pods."""
 
-    def __init__(self, client: Client, timing: InformerTiming, synced: Callable[[], None]) -> None:
-        self._client = client
-        self._timing = timing
+    def __init__(self, shared: SharedInformers, synced: Callable[[], None]) -> None:
+        self._shared = shared
         self._synced = synced
         self._informers: dict[str | None, Informer] = {}
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
@@ -159,7 +160,7 @@ class NamespacedPods:
                 await self._wake.wait()
 
     def _made(self, namespace: str | None) -> Informer:
-        informer = Informer(self._client, PODS, Selection(namespace), timing=self._timing, transform=trimmed_pod_view)
+        informer = self._shared.take(PODS, Selection(namespace), trimmed_pod_view)
 
         def changed(key: str) -> None:
             found = informer.get(key)
@@ -169,31 +170,28 @@ class NamespacedPods:
         return informer
 
     async def _follow(self, namespace: str | None) -> None:
-        informer = self._informers[namespace]
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(informer.run())
-            await informer.synced.wait()
-            self._wake.set()
-            self._synced()
+        await self._informers[namespace].synced.wait()
+        self._wake.set()
+        self._synced()
 
     def _drop(self, namespaces: Collection[str | None]) -> None:
         kept = [one for name, one in self._informers.items() if name not in namespaces]
         for name in list(namespaces):
             self._tasks.pop(name).cancel()
-            for key in self._informers.pop(name).objects:
+            informer = self._informers.pop(name)
+            self._shared.release(informer)
+            for key in informer.objects:
                 if not any(key in one.objects for one in kept):
                     self.index.put(key, None)
 
 
 class Informers:
-    """``run`` does the work. ``changed``: called with the key of each binding about which something has changed."""
+    """``run`` does the work. ``changed``: called with each binding or policy about which something has changed."""
 
-    def __init__(
-        self, client: Client, namespace: str | None, timing: InformerTiming, changed: Callable[[str], None]
-    ) -> None:
+    def __init__(self, client: Client, cache: InformerSet, changed: Callable[[WorkKey], None]) -> None:
         self._changed = changed
-        self._cache = InformerSet(client, namespace, timing)
-        add = self._cache.add
+        self._cache = cache
+        add = cache.add
         self._policies = add(AUTOSCALING_POLICIES, transform=trimmed_policy)
         self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=trimmed_binding)
         self._servers = add(MODEL_SERVERS, transform=_trimmed_server)
@@ -207,7 +205,7 @@ class Informers:
                 _SCALED_OBJECTS, transform=autoscaler_trimmer(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True
             ),
         ]
-        self.pods = NamespacedPods(client, timing, self._all_changed)
+        self.pods = NamespacedPods(cache.shared, self._all_changed)
         self.other_kinds = OtherKinds(client, lambda place: self._notify(self._by_place.get(place, ())))
         self._by_place: dict[ScalableRef, set[str]] = defaultdict(set)
         self._by_policy: dict[str, set[str]] = defaultdict(set)
@@ -223,7 +221,7 @@ class Informers:
         self.owners_version = 0
         self._scalables_version = 0
         self._bindings.subscribe(self._binding_changed)
-        self._policies.subscribe(lambda key: self._notify(self._by_policy.get(key, ())))
+        self._policies.subscribe(self._policy_changed)
         self._servers.subscribe(self._server_changed)
         for one in self._others:
             one.subscribe(self._other_changed(one))
@@ -231,9 +229,8 @@ class Informers:
             informer.subscribe(self._scalable_changed(resource))
 
     async def run(self) -> None:
-        """Run all informers until cancelled."""
+        """Follow pods and targets where there are bindings, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._cache.run(), name="informers of scaling")
             tasks.create_task(self.pods.run(), name="pods of targets")
             tasks.create_task(self.other_kinds.run(), name="targets of others' kinds")
 
@@ -254,10 +251,6 @@ class Informers:
         found = [self.pods.cut_off_s(namespace), self.other_kinds.cut_off_s(namespace)]
         found += [one.cut_off_for_s() for one in self._scalables.values()]
         return max((one for one in found if one is not None), default=None)
-
-    async def wait_until_synced(self) -> None:
-        """Returns once all has been listed but pods, which are followed where there are bindings."""
-        await self._cache.wait_until_synced()
 
     def binding(self, key: str) -> BindingView | None:
         """As the informer has it."""
@@ -360,6 +353,12 @@ class Informers:
             self.pods.set_wanted({one.namespace for one in self._known.values()})
             self.other_kinds.set_wanted(key, _foreign(now))
             self._notify([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
+            for one in {each.policy_key for each in (before, now) if each is not None} - {""}:
+                self._changed(WorkKey(AUTOSCALING_POLICIES.kind, one))
+
+    def _policy_changed(self, key: str) -> None:
+        self._changed(WorkKey(AUTOSCALING_POLICIES.kind, key))
+        self._notify(self._by_policy.get(key, ()))
 
     def _server_changed(self, key: str) -> None:
         found = self._servers.get(key)
@@ -406,7 +405,7 @@ class Informers:
 
     def _notify(self, keys: Iterable[str]) -> None:
         for key in set(keys):
-            self._changed(key)
+            self._changed(WorkKey(AUTOSCALING_POLICY_BINDINGS.kind, key))
 
 
 def _is_new(versions: dict[str, tuple[object, ...]], key: str, now: tuple[object, ...] | None) -> bool:

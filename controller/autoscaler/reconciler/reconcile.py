@@ -24,8 +24,9 @@ from controller.autoscaler.reconciler.situations import situations_of, with_head
 from controller.autoscaler.reconciler.state import BindingState, decode_annotation, new_state
 from controller.autoscaler.reconciler.status import acts_of, events_of, status_of
 from controller.kube.client import Client
-from controller.kube.recorder import Recorder, write_status
+from controller.kube.controller import Controller, ReconcileResult, loop_s
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
+from controller.models.adapter import WorkKey
 
 if TYPE_CHECKING:
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.actuator import ActuationResult
     from controller.autoscaler.reconciler.bindings import BindingView
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
-    from controller.kube.informer import InformerTiming
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +74,18 @@ class Decider(NamedTuple):
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """What a reconciliation needs. ``client``: under our own manager's name. ``counted``: called with kind and verb of
-    each write. ``clock``: seconds since the epoch. ``use_servers``: called with the ModelServers of a binding.
+    """What a reconciliation needs. ``client``: under our own manager's name. ``clock``: seconds since the epoch.
+    ``use_servers``: called with the ModelServers of a binding.
     """
 
     client: Client
+    controller: Controller[WorkKey]
     informers: Informers
     resolver: Resolver
     demand: DemandSource
     sources: Sources
     decider: Decider
     actuator: Actuator
-    recorder: Recorder
-    counted: Callable[[str, str], None]
     clock: Callable[[], float]
     rng: Random
     use_servers: Callable[[str, Sequence[str]], None]
@@ -95,31 +94,32 @@ class Parts(msgspec.Struct, frozen=True):
 class Reconciler:
     """``states``: by binding. Several bindings may be reconciled side by side, each by one worker at a time."""
 
-    def __init__(self, parts: Parts, timing: InformerTiming) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.states: dict[str, BindingState] = {}
         self.accelerators = Accelerators(
-            parts.client, timing, lambda: [one.ordered for one in self.states.values() if one.ordered is not None]
+            parts.controller.cache.shared,
+            lambda: [one.ordered for one in self.states.values() if one.ordered is not None],
         )
 
-    async def reconcile(self, key: str) -> tuple[str, float | None]:
-        """The outcome, for the metrics, and in how many seconds to reconcile again. Raises ClusterError."""
+    async def reconcile(self, key: str) -> ReconcileResult:
+        """One binding. Raises ClusterError."""
         view = self._read(key)
         if view is None:
             self._forget(key)
-            return "gone", None
+            return ReconcileResult("gone")
         if not self._parts.informers.has_synced(view):
-            return "waiting", SOON_S
+            return ReconcileResult("waiting", SOON_S)
         state = self._state(view)
         result = self._resolve(view, state)
         if result.policy is None:
             await self._report(view, state, result)
-            return "invalid", _LATER_S
+            return ReconcileResult("invalid", _LATER_S)
         policy, period_s = result.policy, float(result.policy.period)
         result = self._situate(view, state, result, policy)
         if policy.mode == "Paused":
             await self._report(view, state, result)
-            return "paused", period_s
+            return ReconcileResult("paused", period_s)
         measured = await self._parts.sources.with_metrics(view.namespace, policy, result.resolved, result.situations)
         result = msgspec.structs.replace(result, situations=measured)
         try:
@@ -130,13 +130,13 @@ class Reconciler:
         done = await self._actuate(view, state, result)
         if done.is_stale and done.error is None:
             # others write a target all the time: each attempt costs the server some calls
-            return "again", state.conflicts.record_failure()
+            return ReconcileResult("again", state.conflicts.record_failure())
         state.conflicts.reset()
         await self._report(view, state, done.result)
         if done.error is not None:
             raise done.error
         await self._keep_learned(view, state, result.now_s)
-        return "decided", min(period_s, done.again_s)
+        return ReconcileResult("decided", min(period_s, done.again_s))
 
     def series(self) -> list[BindingSeries]:
         """Called in the thread of a scrape."""
@@ -152,6 +152,7 @@ class Reconciler:
         """The state of a binding; a recreated binding gets a new one."""
         state = self.states.get(view.key)
         if state is None or state.uid != view.claim.uid:
+            self._parts.controller.expectations.forget(work_of(view.key))
             state = self.states[view.key] = new_state(view.claim.uid, self._parts.rng, conflict_s=(SOON_S, _LATER_S))
         return state
 
@@ -230,25 +231,23 @@ class Reconciler:
 
     async def _report(self, view: BindingView, state: BindingState, result: Result) -> None:
         """Metrics, the record of the decision, the status and Events."""
-        parts = self._parts
+        parts, work = self._parts, work_of(view.key)
         result = msgspec.structs.replace(result, scaled=state.unreported)
         state.remember(view, result)
         if result.decision is not None:
             state.log.add(DecisionRecord(decision=result.decision, acts=acts_of(result)))
-        version = str(view.thing["metadata"].get("resourceVersion", ""))
-        # the informer may not have delivered our own last write yet
-        is_written = state.status is not None and state.status[0] == version
-        before = state.status[1] if state.status is not None and is_written else view.thing["status"]
+        is_unseen = parts.controller.expectations.left_s(work, loop_s()) is not None
+        before = state.status if state.status is not None and is_unseen else view.thing["status"]
         status = status_of(result, before)
-        if is_written and status == before:
+        if is_unseen and status == before:
             return
         if not await state.status_retry.attempt(
             view.key,
-            lambda: write_status(parts.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.counted),
+            lambda: parts.controller.write_status(work, AUTOSCALING_POLICY_BINDINGS, view.thing, status),
         ):
             return
-        state.status, state.unreported = (version, status), ()
-        await parts.recorder.record(view.thing, events_of(result, status, before))
+        state.status, state.unreported = status, ()
+        await parts.controller.record(view.thing, events_of(result, status, before))
 
     async def _keep_learned(self, view: BindingView, state: BindingState, now_s: float) -> None:
         """Write the learned state into an annotation, for the next leader."""
@@ -266,6 +265,12 @@ class Reconciler:
         )
 
     def _forget(self, key: str) -> None:
+        self._parts.controller.expectations.forget(work_of(key))
         self.states.pop(key, None)
         self.accelerators.release(key)
         self._parts.use_servers(key, ())
+
+
+def work_of(binding: str) -> WorkKey:
+    """A binding as a key of the controller."""
+    return WorkKey(AUTOSCALING_POLICY_BINDINGS.kind, binding)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.api.draining import DELETION_COST, DRAIN, DRAINING
 from controller.api.pod_shapes import quantity
 from controller.autoscaler.decision.situation import EngineState
 from controller.kube.resources import (
@@ -43,18 +44,6 @@ SCALED_TO: Final = PREFIX + "scaled-to"
 
 # Annotation of a binding: what was learned of its targets, JSON.
 LEARNED: Final = PREFIX + "learned"
-
-
-# Annotation of a pod, RFC 3339: since when it gets no new requests, because it is going to be deleted.
-DRAINING: Final = PREFIX + "draining"
-
-
-# The same, written by people.
-DRAIN: Final = PREFIX + "drain"
-
-
-# A Deployment deletes pods with a lower cost first.
-DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 
 
 _ENDED: Final = ("Failed", "Succeeded")

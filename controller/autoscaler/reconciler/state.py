@@ -121,10 +121,9 @@ def decode_annotation(text: str) -> bytes:
 class BindingState(msgspec.Struct, kw_only=True):
     """``memory``: of the decision. ``first_decided_s``: when this process first decided. ``changed_s``: when replicas
     set by another writer were first observed, by target. ``resolution``: of its targets. ``ordered``: accelerators.
-    ``status``: as written last, with the binding's version that it is based on. ``unreported``: replicas written since
-    then. ``conflicts``: of targets that others write repeatedly. The rest is for the metrics: ``view`` and ``result``
-    of the last reconciliation, the last ``stages``, the last known ``desired`` replicas, ``blocked``, and ``writes`` by
-    target.
+    ``status``: as written last. ``unreported``: replicas written since then. ``conflicts``: of targets that others
+    write repeatedly. The rest is for the metrics: ``view`` and ``result`` of the last reconciliation, the last
+    ``stages``, the last known ``desired`` replicas, ``blocked``, and ``writes`` by target.
     """
 
     uid: str
@@ -138,7 +137,7 @@ class BindingState(msgspec.Struct, kw_only=True):
     changed_s: dict[str, float] = {}
     resolution: Resolution | None = None
     ordered: AcceleratorOrder | None = None
-    status: tuple[str, Mapping[str, Any]] | None = None
+    status: Mapping[str, Any] | None = None
     unreported: tuple[ScaleEvent, ...] = ()
     view: BindingView | None = None
     result: Result | None = None

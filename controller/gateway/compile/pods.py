@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.api.draining import DRAIN, DRAINING
 from extproc.api.addresses import join_host_port
 from extproc.api.spec import namespace_of, object_key
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
 PRICE: Final = "attache.dev/price"
-DRAIN: Final = "attache.dev/drain"
-# Since when the manager drains a pod.
-DRAINING: Final = "attache.dev/draining"
 # Of a port.
 _MOST_DIGITS: Final = 5
 # Characters of what people have written wrongly.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.api.draining import DRAINING, drained_or_when
 from controller.kube.plan import Annotate, Delete
 from controller.kube.resources import PODS
-from controller.models.model_infer import names
 from controller.models.model_infer.groups import entries
 from controller.models.model_infer.names import text_of
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.model_infer.pod_state import Pod
 
-# until every gateway has received the mark and the last request on its way is counted
-_HEARD_S: Final = 3.0
 _ASK_EACH_S: Final = 2.0
 
 
@@ -64,7 +62,7 @@ def drain(
 
 def mark_draining(pod: Pod, at_s: float | None) -> Annotate:
     """None takes the mark off."""
-    return Annotate(PODS, pod.key, pod.uid, {names.DRAINING: None if at_s is None else text_of(at_s)})
+    return Annotate(PODS, pod.key, pod.uid, {DRAINING: None if at_s is None else text_of(at_s)})
 
 
 def deletion(pod: Pod, lost_nodes: Collection[str]) -> Delete:
@@ -87,17 +85,20 @@ def _scopes(leaving: Sequence[Replica], groups: Sequence[Group]) -> Iterator[lis
 def _scope(replicas: Sequence[Replica], observed: ModelInferState, now_s: float, drain_s: float) -> DrainResult:
     live = [pod for one in replicas for pod in one.live]
     serving = [one for one in entries(replicas) if not one.is_going and _may_serve(one, observed)]
-    if not serving or drain_s <= 0:
+    again_s = drained_or_when(
+        [one.draining_at_s for one in serving],
+        is_idle=_is_idle(serving, observed),
+        now_s=now_s,
+        drain_s=drain_s,
+        each_s=_ASK_EACH_S,
+    )
+    if again_s is None:
         return DrainResult(deleted=tuple(deletion(one, observed.lost_nodes) for one in live))
-    keys = frozenset(one.key for one in serving)
-    began = [one.draining_at_s for one in serving if one.draining_at_s is not None]
-    if len(began) < len(serving):
-        marked = tuple(mark_draining(one, now_s) for one in serving if one.draining_at_s is None)
-        return DrainResult(marked=marked, asks_loads_of=keys, requeue_at_s=now_s + _HEARD_S)
-    deadline_s = max(began) + drain_s
-    if now_s >= deadline_s or (now_s >= max(began) + _HEARD_S and _is_idle(serving, observed)):
-        return DrainResult(deleted=tuple(deletion(one, observed.lost_nodes) for one in live))
-    return DrainResult(asks_loads_of=keys, requeue_at_s=min(deadline_s, now_s + _ASK_EACH_S))
+    return DrainResult(
+        marked=tuple(mark_draining(one, now_s) for one in serving if one.draining_at_s is None),
+        asks_loads_of=frozenset(one.key for one in serving),
+        requeue_at_s=again_s,
+    )
 
 
 def _may_serve(pod: Pod, observed: ModelInferState) -> bool:

@@ -30,8 +30,6 @@ REVISION: Final = REVISION_LABEL
 ROLE_REVISION: Final = PREFIX + "role-revision"
 # "true" on one pod of each group: the scale subresource counts them.
 SCALE_UNIT: Final = PREFIX + "scale-unit"
-# Annotation, RFC 3339: since when a pod gets no new requests, because it is going to be deleted.
-DRAINING: Final = PREFIX + "draining"
 # Annotations of ControllerRevisions, RFC 3339: when the rollout began, if not with the object; when it was given up;
 # when all groups at or above the partition had become ready with it.
 ROLLED_OUT_SINCE: Final = PREFIX + "rolled-out-since"

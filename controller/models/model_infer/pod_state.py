@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.api.draining import DELETION_COST, DRAINING
 from controller.kube.resources import Object, key_of
 from controller.models.model_infer import names
 from controller.models.model_infer.names import PodPosition, pod_identity, seconds_of
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from controller.models.model_infer.model_infer_state import ModelInferState
 
-_DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED: Final = ("Failed", "Succeeded")
 # A node that misses a few heartbeats often recovers.
 LOST_AFTER_S: Final = 30.0
@@ -109,10 +109,10 @@ def _read(thing: Object, lost_nodes: Collection[str]) -> Pod | None:
         is_ended=ended,
         is_waiting=not node and not going and not ended,
         is_scale_unit=given.get(names.SCALE_UNIT) == "true",
-        draining_at_s=seconds_of(annotations.get(names.DRAINING)),
+        draining_at_s=seconds_of(annotations.get(DRAINING)),
         created_at_s=seconds_of(metadata.get("creationTimestamp")) or 0.0,
         node=node,
-        deletion_cost=_cost(annotations.get(_DELETION_COST)),
+        deletion_cost=_cost(annotations.get(DELETION_COST)),
     )
 
 

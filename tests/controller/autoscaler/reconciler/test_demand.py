@@ -11,11 +11,14 @@ import pytest
 from controller.autoscaler.decision.gateway_reports import EngineSignal
 from controller.autoscaler.decision.situation import EngineReport
 from controller.autoscaler.reconciler.demand import GatewayDemand, by_pod
-from controller.kube.informer import InformerTiming
+from controller.kube.informer import Informer
+from controller.kube.resources import PODS
 from extproc.api.status_pages import Demand, EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
+
+NO_GATEWAYS = Informer(cast("Client", None), PODS)
 
 
 def in_flight(*numbers: int) -> ServerDemand:
@@ -46,7 +49,7 @@ def in_flight(*numbers: int) -> ServerDemand:
 )
 async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool]) -> None:
     rung: list[str] = []
-    demand = GatewayDemand(cast("Client", None), (), InformerTiming(), lambda: 0.0)
+    demand = GatewayDemand(NO_GATEWAYS, (), lambda: 0.0)
     demand._urgent = rung.append
     found = []
     for number, one in enumerate(said):
@@ -58,7 +61,7 @@ async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool
 
 async def test_a_gateway_of_a_namespace_hastens_no_decision_of_another() -> None:
     rung: list[str] = []
-    demand = GatewayDemand(cast("Client", None), ("gateways",), InformerTiming(), lambda: 0.0)
+    demand = GatewayDemand(NO_GATEWAYS, ("gateways",), lambda: 0.0)
     demand._urgent = rung.append
     said = Demand("x", 1, 0.0, {"a/llama": ServerDemand(at_zero=1), "b/llama": ServerDemand(at_zero=1)})
     demand._on_demand("b/gateway", said, 0.0)
@@ -68,7 +71,7 @@ async def test_a_gateway_of_a_namespace_hastens_no_decision_of_another() -> None
 
 
 async def test_what_is_remembered_of_a_gateway_does_not_grow_with_its_lies() -> None:
-    demand = GatewayDemand(cast("Client", None), (), InformerTiming(), lambda: 0.0)
+    demand = GatewayDemand(NO_GATEWAYS, (), lambda: 0.0)
     server = ServerDemand(queued=9, at_zero=1)
     for number in range(1, 2000):
         # processes that do not answer, one that begins anew each time, and ever more slots

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from controller.api.draining import DELETION_COST, DRAINING, HEARD_S
 from controller.autoscaler.decision.situation import EngineReport, EngineState
-from controller.autoscaler.reconciler.actuator import HEARD_S, drain, undone, victims
-from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, PodView
+from controller.autoscaler.reconciler.actuator import drain, undone, victims
+from controller.autoscaler.reconciler.scalables import PodView
 
 NOW_S = 1_800_000_000.0
 
@@ -45,7 +46,9 @@ def test_a_stateful_set_loses_the_highest_ordinals() -> None:
 
 def test_who_goes_is_marked_first_and_sorted_to_the_front() -> None:
     plan = drain([pod("a"), pod("b")], 1, busy(a=3, b=0), is_ordered=False, now_s=NOW_S, drain_s=60.0)
-    assert [(one.pod.name, sorted(one.annotations)) for one in plan.marks] == [("b", sorted([DRAINING, DELETION_COST]))]
+    assert [(one.key, sorted(one.annotations)) for one in plan.marks] == [
+        ("default/b", sorted([DRAINING, DELETION_COST]))
+    ]
     assert (plan.may_go, plan.requeue_at_s) == (False, NOW_S + HEARD_S)
 
 
@@ -74,15 +77,17 @@ def test_a_report_of_before_the_mark_says_nothing() -> None:
 
 def test_marks_are_taken_off_who_stays() -> None:
     pods = [pod("a"), pod("b", since_s=NOW_S - 30)]
-    assert [(one.pod.name, one.annotations) for one in undone(pods)] == [("b", {DRAINING: None, DELETION_COST: None})]
+    assert [(one.key, one.annotations) for one in undone(pods)] == [
+        ("default/b", {DRAINING: None, DELETION_COST: None})
+    ]
     plan = drain(pods, 1, busy(a=0, b=5), is_ordered=True, now_s=NOW_S, drain_s=60.0)
     assert plan.marks == ()
     ordered = [pod("x-0", since_s=NOW_S - 30), pod("x-1")]
     plan = drain(ordered, 1, {}, is_ordered=True, now_s=NOW_S, drain_s=60.0)
-    assert [one.pod.name for one in plan.marks] == ["x-0", "x-1"]
+    assert [one.key for one in plan.marks] == ["default/x-0", "default/x-1"]
 
 
 def test_nothing_is_waited_for_where_the_policy_says_so() -> None:
     plan = drain([pod("a"), pod("b")], 1, busy(a=1, b=2), is_ordered=False, now_s=NOW_S, drain_s=0.0)
     assert plan.may_go
-    assert [(one.pod.name, one.annotations) for one in plan.marks] == [("a", {DELETION_COST: "-1000000"})]
+    assert [(one.key, one.annotations) for one in plan.marks] == [("default/a", {DELETION_COST: "-1000000"})]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.resolver import selecting_servers
+from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.client import Client, ObjectList, WatchEvent
-from controller.kube.informer import InformerTiming
 from controller.kube.resources import MODEL_SERVERS, Object, Resource
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class FakeClient:
 
 @contextlib.asynccontextmanager
 async def following(client: FakeClient) -> AsyncIterator[Informers]:
-    found = Informers(cast("Client", client), None, InformerTiming(resync_s=0), lambda _: None)
+    kube = cast("Client", client)
+    found = Informers(kube, InformerSet(SharedInformers(kube)), lambda _: None)
     task = asyncio.create_task(found._servers.run())
     await found._servers.synced.wait()
     yield found

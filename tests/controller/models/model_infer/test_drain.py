@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from controller.api.draining import DRAINING
 from controller.kube.plan import Annotate, Delete
-from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
 from tests.model_infer_cluster import Cluster, model_infer, role
 
@@ -30,7 +30,7 @@ def draining(cluster: Cluster) -> list[str]:
     return [
         name
         for name in (one.rstrip("-") for one in cluster.names())
-        if names.DRAINING in cluster.pod(name)["metadata"].get("annotations", {})
+        if DRAINING in cluster.pod(name)["metadata"].get("annotations", {})
     ]
 
 
