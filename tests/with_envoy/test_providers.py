@@ -137,9 +137,16 @@ class Server:
 
 
 class Gateway:
-    """``log``: what reached which server, in the order of attempts."""
+    """``log``: what reached which server, in the order of attempts. ``names``: of ModelServers that are healed."""
 
-    def __init__(self, directory: Path, servers: Mapping[str, Server], log: list[Attempt]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        servers: Mapping[str, Server],
+        log: list[Attempt],
+        names: Sequence[str] = ("a", "p", "c", "q", "retried"),
+    ) -> None:
+        self._names = names
         self.directory = directory
         self.servers = servers
         self.log = log
@@ -184,7 +191,7 @@ class Gateway:
 
         # what an outcome says later would count again
         await eventually(all_told)
-        for name in ("a", "p", "c", "q", "retried"):
+        for name in self._names:
             answer = await self.http.post(f"{self.metrics}/breakers/reset?server=default/{name}")
             assert answer.status_code == 200, answer.text
 

@@ -17,7 +17,7 @@ from controller.bundle.envoy.answers import REPLACING
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import KEYED
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
-from controller.bundle.envoy.path_prefix import PREFIX_SCRIPT, prefix_marks
+from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
 from extproc.protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
@@ -60,10 +60,10 @@ _MESSAGES: Final = {
     _SWITCHED: "The provider of this model does not answer by HTTP; tell whoever runs the gateway.",
 }
 _SCRIPT: Final = (
-    PREFIX_SCRIPT
+    PATH_SCRIPT
     + REPLACING
     + r"""
-local KEYS, QUERIES = {@KEYS@}, {@QUERIES@}
+local KEYS, PATHS, QUERIES = {@KEYS@}, {@PATHS@}, {@QUERIES@}
 local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
 local ERRORS = {@ERRORS@}
 
@@ -90,20 +90,20 @@ function envoy_on_request(handle)
   end
   local key = @HAS_KEY@ and headers:get("@AUTHORIZATION@")
   keep(headers, ASKED)
-  if wanted == "@API_KEY@" then
-    if not headers:get("@ANTHROPIC_VERSION@") then headers:add("@ANTHROPIC_VERSION@", "@VERSION@") end
-    -- without "Bearer "
-    key = key and string.sub(key, 8)
+  if form_of(handle) == "anthropic" and not headers:get("@ANTHROPIC_VERSION@") then
+    headers:add("@ANTHROPIC_VERSION@", "@VERSION@")
   end
   if key then
-    headers:replace(wanted, key)
-    metadata:set("@ATTEMPT@", "@KEYED@", true)
+    headers:replace(wanted, wanted == "@AUTHORIZATION@" and key or string.sub(key, #"Bearer " + 1))
+    metadata:set("@ATTEMPT@", "@KEYED@", wanted)
   end
-  put_prefix(handle)
+  keep_path(handle)
   headers:replace(":authority", "@AUTHORITY@")
-  local sent = QUERIES[plain]
-  sent = sent and string.find("&" .. query .. "&", "&" .. sent .. "&", 1, true) and "?" .. sent or ""
-  headers:replace(":path", "@PREFIX@" .. plain .. sent)
+  local there, sent = PATHS[plain], QUERIES[plain]
+  if sent and string.find("&" .. query .. "&", "&" .. sent .. "&", 1, true) then
+    there = there .. (string.find(there, "?", 1, true) and "&" or "?") .. sent
+  end
+  headers:replace(":path", there)
 end
 
 function envoy_on_response(handle)
@@ -128,17 +128,17 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     """The cluster's filter, behind the one that writes the key as ``authorization``."""
     apis = server.spec.apis or ()
     marks = {
-        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis)),
+        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis, provider)),
+        "@PATHS@": ", ".join(f'["{path}"] = "{lua_text(there.encode())}"' for path, there in _paths(apis, provider)),
         "@QUERIES@": ", ".join(f'["{path}"] = "{query}"' for path, query in _queries(apis)),
         "@ASKED@": lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": lua_set(_ANSWER_HEADERS),
         "@ERRORS@": _errors(apis),
-        **prefix_marks(provider.path_prefix),
+        **PATH_MARKS,
         "@KEYED@": KEYED,
         "@MESSAGES@": Api.MESSAGES.spec.paths[0],
         "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
         "@AUTHORIZATION@": _AUTHORIZATION,
-        "@API_KEY@": _API_KEY,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
         "@AUTHORITY@": lua_text(provider.authority.encode()),
@@ -152,10 +152,18 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     return http_filter("attache.provider", lua(_SCRIPT, marks))
 
 
-def _key_headers(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """By path, the header that has the key: Anthropic's API has one of its own."""
+def _key_headers(apis: Iterable[str], provider: Provider) -> Iterable[tuple[str, str]]:
+    """By path, the header that has the key. Without ``auth``, Anthropic's API has one of its own."""
+    own = None if provider.auth is None else (provider.auth.header or _AUTHORIZATION).lower()
     for spec in (APIS_BY_NAME[name].spec for name in apis):
-        yield spec.paths[0], _API_KEY if spec.errors == "anthropic" else _AUTHORIZATION
+        yield spec.paths[0], own or (_API_KEY if spec.errors == "anthropic" else _AUTHORIZATION)
+
+
+def _paths(apis: Iterable[str], provider: Provider) -> Iterable[tuple[str, str]]:
+    """By path, what it is there."""
+    for name in apis:
+        (path, *_) = APIS_BY_NAME[name].spec.paths
+        yield path, provider.paths.get(name, provider.path_prefix + path)
 
 
 def _queries(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
