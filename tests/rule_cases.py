@@ -17,6 +17,7 @@ _KEYED: Final = {
     "provider": {"host": "a.b", "auth": {"type": "Header", "header": "api-key"}},
     "connection": {"apiKeyFile": "api.key"},
 }
+_SIGNED: Final = {**_KEYED, "provider": {"host": "a.b", "auth": {"type": "AWS", "region": "us-east-1"}}}
 _POD: Final = {"spec": {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}}
 _INFER: Final = {"template": {"roles": [{"name": "all", "entryTemplate": _POD}]}}
 _TARGET: Final = {"name": "a", "maxReplicas": 4, "ref": {"kind": "ModelInfer", "name": "llama"}}
@@ -235,6 +236,9 @@ CASES: Final = (
     Case("what is shown is there", "ModelServer", _KEYED, ("connection",), None),
     Case("a header for its type", "ModelServer", _KEYED, ("provider", "auth", "type"), "Bearer"),
     Case("no header but for keys", "ModelServer", _KEYED, ("provider", "auth", "header"), "Content-Length"),
+    Case("a service of its type", "ModelServer", _KEYED, ("provider", "auth", "service"), "bedrock"),
+    Case("a region for its type", "ModelServer", _SIGNED, ("provider", "auth", "region"), None),
+    Case("signed by a file", "ModelServer", _SIGNED, ("connection",), {"apiKeyEnv": "AWS"}),
     Case("APIs of OpenAI's protocol", "ModelServer", _server(apis=["Messages"]), ("protocol",), "V2"),
     *(
         Case("a translation has an effect", "ModelServer", _server(apis=apis, translation="Strict"), ("apis",), bad)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
 
 
+AwsName = Annotated[str, msgspec.Meta(pattern=patterns.AWS_NAME, max_length=64)]
 # A key in one of these would change what a request is, or where it goes.
 _NOT_FOR_KEYS: Final = (
     *("accept", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "keep-alive"),
@@ -30,20 +31,27 @@ _NOT_FOR_KEYS: Final = (
 
 
 class ProviderAuth(Spec, frozen=True):
-    """How a provider is shown the key of ``connection``. ``type``: ``Bearer`` writes ``authorization: Bearer KEY``,
-    ``Header`` writes the key alone into another header. ``header``: the name of that, such as ``api-key``.
+    """How a provider is shown whose requests these are. ``type``: ``Bearer`` writes ``authorization: Bearer KEY`` with
+    the key of ``connection``, ``Header`` writes the key alone into another header. ``AWS`` signs requests (SigV4) with
+    the profile ``default`` of the credentials file that ``connection`` names as its key, or as the machine that Envoy
+    runs on. ``header``: the name of a key's header, such as ``api-key``. ``region``: of AWS, such as ``us-east-1``.
+    ``service``: of AWS, ``bedrock`` unless it says another.
     """
 
     CEL: ClassVar = (
         Rule("(self.type == 'Header') == has(self.header)", "type: Header needs header, and no other type has one"),
+        Rule("(self.type == 'AWS') == has(self.region)", "type: AWS needs region, and no other type has one"),
+        Rule("self.type == 'AWS' || !has(self.service)", "service is that of type: AWS"),
         Rule(
             f"!has(self.header) || !self.header.matches('(?i)^({'|'.join(('authorization', *_NOT_FOR_KEYS))})$')",
             "no key is sent in this header; write another one, or type: Bearer for authorization",
         ),
     )
 
-    type: Literal["Bearer", "Header"]
+    type: Literal["Bearer", "Header", "AWS"]
     header: Annotated[str, msgspec.Meta(pattern=patterns.HEADER, max_length=100)] | None = None
+    region: AwsName | None = None
+    service: AwsName | None = None
 
 
 class Provider(Spec, frozen=True):
@@ -74,6 +82,11 @@ class Provider(Spec, frozen=True):
         """What requests have as ``host``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else self.address
+
+    @property
+    def signs(self) -> bool:
+        """Whether requests are signed, in place of a key in them."""
+        return self.auth is not None and self.auth.type == "AWS"
 
     @property
     def is_loopback(self) -> bool:
@@ -112,5 +125,9 @@ def _check_auth(auth: ProviderAuth, path: Path, *, has_key: bool) -> Iterator[Fi
         yield (*path, "header"), "has a key of type Bearer; write that in place of Header"
     elif auth.header is not None and auth.header.lower() in _NOT_FOR_KEYS:
         yield (*path, "header"), f"'{auth.header}' has another meaning in each request; write that of keys: api-key"
-    if not has_key:
+    if (auth.type == "AWS") != (auth.region is not None):
+        yield (*path, "region"), "is needed by type AWS, and by no other; write both or neither"
+    if auth.type != "AWS" and auth.service is not None:
+        yield (*path, "service"), "is that of type AWS; leave it out"
+    if auth.type != "AWS" and not has_key:
         yield path, "has no effect without a key; write connection.apiKeyFile, or in a cluster apiKeyRef"

@@ -97,7 +97,7 @@ class Server:
 
     @asynccontextmanager
     async def running(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
-        app = web.Application()
+        app = web.Application(client_max_size=32 << 20)
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
@@ -196,10 +196,12 @@ class Gateway:
             assert answer.status_code == 200, answer.text
 
 
+# One attempt each, and what Envoy ejects is for other tests.
+POLICY: Final = {"outlierDetection": {"consecutiveFailures": 1000}, "retry": {"attempts": 0}, "connectTimeout": "10s"}
+
+
 def model_server(name: str, **spec: object) -> dict[str, object]:
-    # one attempt each, and what Envoy ejects is for other tests
-    policy = {"outlierDetection": {"consecutiveFailures": 1000}, "retry": {"attempts": 0}, "connectTimeout": "10s"}
-    return document("ModelServer", name, {"model": f"{name}-model", "trafficPolicy": policy, **spec})
+    return document("ModelServer", name, {"model": f"{name}-model", "trafficPolicy": POLICY, **spec})
 
 
 def engine(name: str, at: Server) -> dict[str, object]:

@@ -12,12 +12,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
+from envoy_data_plane.envoy.config.core.v3 import DataSource, WatchedDirectory
+from envoy_data_plane.envoy.extensions.common.aws.v3 import AwsCredentialProvider, CredentialsFileCredentialProvider
+from envoy_data_plane.envoy.extensions.filters.http.aws_request_signing.v3 import AwsRequestSigning
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation as MutationFilter
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mutations
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
 from controller.bundle.envoy.answers import REPLACING
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import KEYED
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
 from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
+from controller.bundle.envoy.secrets import SECRETS_FOLDER
 from extproc.protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
@@ -35,11 +43,14 @@ if TYPE_CHECKING:
 
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
+    from controller.bundle.envoy.secrets import SecretSource
     from extproc.api.model_server import ModelServer
     from extproc.api.provider import Provider
 
 _AUTHORIZATION: Final = "authorization"
 _API_KEY: Final = "x-api-key"
+# What Envoy's filter writes when it signs a request.
+_SIGNATURE: Final = "authorization x-amz-content-sha256 x-amz-date x-amz-security-token"
 # Of requests. Not openai-organization and openai-project: by this gateway's key, they would be this gateway's.
 _REQUEST_HEADERS: Final = (
     *(":authority", ":method", ":path", ":scheme"),
@@ -93,6 +104,7 @@ function envoy_on_request(handle)
   if form_of(handle) == "anthropic" and not headers:get("@ANTHROPIC_VERSION@") then
     headers:add("@ANTHROPIC_VERSION@", "@VERSION@")
   end
+  if @SIGNS@ then metadata:set("@ATTEMPT@", "@KEYED@", "@SIGNATURE@") end
   if key then
     headers:replace(wanted, wanted == "@AUTHORIZATION@" and key or string.sub(key, #"Bearer " + 1))
     metadata:set("@ATTEMPT@", "@KEYED@", wanted)
@@ -137,7 +149,9 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         **PATH_MARKS,
         "@KEYED@": KEYED,
         "@MESSAGES@": Api.MESSAGES.spec.paths[0],
-        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
+        "@SIGNS@": lua_bool(value=provider.signs),
+        "@SIGNATURE@": _SIGNATURE,
+        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key and not provider.signs),
         "@AUTHORIZATION@": _AUTHORIZATION,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
@@ -150,6 +164,38 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
         "@SERVER@": lua_text(server.metadata.key.encode()),
     }
     return http_filter("attache.provider", lua(_SCRIPT, marks))
+
+
+def signs_requests(provider: Provider, credentials: SecretSource | None, directory: str) -> HttpFilter:
+    """The filter behind that, which signs what the provider gets, the whole body included. A request that cannot be
+    signed goes out without a signature, is refused there, and goes on to a fallback: an answer of this filter would
+    not. ``credentials``: None: those of the machine that Envoy runs on.
+    """
+    auth = provider.auth
+    found = None
+    if credentials is not None:
+        # a file is read again when another one takes its place
+        folder = WatchedDirectory(path=f"{directory}/{SECRETS_FOLDER}")
+        source = DataSource(filename=f"{directory}/{credentials.file}", watched_directory=folder)
+        file = CredentialsFileCredentialProvider(credentials_data_source=source, profile="default")
+        found = AwsCredentialProvider(custom_credential_provider_chain=True, credentials_file_provider=file)
+    signing = AwsRequestSigning(
+        service_name=(auth and auth.service) or "bedrock",
+        region=(auth and auth.region) or "",
+        credential_provider=found,
+        # beside the host and its own: others may be changed on the way
+        match_included_headers=[StringMatcher(exact="content-type")],
+    )
+    return http_filter("envoy.filters.http.aws_request_signing", signing)
+
+
+def removes_trailers() -> HttpFilter:
+    """The filter that removes what comes behind an answer over HTTP/2: none of these APIs has any, and what stands
+    there would be no header of the list.
+    """
+    every = StringMatcher(safe_regex=RegexMatcher(regex=".+"))
+    removed = HeaderMutation(remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=every))
+    return http_filter("attache.trailers", MutationFilter(mutations=Mutations(response_trailers_mutations=[removed])))
 
 
 def _key_headers(apis: Iterable[str], provider: Provider) -> Iterable[tuple[str, str]]:

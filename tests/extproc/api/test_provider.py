@@ -93,6 +93,15 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
             (f"host: a.b, auth: {{type: Header, header: {name}}}", KEYED, "has another meaning in each request")
             for name in ("Host", "content-length", "Transfer-Encoding", "te", "user-agent")
         ),
+        ("host: a.b, auth: {type: AWS}", KEYED, "spec.provider.auth.region: is needed by type AWS"),
+        ("host: a.b, auth: {type: Bearer, region: a}", KEYED, "spec.provider.auth.region: is needed by type AWS"),
+        ("host: a.b, auth: {type: Bearer, service: a}", KEYED, "spec.provider.auth.service: is that of type AWS"),
+        ("host: a.b, auth: {type: AWS, region: US_EAST}", KEYED, "spec.provider.auth.region: 'US_EAST' is no name of"),
+        (
+            "host: a.b, auth: {type: AWS, region: us-east-1}",
+            "connection: {apiKeyEnv: A}, apis: [Messages]",
+            "spec.connection.apiKeyEnv: holds no credentials file of AWS",
+        ),
         ("host: a.b, auth: {type: Bearer}", "apis: [Messages]", "spec.provider.auth: has no effect without a key"),
         ("host: a.b, paths: {Chat: /chat}", "apis: [Messages]", "spec.provider.paths: 'Chat' is none of apis"),
         ("host: a.b, paths: {ChatCompletions: /a}", "apis: [Messages]", "'ChatCompletions' is none of apis"),
