@@ -11,6 +11,13 @@ API_VERSION: Final = "attache.dev/v1alpha1"
 _ROUTE: Final = {"modelName": "llama", "rules": [{"targetModels": [{"modelServerName": "llama"}]}]}
 _SERVER: Final = {"model": "m", "endpoints": [{"address": "10.0.0.1:8000"}]}
 _PROVIDER: Final = {"provider": {"host": "api.example.com"}, "apis": ["Messages"]}
+_KEYED: Final = {
+    "model": "m",
+    "apis": ["ChatCompletions"],
+    "provider": {"host": "a.b", "auth": {"type": "Header", "header": "api-key"}},
+    "connection": {"apiKeyFile": "api.key"},
+}
+_SIGNED: Final = {**_KEYED, "provider": {"host": "a.b", "auth": {"type": "AWS", "region": "us-east-1"}}}
 _POD: Final = {"spec": {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}}
 _INFER: Final = {"template": {"roles": [{"name": "all", "entryTemplate": _POD}]}}
 _TARGET: Final = {"name": "a", "maxReplicas": 4, "ref": {"kind": "ModelInfer", "name": "llama"}}
@@ -219,6 +226,19 @@ CASES: Final = (
     Case("neither endpoints nor a selector", "ModelServer", _server(), ("endpoints",), None),
     Case("prompts are OpenAI's", "ModelServer", _server(cacheIsolation="User"), ("protocol",), "V2"),
     Case("a provider has APIs", "ModelServer", {"model": "m", **_PROVIDER}, ("apis",), None),
+    Case(
+        "paths of a provider's APIs",
+        "ModelServer",
+        {"model": "m", **_PROVIDER, "provider": {"host": "a.b", "paths": {"Messages": "/messages"}}},
+        ("apis",),
+        ["ChatCompletions"],
+    ),
+    Case("what is shown is there", "ModelServer", _KEYED, ("connection",), None),
+    Case("a header for its type", "ModelServer", _KEYED, ("provider", "auth", "type"), "Bearer"),
+    Case("no header but for keys", "ModelServer", _KEYED, ("provider", "auth", "header"), "Content-Length"),
+    Case("a service of its type", "ModelServer", _KEYED, ("provider", "auth", "service"), "bedrock"),
+    Case("a region for its type", "ModelServer", _SIGNED, ("provider", "auth", "region"), None),
+    Case("signed by a file", "ModelServer", _SIGNED, ("connection",), {"apiKeyEnv": "AWS"}),
     Case("APIs of OpenAI's protocol", "ModelServer", _server(apis=["Messages"]), ("protocol",), "V2"),
     *(
         Case("a translation has an effect", "ModelServer", _server(apis=apis, translation="Strict"), ("apis",), bad)

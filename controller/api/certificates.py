@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 _CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
+
+_AWS_FIELDS: Final = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_WORD: Final = re.compile(r"[!-~]+")
+# Envoy ignores a longer file.
+_MOST_CREDENTIALS_BYTES: Final = 4096
 
 
 class CertificateUnusable(ValueError):
@@ -72,3 +78,20 @@ def _next_update(text: bytes) -> datetime | None:
 
 def _plain(key: PublicKeyTypes) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def aws_profile(content: bytes) -> str:
+    """The profile ``default`` of a credentials file, with the fields that Envoy reads. Raises Unusable."""
+    parsed = configparser.ConfigParser(interpolation=None)
+    try:
+        parsed.read_string(content.decode())
+        found = {name: parsed["default"][name] for name in _AWS_FIELDS if name in parsed["default"]}
+    except (configparser.Error, UnicodeDecodeError, KeyError):
+        # these errors repeat lines of the file
+        found = {}
+    lines = [f"{name}={value}\n" for name, value in found.items() if _WORD.fullmatch(value)]
+    text = "".join(["[default]\n", *lines])
+    if len(lines) < len(found) or not found.keys() >= {*_AWS_FIELDS[:2]} or len(text) > _MOST_CREDENTIALS_BYTES:
+        message = f"is no credentials file of AWS; write one of up to {_MOST_CREDENTIALS_BYTES} bytes, with"
+        raise CertificateUnusable(f"{message} [default], {_AWS_FIELDS[0]} and {_AWS_FIELDS[1]}")
+    return text

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.certificates import CertificateUnusable, check_authorities, check_pair
+from controller.api.certificates import CertificateUnusable, aws_profile, check_authorities, check_pair
 from controller.bundle.envoy.authentication import SIGNS_NOTHING
 from controller.bundle.envoy.secrets import (
     Authorities,
+    AwsCredentials,
     Certificate,
     EngineKey,
     SystemAuthorities,
@@ -144,6 +145,8 @@ class SecretFiles:
                 return self._read_file(source.ca_file), None if crl_file is None else self._read_file(crl_file)
             case SystemAuthorities():
                 return (self._read_file(self._system_authorities()),)
+            case AwsCredentials():
+                return (self._read_file(source.file_name),)
             case EngineKey(variable=None):
                 return (self._read_file(source.file_name or ""),)
             case EngineKey(variable=str(name)):
@@ -187,6 +190,8 @@ def _checked(source: SecretSource, content: _Content) -> _Secret:
             # of some hundred, one or the other ends soon
             check_authorities(first, None)
             fields = {"trusted_ca": first}
+        case AwsCredentials():
+            return _Secret(aws_profile(first), None)
         case _:
             fields = {"secret": b"Bearer " + _key_in(first)}
     return _Secret(secret_file(source, fields), ends_at)
@@ -208,6 +213,8 @@ def _title(source: SecretSource) -> str:
             return source.ca_file
         case SystemAuthorities():
             return "the authorities that this machine trusts"
+        case AwsCredentials():
+            return source.file_name
         case EngineKey():
             return source.file_name or f"the environment variable {source.variable}"
     raise TypeError(type(source).__name__)

@@ -126,7 +126,7 @@ def write_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = 
 def remove_unused_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = unrecorded) -> None:
     """Files of secrets that nothing names any more."""
     known = {out / name for name in secrets}
-    for file in (out / SECRETS_FOLDER).glob("*.json"):
+    for file in (out / SECRETS_FOLDER).glob("[!.]*"):
         if file not in known:
             remove_file(file, changed)
 

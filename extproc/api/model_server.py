@@ -383,6 +383,22 @@ class ModelServerSpec(Spec, frozen=True):
             "!has(self.pathPrefix) || !has(self.pdGroup) || self.pdGroup.leg != 'Gateway'",
             "the gateway asks prefill engines without pathPrefix; write leg: Sidecar, or leave pathPrefix out",
         ),
+        Rule(
+            "!has(self.provider) || !has(self.provider.paths) || !has(self.apis)"
+            " || self.provider.paths.all(name, name in self.apis)",
+            "provider.paths are those of apis; write the API there, or leave its path out",
+        ),
+        Rule(
+            "!has(self.provider) || !has(self.provider.auth) || self.provider.auth.type == 'AWS' ||"
+            " (has(self.connection) && (has(self.connection.apiKeyFile) || has(self.connection.apiKeyEnv)"
+            " || has(self.connection.apiKeyRef)))",
+            "provider.auth has no effect without a key; write connection.apiKeyRef (in a directory apiKeyFile)",
+        ),
+        Rule(
+            "!has(self.provider) || !has(self.provider.auth) || self.provider.auth.type != 'AWS'"
+            " || !has(self.connection) || !has(self.connection.apiKeyEnv)",
+            "a variable holds no credentials file of AWS; write connection.apiKeyRef (in a directory apiKeyFile)",
+        ),
         Rule("!has(self.provider) || has(self.apis)", "a provider needs apis: the gateway's key reaches no others"),
         Rule(
             "!has(self.apis) || !has(self.protocol) || self.protocol == 'OpenAI'",
@@ -617,6 +633,12 @@ def _check_provider(spec: ModelServerSpec, provider: Provider) -> Iterator[Findi
     connection = spec.connection
     has_key = connection.has_key or connection.api_key_ref is not None
     yield from check_provider(provider, path, has_key=has_key, tls=connection.tls)
+    if provider.signs and connection.api_key_env is not None:
+        message = "holds no credentials file of AWS; write apiKeyFile, or leave it out to sign as Envoy's own machine"
+        yield ("spec", "connection", "apiKeyEnv"), message
+    for name in provider.paths:
+        if name not in (spec.apis or ()):
+            yield (*path, "paths"), f"'{name[:100]}' is none of apis; write it there, or leave its path out"
     for name, attribute in _OF_ENGINES.items():
         if getattr(spec, attribute):
             yield ("spec", name), "is about engines, which a provider does not show; remove it"

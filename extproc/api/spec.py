@@ -28,6 +28,10 @@ HTTP_PATH: Final = r"^/[\x21-\x7e]*\Z"
 OWN_PATH: Final = r"^(/[!\x24-\x3e\x40-\x7e]*)?\Z"
 # What stands before paths; or nothing.
 PATH_PREFIX: Final = r"^(/[!\x24-\x3e\x40-\x7e]*[!\x24-\x2e\x30-\x3e\x40-\x7e])?\Z"
+# A whole path, with or without a query.
+PATH_AND_QUERY: Final = r"^/[!\x24-\x3e\x40-\x7e]*(\?[!\x24-\x7e]*)?\Z"
+# Of a region or a service.
+AWS_NAME: Final = r"^[0-9a-z]([-0-9a-z]*[0-9a-z])?\Z"
 # A key of a Secret's or a ConfigMap's data.
 DATA_KEY: Final = r"^[-._a-zA-Z0-9]+\Z"
 HEADER: Final = r"^[0-9A-Za-z-]+\Z"
@@ -60,6 +64,9 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         HTTP_PATH: "is no path; write one that begins with '/' and has no spaces, such as /metrics",
         PATH_PREFIX: "is no beginning of paths; write one that begins with '/', does not end in '/', and has no spaces,"
         " '?' or '#', such as /api/openai",
+        PATH_AND_QUERY: "is no path; write one that begins with '/' and has no spaces or '#', such as"
+        " /openai/deployments/gpt/chat/completions?api-version=2024-10-21",
+        AWS_NAME: "is no name of AWS; write lower-case letters, digits and '-', such as us-east-1",
         DATA_KEY: "is no key of a Secret's or ConfigMap's data; write letters, digits, '-', '_' and '.'",
         HEADER: "is no name of a header; write letters, digits and '-'",
         HOST: "is no host; write its name or IP address alone, without scheme, port and path, such as api.example.com",

@@ -97,7 +97,7 @@ class Server:
 
     @asynccontextmanager
     async def running(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
-        app = web.Application()
+        app = web.Application(client_max_size=32 << 20)
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
@@ -137,9 +137,16 @@ class Server:
 
 
 class Gateway:
-    """``log``: what reached which server, in the order of attempts."""
+    """``log``: what reached which server, in the order of attempts. ``names``: of ModelServers that are healed."""
 
-    def __init__(self, directory: Path, servers: Mapping[str, Server], log: list[Attempt]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        servers: Mapping[str, Server],
+        log: list[Attempt],
+        names: Sequence[str] = ("a", "p", "c", "q", "retried"),
+    ) -> None:
+        self._names = names
         self.directory = directory
         self.servers = servers
         self.log = log
@@ -184,15 +191,17 @@ class Gateway:
 
         # what an outcome says later would count again
         await eventually(all_told)
-        for name in ("a", "p", "c", "q", "retried"):
+        for name in self._names:
             answer = await self.http.post(f"{self.metrics}/breakers/reset?server=default/{name}")
             assert answer.status_code == 200, answer.text
 
 
+# One attempt each, and what Envoy ejects is for other tests.
+POLICY: Final = {"outlierDetection": {"consecutiveFailures": 1000}, "retry": {"attempts": 0}, "connectTimeout": "10s"}
+
+
 def model_server(name: str, **spec: object) -> dict[str, object]:
-    # one attempt each, and what Envoy ejects is for other tests
-    policy = {"outlierDetection": {"consecutiveFailures": 1000}, "retry": {"attempts": 0}, "connectTimeout": "10s"}
-    return document("ModelServer", name, {"model": f"{name}-model", "trafficPolicy": policy, **spec})
+    return document("ModelServer", name, {"model": f"{name}-model", "trafficPolicy": POLICY, **spec})
 
 
 def engine(name: str, at: Server) -> dict[str, object]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import xxhash
@@ -40,6 +40,7 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
     OverrideHostOverrideHostSource,
 )
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions as UpstreamOptions
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsAutoHttpConfig as AutoHttp
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.envoy.type.v3 import Percent
@@ -57,8 +58,8 @@ from controller.bundle.envoy.envoy_json import (
 )
 from controller.bundle.envoy.fallback import Chained, cluster_metadata, high_priority, names_model
 from controller.bundle.envoy.path_prefix import puts_prefix
-from controller.bundle.envoy.providers import adapts_to_provider
-from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
+from controller.bundle.envoy.providers import adapts_to_provider, removes_trailers, signs_requests
+from controller.bundle.envoy.secrets import EngineKey, credentials_of, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
 from extproc.protocol import (
@@ -98,6 +99,8 @@ _PING_ANSWER_S: Final = 3.0
 IDLE_S: Final = 4.0
 # Providers' servers keep them for a minute and more, and a new one costs a handshake over a long way.
 _PROVIDER_IDLE_S: Final = 30.0
+_PROVIDER_PING_S: Final = 30.0
+_PROVIDER_PING_ANSWER_S: Final = 10.0
 # File systems take names of 255 bytes; drafts of a file have a longer name.
 _LONGEST_FILE_NAME: Final = 200
 _BACKEND_CONNECT_S: Final = 5.0
@@ -160,8 +163,8 @@ def server_cluster(
                 UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
                         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(idle_s)),
-                        explicit_http_config=_http_of(server),
                         http_filters=_upstream_filters(server, directory, chained, named),
+                        **_http_of(server),
                     )
                 )
             },
@@ -169,11 +172,17 @@ def server_cluster(
     )
 
 
-def _http_of(server: ModelServer) -> ExplicitHttp:
-    """What its engines understand: those of gRPC HTTP/2 alone, with or without TLS."""
+def _http_of(server: ModelServer) -> Mapping[str, Any]:
+    """What its engines understand: those of gRPC HTTP/2 alone, with or without TLS. Over TLS a provider chooses."""
+    http1 = Http1ProtocolOptions()
     if server.spec.protocol in GRPC_PROTOCOLS:
-        return ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())
-    return ExplicitHttp(http_protocol_options=Http1ProtocolOptions())
+        return {"explicit_http_config": ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())}
+    if server.spec.provider is not None and server.spec.uses_tls:
+        # all requests may share one connection: one to a machine that has vanished must not take them for long
+        pings = KeepaliveSettings(interval=seconds(_PROVIDER_PING_S), timeout=seconds(_PROVIDER_PING_ANSWER_S))
+        http2 = Http2ProtocolOptions(connection_keepalive=pings)
+        return {"auto_config": AutoHttp(http_protocol_options=http1, http2_protocol_options=http2)}
+    return {"explicit_http_config": ExplicitHttp(http_protocol_options=http1)}
 
 
 def server_endpoints(server: ModelServer) -> dict[str, object]:
@@ -361,18 +370,20 @@ def _upstream_filters(
     client sent. A provider gets its own requests, engines with a prefix their own paths. The last one is the first that
     has the answer.
     """
-    connection = server.spec.connection
     found: list[HttpFilter] = []
     if chained is not None:
         found.append(names_model(server, most_read=chained.most_read))
-    if connection.has_key:
-        credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
+    credentials, provider = credentials_of(server.spec), server.spec.provider
+    if isinstance(credentials, EngineKey):
+        credential = Generic(credential=secret_reference(credentials, directory), header="authorization")
         injector = CredentialInjector(
             overwrite=True, credential=typed_extension("envoy.http.injected_credentials.generic", credential)
         )
         found.append(http_filter("envoy.filters.http.credential_injector", injector))
-    if server.spec.provider is not None:
-        found.append(adapts_to_provider(server, server.spec.provider))
+    if provider is not None:
+        found += [adapts_to_provider(server, provider), removes_trailers()]
+        if provider.signs:
+            found.append(signs_requests(provider, credentials, directory))
     elif server.spec.path_prefix:
         found.append(puts_prefix(server.spec.path_prefix))
     is_http2 = server.spec.protocol in GRPC_PROTOCOLS

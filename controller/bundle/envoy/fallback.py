@@ -115,15 +115,12 @@ end
 local function change_back(handle)
   local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
   local before = metadata:get("@ATTEMPT@") or {}
-  if before["@KEYED@"] then
-    headers:remove("authorization")
-    headers:remove("x-api-key")
-  end
+  for name in string.gmatch(before["@KEYED@"] or "", "%S+") do headers:remove(name) end
   if before["@PATH@"] then
     headers:replace(":path", before["@PATH@"])
     headers:replace(":authority", before["@HOST@"])
   end
-  if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", true) end
+  if @HAS_KEY@ then metadata:set("@ATTEMPT@", "@KEYED@", "authorization") end
 end
 
 -- The request may be the reason, and not the engine: its attempts are no evidence that no other one could have.

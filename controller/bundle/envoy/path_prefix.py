@@ -19,39 +19,36 @@ if TYPE_CHECKING:
 
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-# Of Lua, before the functions of a filter.
-PREFIX_SCRIPT: Final = r"""
+# Of Lua, before the functions of a filter that changes the path.
+PATH_SCRIPT: Final = r"""
 -- What the client asked for, before an attempt has changed it.
 local function path_of(handle)
   local before = handle:streamInfo():dynamicMetadata():get("@ATTEMPT@") or {}
   return before["@PATH@"] or handle:headers():get(":path") or ""
 end
 
-local function put_prefix(handle)
-  local headers, metadata, path = handle:headers(), handle:streamInfo():dynamicMetadata(), path_of(handle)
+local function keep_path(handle)
+  local metadata, path = handle:streamInfo():dynamicMetadata(), path_of(handle)
   if not (metadata:get("@ATTEMPT@") or {})["@PATH@"] then
-    metadata:set("@ATTEMPT@", "@HOST@", headers:get(":authority"))
+    metadata:set("@ATTEMPT@", "@HOST@", handle:headers():get(":authority"))
     metadata:set("@ATTEMPT@", "@PATH@", path)
   end
-  headers:replace(":path", "@PREFIX@" .. path)
 end
 """
 _SCRIPT: Final = (
-    PREFIX_SCRIPT
+    PATH_SCRIPT
     + r"""
 function envoy_on_request(handle)
-  put_prefix(handle)
+  keep_path(handle)
+  handle:headers():replace(":path", "@PREFIX@" .. path_of(handle))
 end
 """
 )
-_MARKS: Final = MappingProxyType({"@ATTEMPT@": ATTEMPT_NAMESPACE, "@PATH@": PATH, "@HOST@": HOST})
-
-
-def prefix_marks(prefix: str) -> Mapping[str, str]:
-    """Those of ``PREFIX_SCRIPT``."""
-    return {**_MARKS, "@PREFIX@": lua_text(prefix.encode())}
+PATH_MARKS: Final[Mapping[str, str]] = MappingProxyType(
+    {"@ATTEMPT@": ATTEMPT_NAMESPACE, "@PATH@": PATH, "@HOST@": HOST}
+)
 
 
 def puts_prefix(prefix: str) -> HttpFilter:
     """The filter of a cluster of engines."""
-    return http_filter("attache.path_prefix", lua(_SCRIPT, prefix_marks(prefix)))
+    return http_filter("attache.path_prefix", lua(_SCRIPT, {**PATH_MARKS, "@PREFIX@": lua_text(prefix.encode())}))

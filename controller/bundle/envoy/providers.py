@@ -12,12 +12,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
+from envoy_data_plane.envoy.config.core.v3 import DataSource, WatchedDirectory
+from envoy_data_plane.envoy.extensions.common.aws.v3 import AwsCredentialProvider, CredentialsFileCredentialProvider
+from envoy_data_plane.envoy.extensions.filters.http.aws_request_signing.v3 import AwsRequestSigning
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation as MutationFilter
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mutations
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
 from controller.bundle.envoy.answers import REPLACING
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import KEYED
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
-from controller.bundle.envoy.path_prefix import PREFIX_SCRIPT, prefix_marks
+from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
+from controller.bundle.envoy.secrets import SECRETS_FOLDER
 from extproc.protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
@@ -35,11 +43,14 @@ if TYPE_CHECKING:
 
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
+    from controller.bundle.envoy.secrets import SecretSource
     from extproc.api.model_server import ModelServer
     from extproc.api.provider import Provider
 
 _AUTHORIZATION: Final = "authorization"
 _API_KEY: Final = "x-api-key"
+# What Envoy's filter writes when it signs a request.
+_SIGNATURE: Final = "authorization x-amz-content-sha256 x-amz-date x-amz-security-token"
 # Of requests. Not openai-organization and openai-project: by this gateway's key, they would be this gateway's.
 _REQUEST_HEADERS: Final = (
     *(":authority", ":method", ":path", ":scheme"),
@@ -60,10 +71,10 @@ _MESSAGES: Final = {
     _SWITCHED: "The provider of this model does not answer by HTTP; tell whoever runs the gateway.",
 }
 _SCRIPT: Final = (
-    PREFIX_SCRIPT
+    PATH_SCRIPT
     + REPLACING
     + r"""
-local KEYS, QUERIES = {@KEYS@}, {@QUERIES@}
+local KEYS, PATHS, QUERIES = {@KEYS@}, {@PATHS@}, {@QUERIES@}
 local ASKED, ANSWERED = {@ASKED@}, {@ANSWERED@}
 local ERRORS = {@ERRORS@}
 
@@ -90,20 +101,21 @@ function envoy_on_request(handle)
   end
   local key = @HAS_KEY@ and headers:get("@AUTHORIZATION@")
   keep(headers, ASKED)
-  if wanted == "@API_KEY@" then
-    if not headers:get("@ANTHROPIC_VERSION@") then headers:add("@ANTHROPIC_VERSION@", "@VERSION@") end
-    -- without "Bearer "
-    key = key and string.sub(key, 8)
+  if form_of(handle) == "anthropic" and not headers:get("@ANTHROPIC_VERSION@") then
+    headers:add("@ANTHROPIC_VERSION@", "@VERSION@")
   end
+  if @SIGNS@ then metadata:set("@ATTEMPT@", "@KEYED@", "@SIGNATURE@") end
   if key then
-    headers:replace(wanted, key)
-    metadata:set("@ATTEMPT@", "@KEYED@", true)
+    headers:replace(wanted, wanted == "@AUTHORIZATION@" and key or string.sub(key, #"Bearer " + 1))
+    metadata:set("@ATTEMPT@", "@KEYED@", wanted)
   end
-  put_prefix(handle)
+  keep_path(handle)
   headers:replace(":authority", "@AUTHORITY@")
-  local sent = QUERIES[plain]
-  sent = sent and string.find("&" .. query .. "&", "&" .. sent .. "&", 1, true) and "?" .. sent or ""
-  headers:replace(":path", "@PREFIX@" .. plain .. sent)
+  local there, sent = PATHS[plain], QUERIES[plain]
+  if sent and string.find("&" .. query .. "&", "&" .. sent .. "&", 1, true) then
+    there = there .. (string.find(there, "?", 1, true) and "&" or "?") .. sent
+  end
+  headers:replace(":path", there)
 end
 
 function envoy_on_response(handle)
@@ -128,17 +140,19 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     """The cluster's filter, behind the one that writes the key as ``authorization``."""
     apis = server.spec.apis or ()
     marks = {
-        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis)),
+        "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis, provider)),
+        "@PATHS@": ", ".join(f'["{path}"] = "{lua_text(there.encode())}"' for path, there in _paths(apis, provider)),
         "@QUERIES@": ", ".join(f'["{path}"] = "{query}"' for path, query in _queries(apis)),
         "@ASKED@": lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": lua_set(_ANSWER_HEADERS),
         "@ERRORS@": _errors(apis),
-        **prefix_marks(provider.path_prefix),
+        **PATH_MARKS,
         "@KEYED@": KEYED,
         "@MESSAGES@": Api.MESSAGES.spec.paths[0],
-        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
+        "@SIGNS@": lua_bool(value=provider.signs),
+        "@SIGNATURE@": _SIGNATURE,
+        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key and not provider.signs),
         "@AUTHORIZATION@": _AUTHORIZATION,
-        "@API_KEY@": _API_KEY,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
         "@AUTHORITY@": lua_text(provider.authority.encode()),
@@ -152,10 +166,50 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     return http_filter("attache.provider", lua(_SCRIPT, marks))
 
 
-def _key_headers(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """By path, the header that has the key: Anthropic's API has one of its own."""
+def signs_requests(provider: Provider, credentials: SecretSource | None, directory: str) -> HttpFilter:
+    """The filter behind that, which signs what the provider gets, the whole body included. A request that cannot be
+    signed goes out without a signature, is refused there, and goes on to a fallback: an answer of this filter would
+    not. ``credentials``: None: those of the machine that Envoy runs on.
+    """
+    auth = provider.auth
+    found = None
+    if credentials is not None:
+        # a file is read again when another one takes its place
+        folder = WatchedDirectory(path=f"{directory}/{SECRETS_FOLDER}")
+        source = DataSource(filename=f"{directory}/{credentials.file}", watched_directory=folder)
+        file = CredentialsFileCredentialProvider(credentials_data_source=source, profile="default")
+        found = AwsCredentialProvider(custom_credential_provider_chain=True, credentials_file_provider=file)
+    signing = AwsRequestSigning(
+        service_name=(auth and auth.service) or "bedrock",
+        region=(auth and auth.region) or "",
+        credential_provider=found,
+        # beside the host and its own: others may be changed on the way
+        match_included_headers=[StringMatcher(exact="content-type")],
+    )
+    return http_filter("envoy.filters.http.aws_request_signing", signing)
+
+
+def removes_trailers() -> HttpFilter:
+    """The filter that removes what comes behind an answer over HTTP/2: none of these APIs has any, and what stands
+    there would be no header of the list.
+    """
+    every = StringMatcher(safe_regex=RegexMatcher(regex=".+"))
+    removed = HeaderMutation(remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=every))
+    return http_filter("attache.trailers", MutationFilter(mutations=Mutations(response_trailers_mutations=[removed])))
+
+
+def _key_headers(apis: Iterable[str], provider: Provider) -> Iterable[tuple[str, str]]:
+    """By path, the header that has the key. Without ``auth``, Anthropic's API has one of its own."""
+    own = None if provider.auth is None else (provider.auth.header or _AUTHORIZATION).lower()
     for spec in (APIS_BY_NAME[name].spec for name in apis):
-        yield spec.paths[0], _API_KEY if spec.errors == "anthropic" else _AUTHORIZATION
+        yield spec.paths[0], own or (_API_KEY if spec.errors == "anthropic" else _AUTHORIZATION)
+
+
+def _paths(apis: Iterable[str], provider: Provider) -> Iterable[tuple[str, str]]:
+    """By path, what it is there."""
+    for name in apis:
+        (path, *_) = APIS_BY_NAME[name].spec.paths
+        yield path, provider.paths.get(name, provider.path_prefix + path)
 
 
 def _queries(apis: Iterable[str]) -> Iterable[tuple[str, str]]:

@@ -78,6 +78,17 @@ class EngineKey(SecretSource, frozen=True):
     variable: str | None
 
 
+class AwsCredentials(SecretSource, frozen=True):
+    """Credentials that requests are signed with, of a file as AWS's own tools have it."""
+
+    file_name: str
+
+    @property
+    def file(self) -> str:
+        """No resource of xDS: Envoy's filter reads it as it is."""
+        return f"{SECRETS_FOLDER}/{self.name}.ini"
+
+
 def certificate(files: CertificateFiles) -> Certificate:
     """The secret of a certificate."""
     return Certificate(files.cert_file, files.key_file)
@@ -91,6 +102,15 @@ def authorities(certificates: ClientCertificates) -> Authorities:
 def engine_key(connection: EngineConnection) -> EngineKey:
     """The secret with the engines' key."""
     return EngineKey(connection.api_key_file, connection.api_key_env)
+
+
+def credentials_of(spec: ModelServerSpec) -> EngineKey | AwsCredentials | None:
+    """What requests are shown to be the gateway's by; None: nothing, or the machine that Envoy runs on."""
+    if not spec.connection.has_key:
+        return None
+    if spec.provider is not None and spec.provider.signs:
+        return AwsCredentials(spec.connection.api_key_file or "")
+    return engine_key(spec.connection)
 
 
 def secret_sources(snapshot: Snapshot) -> tuple[SecretSource, ...]:
@@ -114,8 +134,8 @@ def listener_secrets(listener: Listener) -> Iterator[SecretSource]:
 def server_secrets(spec: ModelServerSpec) -> Iterator[SecretSource]:
     """What connections to engines or to a provider need."""
     connection = spec.connection
-    if connection.has_key:
-        yield engine_key(connection)
+    if (credentials := credentials_of(spec)) is not None:
+        yield credentials
     if spec.uses_tls and (found := _engine_authorities(spec)) is not None:
         yield found
     if connection.tls is None:

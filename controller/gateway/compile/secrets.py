@@ -20,6 +20,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from controller.api.certificates import CertificateUnusable, aws_profile
 from controller.kube.conditions import WantedCondition, fails
 from extproc.api.spec import object_key
 
@@ -139,16 +140,20 @@ class ConnectionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compile_connection(
-    connection: EngineConnection, given: Mapping[str, Any], namespace: str, read: Read
+    connection: EngineConnection, given: Mapping[str, Any], namespace: str, read: Read, *, signs: bool = False
 ) -> ConnectionResult:
-    """``given``: ``connection`` as its object has it. ``namespace``: the object's, and that of all it refers to."""
+    """``given``: ``connection`` as its object has it. ``namespace``: the object's, and that of all it refers to.
+    ``signs``: its key is a credentials file of AWS.
+    """
     found = _References(namespace, read)
     document = {name: value for name, value in given.items() if name != "apiKeyRef"}
     if connection.tls is not None:
         document["tls"] = _tls(connection.tls, given["tls"], found)
     ref = connection.api_key_ref
     if ref is not None:
-        document["apiKeyFile"] = found.file_for("InvalidApiKeyRef", Pointer("Secret", found.key(ref.name)), ref.key)
+        check = _credentials_problem if signs else _key_problem
+        pointer = Pointer("Secret", found.key(ref.name))
+        document["apiKeyFile"] = found.file_for("InvalidApiKeyRef", pointer, ref.key, check)
     pointers = frozenset(found.used)
     if found.problems:
         reason = "; ".join(message for _, message in found.problems)
@@ -164,7 +169,9 @@ def _tls(tls: EngineTls, given: Mapping[str, Any], found: _References) -> Mappin
     document = {name: value for name, value in given.items() if name not in references}
     ca, client = tls.ca_certificate_ref, tls.client_certificate_ref
     if ca is not None:
-        document["caFile"] = found.file_for("InvalidCACertificateRef", Pointer(ca.kind, found.key(ca.name)), ca.key)
+        document["caFile"] = found.file_for(
+            "InvalidCACertificateRef", Pointer(ca.kind, found.key(ca.name)), ca.key, authorities_problem
+        )
     if client is not None:
         pointer = Pointer("Secret", found.key(client.name))
         found.take("InvalidCertificateRef", pointer, _CLIENT_FILES, certificate_problem)
@@ -187,9 +194,8 @@ class _References:
         """There is no way to refer to other namespaces."""
         return object_key(self._namespace, name)
 
-    def file_for(self, reason: str, pointer: Pointer, name: str) -> str:
-        """The file of the value called ``name``; ``reason``: of the condition if it cannot be used."""
-        check = _key_problem if reason == "InvalidApiKeyRef" else authorities_problem
+    def file_for(self, reason: str, pointer: Pointer, name: str, check: Callable[[PointedObject, str], str]) -> str:
+        """The file of the value called ``name``; ``reason``: of the condition if ``check`` has something against it."""
         self.take(reason, pointer, (name,), lambda pointed: check(pointed, name))
         return file_of(pointer, name)
 
@@ -214,4 +220,13 @@ def _key_problem(pointed: PointedObject, name: str) -> str:
     key = pointed.data[name].strip()
     if not 1 <= len(key) <= _LONGEST_KEY or not key.isascii() or not key.decode().isprintable():
         return f"{name} is no key that a header can carry; write one line of up to {_LONGEST_KEY} ASCII characters"
+    return ""
+
+
+def _credentials_problem(pointed: PointedObject, name: str) -> str:
+    """Why the value called ``name`` cannot sign requests; empty if it can. The value is never repeated."""
+    try:
+        aws_profile(pointed.data.get(name, b""))
+    except CertificateUnusable as error:
+        return f"{name} {error}"
     return ""

@@ -38,6 +38,11 @@ _FILES: Final = (
     "connection names files or variables of the gateway, which objects of a cluster may not; write caCertificateRef, "
     "clientCertificateRef and apiKeyRef in place of caFile, clientCertificate, apiKeyFile and apiKeyEnv"
 )
+# A writer of ModelServers could otherwise use models that the gateway's own account pays.
+_OWN_IDENTITY: Final = (
+    "provider.auth of type AWS would sign as the gateway's own pod, which objects of a cluster may not; write"
+    " connection.apiKeyRef, a Secret with a credentials file"
+)
 _NAMES_NOTHING: Final = "it names no other object"
 _UNCONNECTED: Final = (
     "its engines must not be reached without what connection refers to, and its requests are answered 503"
@@ -152,7 +157,9 @@ def compile_server(
         del content["pickerConfig"]
         if picker is not None and not picker.problem:
             content["pickerConfig"] = picker.file
-    connection = compile_connection(spec.connection, content.pop("connection", {}), source.namespace, read)
+    signs = spec.provider is not None and spec.provider.signs
+    given = content.pop("connection", {})
+    connection = compile_connection(spec.connection, given, source.namespace, read, signs=signs)
     if connection.document:
         content["connection"] = connection.document
     resolved = _with_connection(resolved, connection)
@@ -175,6 +182,8 @@ def _refusal(spec: ModelServerSpec, networks: Sequence[Network] | None) -> str:
     """Why objects of a cluster may not say this; empty if they may."""
     if spec.connection.names_files:
         return _FILES
+    if spec.provider is not None and spec.provider.signs and spec.connection.api_key_ref is None:
+        return _OWN_IDENTITY
     return address_mistake(spec, networks)
 
 

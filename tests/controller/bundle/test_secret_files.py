@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.bundle.envoy.bundle import BundleWriter, build_bundle
-from controller.bundle.envoy.secrets import Authorities, Certificate, EngineKey, SystemAuthorities
+from controller.bundle.envoy.secrets import Authorities, AwsCredentials, Certificate, EngineKey, SystemAuthorities
 from controller.bundle.secret_files import SIGNS_NOTHING, KeyFiles, SecretFiles
-from controller.bundle.sync import BundleSync, remove_orphans, steps, write_once, write_step
+from controller.bundle.sync import (
+    BundleSync,
+    remove_orphans,
+    remove_unused_secrets,
+    steps,
+    write_once,
+    write_secrets,
+    write_step,
+)
 from extproc.api.authentication import has_usable_key
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import ConfigDirectory, load_snapshot
@@ -561,3 +569,59 @@ def test_what_is_served_is_not_replaced_by_what_cannot_be(written: Written) -> N
     written.follow()
     assert not written.follower.is_valid
     assert (written.out / "lds.json").read_text() == before
+
+
+AWS_FILE = """[default]
+aws_access_key_id = AKIDEXAMPLE
+aws_secret_access_key = wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY
+aws_session_token = IQoJb3JpZ2luX2VjE==
+region = eu-west-1
+
+[other]
+aws_access_key_id = AKIDOTHER
+"""
+
+
+def test_of_aws_credentials_envoy_gets_what_it_reads(tmp_path: Path) -> None:
+    (tmp_path / "aws").write_text(AWS_FILE)
+    source = AwsCredentials("aws")
+    assert SecretFiles({}, tmp_path).read([source], TODAY) == {
+        f"secrets/{source.name}.ini": "[default]\naws_access_key_id=AKIDEXAMPLE\n"
+        "aws_secret_access_key=wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY\naws_session_token=IQoJb3JpZ2luX2VjE==\n"
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sk-of-the-gateway",
+        "[default]\naws_access_key_id = A\n",
+        AWS_FILE.replace("[default]", "[mine]"),
+        AWS_FILE.replace("AKIDEXAMPLE", "AKID EXAMPLE"),
+        AWS_FILE.replace("AKIDEXAMPLE", ""),
+        AWS_FILE.replace("AKIDEXAMPLE", "AKID\n  EXAMPLE"),
+        AWS_FILE.replace("IQoJ", "IQoJ" * 1024),
+        AWS_FILE + AWS_FILE,
+        AWS_FILE.replace("AKIDEXAMPLE", "\u00fc"),
+        "\udcff",
+    ],
+)
+def test_other_files_sign_nothing_and_are_not_repeated(tmp_path: Path, text: str) -> None:
+    (tmp_path / "aws").write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigInvalid, match="is no credentials file of AWS; write one") as caught:
+        SecretFiles({}, tmp_path).read([AwsCredentials("aws")], TODAY)
+    assert not {"AKID", "wJalr", "sk-of"} & set(str(caught.value).split())
+    assert "wJalr" not in str(caught.value)
+
+
+def test_credentials_that_are_named_no_more_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "aws").write_text(AWS_FILE)
+    files = SecretFiles({}, tmp_path).read([AwsCredentials("aws")], TODAY)
+    write_secrets(tmp_path, files)
+    (written,) = (tmp_path / "secrets").iterdir()
+    assert written.stat().st_mode & 0o777 == 0o600
+    remove_unused_secrets(tmp_path, files)
+    assert written.exists()
+    remove_unused_secrets(tmp_path, {})
+    assert not written.exists()

@@ -80,6 +80,35 @@ def test_a_host_is_no_more_than_a_host(host: str) -> None:
         ),
         ("host: a.b, scheme: http", KEYED, "spec.provider.scheme: http would show the key"),
         ("host: 192.0.2.1, scheme: http", KEYED, "spec.provider.scheme: http would show the key"),
+        ("host: a.b, auth: {type: Header}", KEYED, "spec.provider.auth.header: is needed by type Header"),
+        ("host: a.b, auth: {type: Bearer, header: api-key}", KEYED, "spec.provider.auth.header: is needed by type"),
+        ("host: a.b, auth: {type: Basic}", KEYED, "spec.provider.auth.type"),
+        ("host: a.b, auth: {type: Header, header: 'a b'}", KEYED, "spec.provider.auth.header: 'a b' is no name of"),
+        (
+            "host: a.b, auth: {type: Header, header: Authorization}",
+            KEYED,
+            "spec.provider.auth.header: has a key of type Bearer",
+        ),
+        *(
+            (f"host: a.b, auth: {{type: Header, header: {name}}}", KEYED, "has another meaning in each request")
+            for name in ("Host", "content-length", "Transfer-Encoding", "te", "user-agent")
+        ),
+        ("host: a.b, auth: {type: AWS}", KEYED, "spec.provider.auth.region: is needed by type AWS"),
+        ("host: a.b, auth: {type: Bearer, region: a}", KEYED, "spec.provider.auth.region: is needed by type AWS"),
+        ("host: a.b, auth: {type: Bearer, service: a}", KEYED, "spec.provider.auth.service: is that of type AWS"),
+        ("host: a.b, auth: {type: AWS, region: US_EAST}", KEYED, "spec.provider.auth.region: 'US_EAST' is no name of"),
+        (
+            "host: a.b, auth: {type: AWS, region: us-east-1}",
+            "connection: {apiKeyEnv: A}, apis: [Messages]",
+            "spec.connection.apiKeyEnv: holds no credentials file of AWS",
+        ),
+        ("host: a.b, auth: {type: Bearer}", "apis: [Messages]", "spec.provider.auth: has no effect without a key"),
+        ("host: a.b, paths: {Chat: /chat}", "apis: [Messages]", "spec.provider.paths: 'Chat' is none of apis"),
+        ("host: a.b, paths: {ChatCompletions: /a}", "apis: [Messages]", "'ChatCompletions' is none of apis"),
+        *(
+            (f"host: a.b, paths: {{Messages: '{path}'}}", "apis: [Messages]", f"'{path}' is no path; write one that")
+            for path in ("messages", "/a b", "/a#b", "/a?b=c d", "")
+        ),
         (
             "host: a.b, scheme: http",
             "connection: {tls: {caFile: a}}, apis: [Messages]",

@@ -65,15 +65,20 @@ def test_endpoints_of_a_provider_are_in_no_file_of_engines() -> None:
             PROVIDER % (80, "http", ""),
             PROVIDER % (80, "http", "/v9"),
             PROVIDER % (81, "http", ""),
+            "apis: [Messages], provider: {host: a.b}",
+            "apis: [Messages], provider: {host: a.b, auth: {type: AWS, region: us-east-1}}",
+            "apis: [Messages], provider: {host: a.b, auth: {type: AWS, region: us-east-2}}",
+            "apis: [Messages], provider: {host: a.b, paths: {Messages: /messages}}",
         )
     }
-    assert len(found) == 4
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
         (PROVIDER % (80, "http", "/a]]\\\\')--"), "attache.provider"),
+        ('apis: [Messages], provider: {host: localhost, paths: {Messages: "/a]]\\\\\')--?x=--"}}', "attache.provider"),
         ('endpoints: [], pathPrefix: "/a]]\\\\\')--"', "attache.path_prefix"),
     ],
 )
@@ -82,3 +87,33 @@ def test_no_text_leaves_its_place_in_the_script(spec: str, name: str) -> None:
     assert name in text
     assert "/a]]" not in text
     assert "--" not in text.replace("-- ", "")
+
+
+def filters_of(snapshot: Snapshot) -> list[str]:
+    (options,) = cluster_of(snapshot)["typed_extension_protocol_options"].values()
+    return [one["name"] for one in options["http_filters"]]
+
+
+def test_what_is_signed_is_changed_no_more() -> None:
+    """Nothing but what reads answers stands behind the signature, and no key is written."""
+    signed = "provider: {host: localhost, auth: {type: AWS, region: us-east-1}}, apis: [Messages]"
+    expected = [
+        "attache.provider",
+        "attache.trailers",
+        "envoy.filters.http.aws_request_signing",
+        "attache.reserved",
+        "envoy.filters.http.upstream_codec",
+    ]
+    for connection in ("{}", "{apiKeyFile: aws}"):
+        assert filters_of(configured(f"{signed}, connection: {connection}")) == expected
+
+
+def test_only_a_server_with_tls_can_choose_http2() -> None:
+    found = [
+        cluster_of(configured(PROVIDER % (443, scheme, "") + named))["typed_extension_protocol_options"]
+        for scheme, named in (("http", ""), ("https", f", connection: {{tls: {{{NAMED}}}}}"))
+    ]
+    plain, secure = (next(iter(one.values())) for one in found)
+    assert "auto_config" not in plain
+    assert "http_protocol_options" in plain["explicit_http_config"]
+    assert {"http_protocol_options", "http2_protocol_options"} == secure["auto_config"].keys()

@@ -215,3 +215,37 @@ def test_without_its_secret_a_provider_gets_nothing() -> None:
 def test_a_providers_key_is_no_file_of_the_gateway() -> None:
     outcome = compiled(provider(apiKeyFile="/etc/passwd"), route())
     assert says(outcome, "Accepted")[0] == "False"
+
+
+AWS_FILE = "[default]\naws_access_key_id = AKIDEXAMPLE\naws_secret_access_key = wJalr+K7MDENG/bPxRfi=\n"
+SIGNS = {"host": "api.example.com", "auth": {"type": "AWS", "region": "us-east-1"}}
+
+
+def signing(text: str, **connection: object) -> CompileResult:
+    spec = {"model": "m", "provider": SIGNS, "apis": ["Messages"], "connection": connection}
+    return compiled(resource("ModelServer", "llama", spec), route(), secret("aws", {"api-key": text}))
+
+
+def test_what_requests_to_aws_are_signed_with_comes_from_a_secret() -> None:
+    outcome = signing(AWS_FILE, apiKeyRef={"name": "aws"})
+    (found,) = snapshot(outcome).servers
+    assert found.spec.provider is not None
+    assert outcome.files[found.spec.connection.api_key_file or ""].decode() == AWS_FILE
+
+
+@pytest.mark.parametrize(
+    "text", ["sk-a-key", "[default]\naws_access_key_id = A\n", AWS_FILE.replace("default", "other")]
+)
+def test_another_secret_signs_nothing(text: str) -> None:
+    outcome = signing(text, apiKeyRef={"name": "aws"})
+    (found,) = snapshot(outcome).servers
+    assert found.spec.provider is None
+    message = says(outcome, "ResolvedRefs")[2]
+    assert "api-key is no credentials file of AWS; write one of up to 4096 bytes, with [default]," in message
+    assert "sk-a-key" not in message
+
+
+def test_nothing_is_signed_as_the_gateways_own_pod() -> None:
+    message = says(signing(AWS_FILE), "Accepted")
+    assert message[0] == "False"
+    assert "would sign as the gateway's own pod" in message[2]
