@@ -24,7 +24,8 @@ _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
 
 class Provider(Spec, frozen=True):
     """A server of others, in place of engines. ``host``: its name or IP address. ``port``: of its server.
-    ``path_prefix``: stands before the path of each request there, such as ``/api/openai``.
+    ``path_prefix``: stands before the path of each request there, such as ``/api/openai``. ``reports_load``: it is
+    another Attaché, whose ``loadShownTo`` has this gateway's tenant: extproc asks it how full its engines are.
     """
 
     host: Annotated[str, msgspec.Meta(pattern=patterns.HOST, max_length=253)]
@@ -32,6 +33,7 @@ class Provider(Spec, frozen=True):
     # http: for servers of this machine, and those that need no key.
     scheme: Literal["https", "http"] = "https"
     path_prefix: Annotated[str, msgspec.Meta(pattern=patterns.PATH_PREFIX, max_length=1024)] = ""
+    reports_load: bool = False
 
     @property
     def address(self) -> str:

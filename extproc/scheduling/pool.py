@@ -14,7 +14,7 @@ from extproc.api.pricing import compile_prices
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.avoidance import begin_probe, end_probe, preferred, ranks, refresh, repeat_probe
 from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, BreakerState, Pass, ProbeTurns
-from extproc.endpoints.engine_reports import set_report_interval
+from extproc.endpoints.engine_reports import estimated_load, set_report_interval
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
 from extproc.endpoints.prices import Prices
@@ -227,6 +227,15 @@ class Pool:
         if self.spec.provider is None:
             return bool(usable.any())
         return any(now >= self.table.breakers[row].not_before_s for row in np.flatnonzero(usable).tolist())
+
+    def is_full(self, now: float) -> bool:
+        """Whether it is a provider that reports that none of its engines has room."""
+        table = self.table
+        return (
+            self.report_interval_s > 0
+            and self.spec.provider is not None
+            and bool(len(table) and (estimated_load(table, now)[table.is_active] >= 1).all())
+        )
 
     def dialect_of(self, address: str) -> Dialect:
         """Names of the metrics of the engine at ``address``."""
