@@ -145,3 +145,20 @@ def of_model(ready: str, wanted: str, replicas: str, failed: str) -> list[dict[s
 def test_a_model_that_does_not_serve_is_told(tmp_path: Path, model: list[dict[str, str]], expected: set[str]) -> None:
     early = expected & {"AttacheModelFailsToLoad"}
     firing(tmp_path, model, {0: set(), 10: early, 50: expected}, "attache-models")
+
+
+@pytest.mark.parametrize(
+    ("ended", "values", "expected"),
+    [
+        ("untranslatable", "0+1x60", {"AttacheAnswersUntranslatable"}),
+        # one is no fault that lasts
+        ("untranslatable", "0x20 1x40", set()),
+        ("answered", "0+9x60", set()),
+        ("left", "0+9x60", set()),
+    ],
+)
+def test_engines_whose_answers_are_no_ones_of_their_api_are_told(
+    tmp_path: Path, ended: str, values: str, expected: set[str]
+) -> None:
+    name = f'attache_translations_total{{client="messages",engine="chat",ended="{ended}",pod="a"}}'
+    firing(tmp_path, [{"series": name, "values": values}], {40: expected, 100: expected}, "attache-engines")
