@@ -237,6 +237,13 @@ CASES: Final = (
     Case("a header for its type", "ModelServer", _KEYED, ("provider", "auth", "type"), "Bearer"),
     Case("no header but for keys", "ModelServer", _KEYED, ("provider", "auth", "header"), "Content-Length"),
     Case("a service of its type", "ModelServer", _KEYED, ("provider", "auth", "service"), "bedrock"),
+    Case(
+        "another Attaché takes a key as it is",
+        "ModelServer",
+        {**_KEYED, "provider": {"host": "a.b", "auth": {"type": "Bearer"}, "reportsLoad": True}},
+        ("provider", "auth"),
+        {"type": "Header", "header": "api-key"},
+    ),
     Case("a region for its type", "ModelServer", _SIGNED, ("provider", "auth", "region"), None),
     Case("signed by a file", "ModelServer", _SIGNED, ("connection",), {"apiKeyEnv": "AWS"}),
     Case("APIs of OpenAI's protocol", "ModelServer", _server(apis=["Messages"]), ("protocol",), "V2"),

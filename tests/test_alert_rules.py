@@ -171,3 +171,20 @@ def test_a_response_cache_that_stores_nothing_is_told(
         {"series": f'attache_response_cache_answers_total{{{where},result="not_whole"}}', "values": misses},
     ]
     firing(tmp_path, inputs, {10: set(), 120: expected}, "attache-response-cache")
+
+
+@pytest.mark.parametrize(
+    ("ended", "values", "expected"),
+    [
+        ("untranslatable", "0+1x60", {"AttacheAnswersUntranslatable"}),
+        # one is no fault that lasts
+        ("untranslatable", "0x20 1x40", set()),
+        ("answered", "0+9x60", set()),
+        ("left", "0+9x60", set()),
+    ],
+)
+def test_engines_whose_answers_are_no_ones_of_their_api_are_told(
+    tmp_path: Path, ended: str, values: str, expected: set[str]
+) -> None:
+    name = f'attache_translations_total{{client="messages",engine="chat",ended="{ended}",pod="a"}}'
+    firing(tmp_path, [{"series": name, "values": values}], {40: expected, 100: expected}, "attache-engines")

@@ -26,6 +26,8 @@ from controller.usage.ingest import Counts
 from controller.usage.metrics import UsageSeries
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.runtime.translator_metrics import TranslatorMetrics
+from extproc.translate.order import TranslationOrder
 from tests.docs_examples import EXAMPLES
 from tests.programs import program
 from tests.test_metric_families import BINDING
@@ -52,7 +54,9 @@ def exported(folder: Path) -> dict[str, set[str]]:
     ModelMetrics(manager).follow(lambda: ([one], []))
     observe_api_calls(manager)
     found: dict[str, set[str]] = {}
-    for registry in (extproc, follower, gateway.registry, manager):
+    translator = TranslatorMetrics()
+    translator.end(TranslationOrder("messages", "chat"), "answered")
+    for registry in (extproc, follower, gateway.registry, manager, translator.registry):
         for collector in list(registry._collector_to_names):
             families: list[Any] = list(collector.collect())
             for family in families:

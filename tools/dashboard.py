@@ -65,6 +65,11 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             Panel("Time to decide", "s", _quantiles("attache_pick_seconds"), "From the whole body to the decision."),
             Panel("Length of requests", "s", _quantiles("attache_stream_seconds")),
             Panel("Open requests", "short", (("sum by (pod) (attache_open_streams)", "{{pod}}"),)),
+            Panel(
+                "Translated requests",
+                "reqps",
+                ((_rate("attache_translations_total", "client, engine, ended"), "{{client}} to {{engine}} {{ended}}"),),
+            ),
         ),
     ),
     (

@@ -3,8 +3,8 @@
 
 The pressure on an endpoint is the largest of these, each as a fraction of its limit: requests waiting in the engine
 and its KV cache in use (as llm-d's saturation detector has them), requests and tokens in flight, and the wait until a
-new prompt would start. An endpoint with a pressure of 1 is full. Saturation is the mean pressure, with each endpoint
-counted as at most 1, so it is 1 only when no endpoint has room.
+new prompt would start; of a provider that reports it, its own saturation. An endpoint with a pressure of 1 is full.
+Saturation is the mean pressure, with each endpoint counted as at most 1, so it is 1 only when no endpoint has room.
 
 Between two reports of an engine, requests dispatched since the last one count as waiting for as long as their prefill
 is not done by our own accounting. Otherwise a burst would overload engines that looked empty a moment ago (llm-d-router
@@ -144,7 +144,7 @@ class EndpointHeadroom:
         reported = np.maximum(table.waiting + added, 0.0) / limits.queue_depth
         tokens = np.maximum(table.in_flight_tokens - table.in_flight_tokens_at_report, 0.0)
         more = np.where(table.kv_capacity_tokens > 0, tokens / np.maximum(table.kv_capacity_tokens, 1.0), 0.0)
-        reported = np.maximum(reported, (table.kv_usage + more) / limits.kv_usage)
+        reported = np.maximum(np.maximum(reported, (table.kv_usage + more) / limits.kv_usage), table.load)
         pressure: Floats = np.maximum(trust * reported, self._backlog_s / limits.max_wait_s)
         return pressure
 

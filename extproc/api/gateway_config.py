@@ -18,6 +18,7 @@ from extproc.api.addresses import (
     parse_target,
     worker_addresses,
 )
+from extproc.api.admission import CallerNames
 from extproc.api.authentication import Authentication, Tenant, check_authentication, check_tenants
 from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.connection import CertificateFiles
@@ -149,6 +150,9 @@ class GatewayConfigSpec(Spec, frozen=True):
     tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
     # Hidden: no answer reports how many tokens were found in caches, which would reveal the prompts of others.
     cached_tokens: Literal["Shown", "Hidden"] = "Shown"
+    # Tenants that learn from GET /v1/models/NAME how full its engines are: gateways of other regions, to which this one
+    # is a provider with reportsLoad. Without it, nobody does.
+    load_shown_to: CallerNames = ()
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
     served_header: Annotated[str, msgspec.Meta(pattern=patterns.HEADER, max_length=64)] | None = None
     # Spans of a share of all requests, for an OpenTelemetry collector; without it, none.

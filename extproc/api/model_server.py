@@ -77,6 +77,8 @@ _OF_ENGINES: Final = {
     "metricsPort": "metrics_port",
     "allowedFields": "allowed_fields",
 }
+# Between two reads of a provider's load, at least: it is far away, and each read is a request there.
+_SHORTEST_LOAD_INTERVAL_S: Final = 1.0
 _NO_NAME: Final = "nothing says which name the engines' certificates have; write serverName"
 
 
@@ -485,7 +487,7 @@ class ModelServerSpec(Spec, frozen=True):
     # A file of this directory that holds an EndpointPickerConfig; it replaces ``picker``.
     picker_config: NonEmpty | None = None
     pd_group: PdGroup | None = None
-    # Between two reads of an engine's metrics; 0s: never.
+    # Between two reads of an engine's metrics; 0s: never. Of a provider with reportsLoad: of its load, and 1s at least.
     scrape_interval: Duration = Duration("200ms")
     # Path of the engines' metrics; without it, the engine's default: /prometheus/metrics of TensorRT-LLM, /metrics of
     # the others.
@@ -537,9 +539,12 @@ class ModelServerSpec(Spec, frozen=True):
         return self.protocol.endswith("-gRPC")
 
     @property
-    def reads_metrics(self) -> bool:
-        """Whether its engines have metrics that are read."""
-        return self.scrape_interval > 0 and self.provider is None
+    def report_interval_s(self) -> float:
+        """Between two reads of an engine's metrics, or of a provider's load; 0: they are never read."""
+        interval_s = float(self.scrape_interval)
+        if self.provider is None or not interval_s:
+            return interval_s
+        return max(interval_s, _SHORTEST_LOAD_INTERVAL_S) if self.provider.reports_load else 0.0
 
 
 class ModelServer(DirectoryObject, frozen=True, kw_only=True):

@@ -58,8 +58,16 @@ class Provider(Spec, frozen=True):
     """A server of others, in place of engines. ``host``: its name or IP address. ``port``: of its server.
     ``path_prefix``: stands before the path of each request there, such as ``/api/openai``. ``paths``: by API, the whole
     path of its requests there, with or without a query, where that is another one. ``auth``: how it is shown the key of
-    ``connection``; without it, as ``x-api-key`` with Anthropic's APIs, and as ``Bearer`` with others.
+    ``connection``; without it, as ``x-api-key`` with Anthropic's APIs, and as ``Bearer`` with others. ``reports_load``:
+    it is another Attaché, whose ``loadShownTo`` has this gateway's tenant: extproc asks it how full its engines are.
     """
+
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.reportsLoad) || !self.reportsLoad || !has(self.auth) || self.auth.type == 'Bearer'",
+            "another Attaché takes the key as Bearer; write that, or leave reportsLoad out",
+        ),
+    )
 
     host: Annotated[str, msgspec.Meta(pattern=patterns.HOST, max_length=253)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 443
@@ -71,6 +79,7 @@ class Provider(Spec, frozen=True):
         msgspec.Meta(max_length=13),
     ] = msgspec.field(default_factory=dict)
     auth: ProviderAuth | None = None
+    reports_load: bool = False
 
     @property
     def address(self) -> str:
@@ -110,6 +119,11 @@ def check_provider(provider: Provider, path: Path, *, has_key: bool, tls: Engine
             yield (*path, "host"), f"'{provider.host}' {patterns.ADVICE[patterns.HOST]}"
     if provider.auth is not None:
         yield from _check_auth(provider.auth, (*path, "auth"), has_key=has_key)
+        if provider.reports_load and provider.auth.type != "Bearer":
+            yield (
+                (*path, "reportsLoad"),
+                "is of another Attaché, which takes the key as Bearer; write that into auth.type",
+            )
     if provider.scheme == "http" and has_key and not provider.is_loopback:
         yield (
             (*path, "scheme"),

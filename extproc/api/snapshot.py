@@ -164,7 +164,7 @@ def limits_without_redis(snapshot: Snapshot) -> list[str]:
 def scrape_stretch(servers: Iterable[ModelServer]) -> float:
     """By what every ``scrapeInterval`` is multiplied, 1 or more, so that reading engines leaves time for requests."""
     specs = [one.spec for one in servers]
-    asked_per_s = sum(len(one.endpoints) / one.scrape_interval for one in specs if one.reads_metrics)
+    asked_per_s = sum(len(one.endpoints) / one.report_interval_s for one in specs if one.report_interval_s)
     return max(1.0, asked_per_s / MOST_SCRAPES_PER_S)
 
 
@@ -177,9 +177,9 @@ def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
     """That engines are read less often than configured."""
     stretch = scrape_stretch(snapshot.servers)
     if stretch > 1:
-        read = [one.spec for one in snapshot.servers if one.spec.reads_metrics]
+        read = [one.spec for one in snapshot.servers if one.spec.report_interval_s]
         endpoints = sum(len(one.endpoints) for one in read)
-        shortest_s = min(float(one.scrape_interval) for one in read if one.endpoints)
+        shortest_s = min(one.report_interval_s for one in read if one.endpoints)
         yield (
             f"{endpoints} endpoints: their scrapeIntervals ask for {stretch * MOST_SCRAPES_PER_S:.0f} reads a second,"
             f" and one process reads {MOST_SCRAPES_PER_S:.0f}; all intervals are {stretch:.3g} times as long as written"
@@ -196,7 +196,7 @@ def kv_event_sources(servers: Iterable[ModelServer]) -> int:
 
 def wanted_descriptors(snapshot: Snapshot) -> int:
     """Descriptors for connections to all engines, and for subscriptions to their events."""
-    read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.reads_metrics)
+    read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.report_interval_s)
     return read + kv_event_sources(snapshot.servers) * _OF_A_SUBSCRIPTION
 
 

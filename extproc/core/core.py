@@ -18,6 +18,7 @@ from extproc.admission.objectives import ObjectiveTable
 from extproc.api.snapshot import kv_event_sources, scrape_stretch
 from extproc.core.accounts import NO_OTHERS, Accounts, LevelExchange
 from extproc.core.breakers import known_breakers, merge_breakers, reset_breakers
+from extproc.core.capacity import load_of
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AnswerRead, AskGuard, BreakerChanged, Broadcast, Effect
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from extproc.core.orphans import Orphan
     from extproc.core.peers import EventBatch
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Arrival, Attachment, Outcome, WorkResult
+    from extproc.core.record import Arrival, Attachment, Head, Outcome, WorkResult
     from extproc.core.response_cache import AnswerStore, Kind
     from extproc.core.trace import Trace
     from extproc.scheduling.pickers_for import MadePicker, MakePicker
@@ -189,6 +190,7 @@ class Core:
             or authorizer.restricts
             or gateway.usage_log is not None
             or gateway.payload_log is not None
+            or gateway.load_shown_to
             or guards
         )
         self.payload_logs = {
@@ -237,6 +239,14 @@ class Core:
         self._pipeline.place(record, now, out)
         self.meter.count_arrival(record, record.arrived)
         return self._pipeline.begin(record, now, out), out
+
+    def shown_load(self, head: Head, model: str, now: float) -> float | None:
+        """How full it is, from 0 to 1, where requests of the caller for ``model`` go; None: it may not know."""
+        shown_to = self.snapshot.gateway.load_shown_to
+        if not shown_to or self.builder.tenant_of(head) not in shown_to:
+            return None
+        targets = self.builder.usual_targets(head, model)
+        return None if targets is None else load_of(targets, self.pools, self.admission.gates, now)
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:
         """The answer to an AskLimits, AskGuard or AskTokens has come. Returns as ``arrive`` does; None if the client

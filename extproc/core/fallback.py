@@ -33,7 +33,7 @@ from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from extproc.core.fallback_budget import FallbackBudgets
     from extproc.core.record import Arrival, Attachment, FallbackReason, Record, Run
@@ -103,10 +103,8 @@ class FallbackPlanner:
                 return None
         if why == "context_window" and not (any(map(_takes_long, fallbacks.chain)) and _is_too_long(arrival)):
             return None
-        for one in fallbacks.chain:
-            if why == "queue" and (one.after_queue_s is None or waited_s < one.after_queue_s):
-                continue
-            if why == "context_window" and not _takes_long(one):
+        for one in self._in_order(fallbacks.chain, now):
+            if not self._is_for(one, why, waited_s, now):
                 continue
             try:
                 other = self._builder.at(arrival, one)
@@ -143,7 +141,7 @@ class FallbackPlanner:
         if record.fell_back_for:
             states.append(FallbackState(own.name, addresses[0], _TAKEN[record.fell_back_for]))
         edited = _EditedBody(arrival, arrival.body if body is None else body)
-        for one in fallbacks.chain:
+        for one in self._in_order(fallbacks.chain, now):
             found = why or self._reserve(record, one, fallbacks, base, now)
             if isinstance(found, Reserve) and not edited.may_go_to(found):
                 found = "the model's name has no place in its body"
@@ -171,6 +169,27 @@ class FallbackPlanner:
         )
         is_alone = considered.pick.prefill_row is not None or arrival.engine_api is not None
         return FallbackPlan(None if is_alone else attempts, reserves, tuple(states))
+
+    def _is_for(self, fallback: Destination, why: FallbackReason, waited_s: float, now: float) -> bool:
+        """Whether requests go there for this reason."""
+        match why:
+            case "queue":
+                has_waited = fallback.after_queue_s is not None and waited_s >= fallback.after_queue_s
+                return has_waited and not self._is_full(fallback, now)
+            case "late":
+                return not self._is_full(fallback, now)
+            case "context_window":
+                return _takes_long(fallback)
+            case _:
+                return True
+
+    def _is_full(self, fallback: Destination, now: float) -> bool:
+        pool = self._builder.pools.get(fallback.server)
+        return pool is not None and pool.is_full(now)
+
+    def _in_order(self, chain: Sequence[Destination], now: float) -> Sequence[Destination]:
+        """``chain``, with providers that report that they are full behind the others."""
+        return sorted(chain, key=lambda one: self._is_full(one, now))
 
     def _reserve(
         self, record: Record, to: Destination, fallbacks: Fallbacks, base: Changes, now: float

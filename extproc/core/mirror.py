@@ -7,10 +7,9 @@ where it goes. There it is a request of nobody: no limit, budget or usage log co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from extproc.admission.saturation import EndpointHeadroom
-from extproc.api.admission import SaturationSpec
+from extproc.core.capacity import has_capacity
 
 if TYPE_CHECKING:
     import random
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from extproc.core.request_builder import RequestBuilder
     from extproc.protocol import Api
     from extproc.scheduling.pool import Consideration, Pool
-
-_USUAL: Final = SaturationSpec()
 
 
 class Mirrors:
@@ -76,10 +73,3 @@ def _reasons_there(pool: Pool, api: Api, now: float) -> Iterator[str]:
         yield "it has no usable endpoint"
     elif not has_capacity(pool, now):
         yield "its engines have no capacity to spare"
-
-
-def has_capacity(pool: Pool, now: float) -> bool:
-    """Whether an engine would begin a request at once, by the limits of its queue or the usual ones."""
-    control = pool.spec.flow_control
-    limits = (_USUAL if control is None else control.saturation).limits()
-    return bool(EndpointHeadroom(pool.table, limits, now).open.any())

@@ -180,6 +180,19 @@ class RequestBuilder:
         model, caller_access = self._routing.model_on(head.listener, name), self._access_of(head)
         return model if model is None or caller_access is None or caller_access.may_list(name) else None
 
+    def usual_targets(self, head: Head, model: str) -> Targets | None:
+        """Where chats of the caller go whose bodies meet no conditions; None if no rule takes them."""
+        access = self._access_of(head)
+        try:
+            found = self._routing.targets(model, head.headers, Api.CHAT.spec.paths[0], listener=head.listener)
+        except UnknownModel:
+            return None
+        return found if access is None else found.among(lambda one: access.may(model, one))
+
+    def tenant_of(self, head: Head) -> str:
+        """Of the caller."""
+        return self._subject_of(head).tenant
+
     def _access_of(self, head: Head) -> CallerAccess | None:
         """None if every caller may use everything. A step calls for a client that has been admitted already."""
         if not self._authorizer.restricts or head.listener == STEPS_LISTENER:

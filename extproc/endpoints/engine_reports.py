@@ -41,6 +41,9 @@ def apply_report(table: EndpointTable, row: int, report: EngineReport, now: floa
         reconcile_backlog(table, row, waiting=report.waiting, first_tokens=report.first_tokens, now=now)
     if report.running is not None:
         table.running[row] = report.running
+    if report.load is not None:
+        # of requests it tells no number
+        table.load[row], table.running[row] = report.load, table.in_flight[row]
     if report.kv_usage is not None:
         table.kv_usage[row] = min(1.0, max(0.0, report.kv_usage))
     table.reported_at_s[row], table.in_flight_at_report[row] = now, table.in_flight[row]
@@ -103,6 +106,12 @@ def estimated_kv_usage(table: EndpointTable, now: float) -> Floats:
     fullest = float((table.kv_usage * trust).max(initial=0.0))
     estimate: Floats = trust * table.kv_usage + (1 - trust) * np.maximum(table.kv_usage, fullest)
     return estimate
+
+
+def estimated_load(table: EndpointTable, now: float) -> Floats:
+    """How full the engines of providers are, by row; 0 where a provider does not report it, or has not for long."""
+    load: Floats = report_trust(table, now) * table.load
+    return load
 
 
 def estimated_foreign(table: EndpointTable, now: float) -> Floats:

@@ -42,6 +42,7 @@ _COLUMNS: Final = (
     "waiting",
     "running",
     "kv_usage",
+    "load",
     "reported_at_s",
     "in_flight_at_report",
     "in_flight_tokens",
@@ -151,6 +152,7 @@ class EndpointTable:
     ``waiting``, ``running``          requests    0         in its queue, in its batch
     ``kv_usage``                      0 to 1      0         fraction of its KV cache in use
     ``kv_capacity_tokens``            tokens      0         size of its KV cache, 0 if unknown
+    ``load``                          0 to 1      0         of a provider: how full its engines are, 1 if none has room
     ``ttft_s``, ``tpot_s``            s           0         recent means, of answers too; 0 if unknown
     ``loras``                                     none      its LoRA adapters
     ``attributes``                                none      metrics of it that a configuration names
@@ -175,6 +177,7 @@ class EndpointTable:
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
         self.kv_usage: Floats = np.zeros(0)
+        self.load: Floats = np.zeros(0)
         self.reported_at_s: Floats = np.zeros(0)
         self.in_flight_at_report: Floats = np.zeros(0)
         self.in_flight_tokens: Floats = np.zeros(0)
@@ -186,13 +189,12 @@ class EndpointTable:
         self.cold_prompt_at_s: Floats = np.zeros(0)
         self.loras: list[LoraState] = []
         self.configs: list[EndpointConfig] = []
-        self.has_draining = False
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
         self.backlog_per_request: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.absence_cost_s: Floats = np.zeros(0)
-        self.has_failures = self.has_tripped = self.has_foreign_requests = False
+        self.has_draining = self.has_failures = self.has_tripped = self.has_foreign_requests = False
         self.unsettled: set[int] = set()
         self.mean_work = 0.0
         self.rate_samples: Ints = np.zeros(0, np.int64)
@@ -319,6 +321,7 @@ class EndpointTable:
         self.in_flight[row] = self.trips[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.retry_at_s[row] = 0.0
         self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_prompt_at_s[row] = 0.0
+        self.load[row] = 0.0
         self.ttft_s[row] = self.tpot_s[row] = self.service_s[row] = self.service_at_s[row] = 0.0
         self.reported_at_s[row], self.in_flight_at_report[row] = _NEVER, 0
         self.in_flight_tokens[row] = self.in_flight_tokens_at_report[row] = self.kv_capacity_tokens[row] = 0.0

@@ -88,6 +88,21 @@ def models_in(body: bytes) -> ListedModels:
     return ListedModels(frozenset([one.id for one in listed]), frozenset([one.id for one in base]), context_tokens)
 
 
+class _Loaded(msgspec.Struct, frozen=True):
+    saturation: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+
+
+def load_in(body: bytes) -> float:
+    """How full the engines of a model are, of another gateway's ``GET /v1/models/NAME``. Raises Unreadable."""
+    found = parse_json(_loaded, body, "what the provider reports of the model").saturation
+    if found is None:
+        raise Unreadable(
+            "the provider does not report its load; write this gateway's tenant there into loadShownTo of the"
+            " GatewayConfig, or remove reportsLoad here"
+        )
+    return found
+
+
 class _ListedModel(msgspec.Struct, frozen=True):
     id: Annotated[str, msgspec.Meta(max_length=1024)]
     parent: str | None = None
@@ -309,6 +324,7 @@ def _content(body: bytes) -> Any:  # noqa: ANN401 - whatever a server of unknown
 
 _models: Final = msgspec.json.Decoder(_Models)
 _listed: Final = msgspec.json.Decoder(_ListedModels)
+_loaded: Final = msgspec.json.Decoder(_Loaded)
 _ranks: Final = msgspec.json.Decoder(
     Annotated[dict[Annotated[int, msgspec.Meta(ge=0)], _Rank], msgspec.Meta(max_length=_MOST_MODELS)]
 )

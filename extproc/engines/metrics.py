@@ -59,6 +59,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     ``loras``                   its LoRA adapters
     ``first_tokens``  requests  that received their first token since the last reading
     ``attributes``              metrics of its own that were asked for, NaN if missing
+    ``load``          0 to 1    of a provider: how full its engines are, 1 if none has room
     ================  ========  ======================================================
     """
 
@@ -70,6 +71,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     loras: LoraState | None = None
     first_tokens: float | None = None
     attributes: Mapping[str, float] = {}
+    load: float | None = None
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

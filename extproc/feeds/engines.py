@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scrapes the metrics of every engine a few times a second, for the pools.
+"""Scrapes the metrics of every engine a few times a second, for the pools; and the load of providers that report it.
 
 Each endpoint has its own timer and connection, so an engine that hangs does not delay others. After a failed scrape the
 last report stays in use and ages. An error in one engine's answers, or in their processing, counts as that engine's
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 from extproc.api.addresses import parse_address
 from extproc.api.snapshot import scrape_stretch, stretched_intervals
 from extproc.core.peers import EngineReported
-from extproc.engines.answers import Unreadable, models_in
-from extproc.engines.metrics import EngineReport, MetricsReader
+from extproc.engines.answers import Unreadable, load_in, models_in
+from extproc.engines.metrics import EngineMetrics, EngineReport, MetricsReader
 from extproc.engines.pages import PageRefused
 from extproc.feeds.http_get import KeptConnection, get_request
 
@@ -81,7 +81,7 @@ class _Followed:
 
 def _basis(pool: Pool) -> object:
     spec = pool.spec
-    return spec.engine, pool.scrape_config, spec.connection, pool.metrics
+    return spec.engine, spec.provider, pool.scrape_config, spec.connection, pool.metrics
 
 
 class ByteBudget:
@@ -315,9 +315,12 @@ class _Poll:
         # bytes, as much as was taken from the budget when it was asked
         self._expected = 0.0
         self._asked_at_s = clock()
+        provider = pool.spec.provider
+        # what it is called, if its load is read and nothing else
+        self._authority = "" if provider is None else provider.authority
         # metrics are read before the first list of models
         self._pause_s = pool.report_interval_s
-        self._models_at_s = clock() + self._pause_s
+        self._models_at_s = clock() + self._pause_s if provider is None else math.inf
         self._is_stopped = False
         self._loop = asyncio.get_running_loop()
         # spread the first scrapes over an interval
@@ -405,7 +408,9 @@ class _Poll:
             self._models_connection = connection
             connection.ask(models_request)
             return
-        self._metrics_request = get_request(self._host, port, self._metrics_path, access.authorization)
+        self._metrics_request = get_request(
+            self._host, port, self._metrics_path, access.authorization, authority=self._authority
+        )
         self._models_request = models_request
         self._connection = connection
         connection.ask(models_request if self._reads_models else self._metrics_request)
@@ -466,6 +471,8 @@ class _Poll:
         try:
             if self._reads_models:
                 self._take_models(body)
+            elif self._authority:
+                self._take_report(EngineMetrics(EngineReport(load=load_in(body)), None, has_restarted=False), body)
             else:
                 self._take_metrics(body)
         except (PageRefused, Unreadable) as error:
@@ -490,6 +497,9 @@ class _Poll:
                 "metrics"
             )
             return
+        self._take_report(reading, page)
+
+    def _take_report(self, reading: EngineMetrics, page: bytes) -> None:
         if reading.has_restarted:
             self._scraper.log.note(
                 logging.INFO,

@@ -39,9 +39,11 @@ class BadAnswer(Exception):
     """The answer is no page; the message has the reason."""
 
 
-def get_request(host: str, port: int, path: str, authorization: str = "") -> bytes:
-    """The bytes of a GET request for ``path``. ``authorization``: the header's value, if any."""
-    place = join_host_port(host, port)
+def get_request(host: str, port: int, path: str, authorization: str = "", *, authority: str = "") -> bytes:
+    """The bytes of a GET request for ``path``. ``authorization``: the header's value, if any. ``authority``: the
+    server's name, if not its address.
+    """
+    place = authority or join_host_port(host, port)
     more = f"authorization: {authorization}\r\n" if authorization else ""
     return f"GET {path} HTTP/1.1\r\nhost: {place}\r\naccept: text/plain, application/json\r\n{more}\r\n".encode()
 

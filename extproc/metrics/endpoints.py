@@ -100,6 +100,10 @@ class EndpointSeries(PiecewiseCollector):
                 _reported(lambda table: table.kv_usage),
             ),
             (_series("attache_engine_report_age_seconds", "Age of what the engine says."), self._age),
+            (
+                _series("attache_provider_load", "How full a provider says that its engines are, 0 to 1."),
+                _reported(lambda table: table.load, of_providers=True),
+            ),
             (_series("attache_endpoint_ttft_seconds", "Recent mean time to first token; no series if unknown."), _ttft),
             (
                 _series("attache_endpoint_failed_ratio", "Failed share of its last 50 answers or so, the latest most."),
@@ -132,8 +136,8 @@ class EndpointSeries(PiecewiseCollector):
         )
 
     def _age(self, pool: Pool, rows: list[int]) -> _Values:
-        now = self._clock()
-        return _reported(lambda table: now - table.reported_at_s)(pool, rows)
+        now, is_provider = self._clock(), pool.spec.provider is not None
+        return _reported(lambda table: now - table.reported_at_s, of_providers=is_provider)(pool, rows)
 
     def _avoided_since(self, pool: Pool, rows: list[int]) -> _Values:
         table, ahead_s = pool.table, self._wall_clock() - self._clock()
@@ -188,10 +192,12 @@ def _of(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:
     return lambda pool, rows: column(pool.table)[rows].tolist()
 
 
-def _reported(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:
-    """Of engines that have reported."""
+def _reported(column: Callable[[EndpointTable], NDArray[Any]], *, of_providers: bool = False) -> _Column:
+    """Of engines that have reported, or of providers."""
 
     def values(pool: Pool, rows: list[int]) -> _Values:
+        if (pool.spec.provider is not None) is not of_providers:
+            return [None] * len(rows)
         found = column(pool.table)[rows].tolist()
         return [value if pool.table.has_reported(row) else None for row, value in zip(rows, found, strict=True)]
 

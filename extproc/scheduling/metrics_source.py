@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from urllib.parse import quote
 
 import msgspec
 
@@ -14,6 +15,7 @@ from extproc.api.connection import CertificateFiles, EngineConnection, EngineTls
 from extproc.api.quantities import Duration
 from extproc.api.spec import Port
 from extproc.engines.dialects import DIALECTS, ENGINE_LABELS, ENGINE_TYPES, FAMILIES, Dialect, metric_name
+from extproc.protocol import MODELS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -178,8 +180,8 @@ def engine_names(extractors: Iterable[MetricsExtractor]) -> EngineNames:
 
 
 class ScrapeConfig(msgspec.Struct, frozen=True):
-    """How the metrics of a pool's engines are read. ``port`` and ``path``: None: the endpoint's, and the engine's.
-    ``connection``: towards the pages. ``names``: what the metrics are called.
+    """How the metrics of a pool's engines, or a provider's load, are read. ``port`` and ``path``: None: the endpoint's,
+    and the engine's. ``connection``: towards the pages. ``names``: what the metrics are called.
     """
 
     interval_s: float
@@ -194,7 +196,14 @@ def scrape_config_of(spec: ModelServerSpec, source: MetricsSource | None, names:
     read.
     """
     source = source or MetricsSource()
-    if spec.protocol != "OpenAI" or spec.provider is not None:
+    if spec.provider is not None:
+        # as Envoy, over TLS with the authorities of the system if none are named
+        tls = (spec.connection.tls or EngineTls()) if spec.uses_tls else None
+        path = f"{spec.provider.path_prefix}{MODELS_PATH}/{quote(spec.model)}"
+        return ScrapeConfig(
+            spec.report_interval_s, None, path, msgspec.structs.replace(spec.connection, tls=tls), names
+        )
+    if spec.protocol != "OpenAI":
         # the metrics that are known are those of generative models
         return ScrapeConfig(0.0, spec.metrics_port, spec.metrics_path, spec.connection, names)
     interval = source.interval if source.interval and spec.scrape_interval else spec.scrape_interval

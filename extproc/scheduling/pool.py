@@ -14,7 +14,7 @@ from extproc.api.pricing import compile_prices
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.avoidance import begin_probe, end_probe, preferred, ranks, refresh, repeat_probe
 from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, BreakerState, Pass, ProbeTurns
-from extproc.endpoints.engine_reports import set_report_interval
+from extproc.endpoints.engine_reports import estimated_load, set_report_interval
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
 from extproc.endpoints.prices import Prices
@@ -228,12 +228,34 @@ class Pool:
         if not self.readiness.can_serve or self.breaker.state(now) is BreakerState.OPEN:
             return False
         self.refresh(now)
-        usable = self.table.is_active & (self.table.retry_at_s <= now)
+        usable = self._serving(self.table.is_active & (self.table.retry_at_s <= now))
         if adapter is not None and self.slots is not None and adapter in self.slots.sources:
             usable &= self.slots.has(adapter)
         if self.spec.provider is None:
             return bool(usable.any())
         return any(now >= self.table.breakers[row].not_before_s for row in np.flatnonzero(usable).tolist())
+
+    def _serving(self, rows: Bools) -> Bools:
+        """Those of ``rows`` that write answers: engines that only prefill do not, and where requests are sent to both
+        at once, none does without one that prefills.
+        """
+        stages, group = self.stages(), self.spec.pd_group
+        if stages is None or group is None:
+            return rows
+        prefill, decode, groups = stages
+        serving: Bools = rows & decode
+        if group.has_own_leg and not group.holds_requests:
+            serving &= np.isin(groups, groups[rows & prefill])
+        return serving
+
+    def is_full(self, now: float) -> bool:
+        """Whether it is a provider that reports that none of its engines has room."""
+        table = self.table
+        return (
+            self.report_interval_s > 0
+            and self.spec.provider is not None
+            and bool(len(table) and (estimated_load(table, now)[table.is_active] >= 1).all())
+        )
 
     def dialect_of(self, address: str) -> Dialect:
         """Names of the metrics of the engine at ``address``."""

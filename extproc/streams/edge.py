@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote_to_bytes
 
 from extproc.core.request_builder import refuse_repository
 from extproc.errors import MethodNotAllowed, ModelNotReady, UnknownModel
@@ -130,15 +131,20 @@ def _of_models(context: StreamContext, head: Head, named: ModelPath | None) -> b
             # engines know the states of their versions
             return None
     _check_is_read(head)
-    name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
+    name = _unquoted(head.path.removeprefix(MODELS_PATH).removeprefix("/"))
     model = context.core.builder.model_for(head, name) if name else None
     if name and model is None:
         raise _unknown(name)
     context.metrics.answered_here("models_listed")
     form = error_form(head)
     if model is not None:
-        return model_answer(model, context.started_s, form)
+        return model_answer(model, context.started_s, form, context.core.shown_load(head, name, context.clock()))
     return models_answer(context.core.builder.models_for(head), context.started_s, form)
+
+
+def _unquoted(name: str) -> str:
+    """A model's name as a client wrote it, whose characters are the bytes that it sent."""
+    return unquote_to_bytes(name.encode("latin-1", "replace")).decode(errors="replace")
 
 
 def _unknown(name: str) -> UnknownModel:

@@ -100,6 +100,8 @@ _LENGTH_DELIMITED: Final = 2
 _ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 # Heads are kept for values up to this size.
 _KEPT_SIZES: Final = 1024
+# Of how full engines are: more would show single requests of others.
+_LOAD_STEPS: Final = 100
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _OVERWRITE: Final = 2
 # Envoy takes streamed bodies in messages of up to 64 KB.
@@ -593,6 +595,7 @@ class _Model(msgspec.Struct):
     parent: str | None
     object: str = "model"
     owned_by: str = "attache"
+    saturation: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Models(msgspec.Struct):
@@ -625,9 +628,16 @@ def models_answer(models: Iterable[ListedModel], created: int, form: ErrorForm =
     return json_answer(_Models([_openai(model, created) for model in models]), "models")
 
 
-def model_answer(model: ListedModel, created: int, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
-    """One model of the list."""
-    return json_answer((_anthropic if form is ErrorForm.ANTHROPIC else _openai)(model, created), "model")
+def model_answer(
+    model: ListedModel, created: int, form: ErrorForm = ErrorForm.OPENAI, load: float | None = None
+) -> bytes:
+    """One model of the list. ``load``: how full its engines are, if the caller may know; only in OpenAI's form."""
+    if form is ErrorForm.ANTHROPIC:
+        return json_answer(_anthropic(model, created), "model")
+    found = _openai(model, created)
+    # rounded down: 1 is full
+    found.saturation = msgspec.UNSET if load is None else math.floor(load * _LOAD_STEPS) / _LOAD_STEPS
+    return json_answer(found, "model")
 
 
 def _openai(model: ListedModel, created: int) -> _Model:

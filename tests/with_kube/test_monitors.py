@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import Processes, free_ports
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.gateway.metrics import GatewayMetrics
 from controller.kube.metrics import ManagerMetrics
 from controller.kube.pages import pages
+from controller.usage.ingest import Counts
+from controller.usage.metrics import UsageSeries
+from extproc.runtime.translator_metrics import TranslatorMetrics
 from tests.waiting import eventually
 from tests.with_kube.monitors import checked, configuration, endpoints_of, job_name, scrape_configs
 from tests.with_kube.prometheus import scraping
@@ -49,12 +53,14 @@ spec:
 
 @contextlib.asynccontextmanager
 async def processes(folder: Path) -> AsyncIterator[dict[str, str]]:
-    """Addresses of pages, by the name of the port in our Deployments; ``manager``: that of the manager."""
+    """Addresses of pages, by the name of the port in our Deployments; ``manager``: that of the manager. Two are of
+    components.
+    """
     config = folder / "config"
     config.mkdir()
     (config / "attache.yaml").write_text(CONFIGURATION)
-    listen, *ports = free_ports(5)
-    names = ("metrics", "bundle", "gateway", "manager")
+    listen, *ports = free_ports(7)
+    names = ("metrics", "bundle", "gateway", "manager", "translate", "usage")
     addresses = {name: f"127.0.0.1:{port}" for name, port in zip(names, ports, strict=True)}
     python = [sys.executable, "-m"]
     commands = {
@@ -68,12 +74,15 @@ async def processes(folder: Path) -> AsyncIterator[dict[str, str]]:
                 return answer.status == 200
         return False
 
-    gateway, manager = GatewayMetrics(), ManagerMetrics()
+    gateway, manager, translator, usage = GatewayMetrics(), ManagerMetrics(), TranslatorMetrics(), CollectorRegistry()
+    usage.register(UsageSeries(Counts(), lambda: 0.0))
     ScalingMetrics(manager.registry)
     async with (
         Processes(folder) as started,
         pages(addresses["gateway"], gateway.registry, lambda: True),
         pages(addresses["manager"], manager.registry, lambda: True),
+        pages(addresses["translate"], translator.registry, lambda: True),
+        pages(addresses["usage"], usage, lambda: True),
     ):
         for name, words in commands.items():
             await started.start(name, [*python, *words, "--config", str(config), "--metrics", addresses[name]])
@@ -112,7 +121,13 @@ async def test_a_real_prometheus_scrapes_what_our_monitors_name(kind: str, tmp_p
             # the label is that of our series, which is why monitors say honorLabels
             (engine,) = await prometheus.query("attache_in_flight")
             assert (engine["metric"]["endpoint"], engine["metric"]["pod"]) == (ENGINE, "pod-0")
-            for series in ("attache_gateway_files", "attache_manager_leader", "attache_config_valid"):
+            for series in (
+                "attache_gateway_files",
+                "attache_manager_leader",
+                "attache_config_valid",
+                "attache_translations_in_flight",
+                "attache_usage_lag_seconds",
+            ):
 
                 async def is_there(series: str = series) -> bool:
                     return bool(await prometheus.query(series))
@@ -128,6 +143,6 @@ async def test_promtool_takes_our_alerts(tmp_path: Path) -> None:
 
 async def test_a_configuration_that_is_wrong_is_noticed(tmp_path: Path) -> None:
     (first, _) = monitors("PodMonitor")
-    jobs = scrape_configs(first, dict.fromkeys(("metrics", "gateway", "bundle"), "127.0.0.1:1"))
+    jobs = scrape_configs(first, dict.fromkeys(("metrics", "gateway", "bundle", "translate", "usage"), "127.0.0.1:1"))
     with pytest.raises(AssertionError, match="not a valid duration"):
         checked(tmp_path, "config", configuration([{**jobs[0], "scrape_interval": "soon"}]))

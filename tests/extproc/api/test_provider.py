@@ -12,6 +12,7 @@ from extproc.api.host_names import with_addresses
 from extproc.api.load import load_snapshot
 from extproc.api.model_server import ServedApi
 from extproc.api.provider import Provider
+from extproc.api.snapshot import wanted_descriptors
 from extproc.protocol import APIS_BY_NAME, APIS_BY_PATH, paths_of
 
 KEYED = "connection: {apiKeyFile: a.key}, apis: [Messages]"
@@ -159,8 +160,20 @@ def test_its_name_becomes_addresses_with_the_name_of_its_certificate() -> None:
     assert with_addresses(snapshot, {}).servers[0].spec.endpoints == ()
 
 
-def test_nothing_is_read_of_it() -> None:
-    assert not load_snapshot(documents("host: a.b", MESSAGES)).servers[0].spec.reads_metrics
+@pytest.mark.parametrize(
+    ("provider", "more", "interval_s"),
+    [
+        ("host: a.b", "", 0.0),
+        ("host: a.b, reportsLoad: true", "", 1.0),
+        ("host: a.b, reportsLoad: true", ", scrapeInterval: 50ms", 1.0),
+        ("host: a.b, reportsLoad: true", ", scrapeInterval: 5s", 5.0),
+        ("host: a.b, reportsLoad: true", ", scrapeInterval: 0s", 0.0),
+    ],
+)
+def test_nothing_is_read_of_it_but_the_load_that_it_reports(provider: str, more: str, interval_s: float) -> None:
+    snapshot = load_snapshot(documents(provider, MESSAGES + more))
+    assert snapshot.servers[0].spec.report_interval_s == interval_s
+    assert wanted_descriptors(snapshot) == (1 if interval_s else 0)
 
 
 @pytest.mark.parametrize(

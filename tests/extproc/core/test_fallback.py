@@ -989,3 +989,35 @@ def test_a_request_that_waits_for_a_fallback_that_is_deleted_stays_where_it_is()
     (moved,) = ends(core.tick(3.1))
     assert isinstance(moved, Decision)
     assert moved.server == "default/a"
+
+
+def pair(connector: str) -> str:
+    """A ModelServer of a prefill engine (A1) and a decode engine (A2)."""
+    labelled = [{"address": one, "labels": {"role": role}} for one, role in ((A1, "prefill"), (A2, "decode"))]
+    group = (
+        "{prefillLabels: {role: prefill}, decodeLabels: {role: decode}, leg: Gateway, minUncachedTokens: 100,"
+        f" decideBy: UncachedTokens, connector: {connector}}}"
+    )
+    engine = "engine: SGLang\n" if connector == "bootstrap_room" else ""
+    return f"endpoints: {json.dumps(labelled)}\n{QUIET}{engine}pdGroup: {group}\n"
+
+
+@pytest.mark.parametrize(
+    ("connector", "failed", "server"),
+    [
+        ("NixlConnector", A2, "default/c"),
+        ("bootstrap_room", A2, "default/c"),
+        ("bootstrap_room", A1, "default/c"),
+        # the decode engine computes the prompt
+        ("NixlConnector", A1, "default/a"),
+    ],
+)
+def test_a_stage_without_a_usable_engine_sends_requests_to_a_fallback(connector: str, failed: str, server: str) -> None:
+    core = core_with(servers={"a": pair(connector)}, fallback=[{"modelServerName": "c"}])
+    table = core.pools["default/a"].table
+    row = table.row_of(failed)
+    assert row is not None
+    trip(table, row, 0.0)
+    run = core._records[ask(core, 0.1).ticket].run
+    assert run is not None
+    assert run.pool.name == server
