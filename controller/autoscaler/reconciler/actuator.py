@@ -72,11 +72,11 @@ def drain(
     # what never served has nothing to finish
     serving = [one for one in leaving if one.is_ready]
 
-    def look_s(one: PodView) -> float | None:
+    def next_check_s(one: PodView) -> float | None:
         is_idle = _is_idle(one, reports)
         return drained_or_when([one.draining_at_s], is_idle=is_idle, now_s=now_s, drain_s=drain_s, each_s=_LOOK_EACH_S)
 
-    again_s = {one.name: at_s for one in serving if (at_s := look_s(one)) is not None}
+    again_s = {one.name: at_s for one in serving if (at_s := next_check_s(one)) is not None}
     if again_s:
         unmarked = [one for one in serving if one.draining_at_s is None]
         marks += [_mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
@@ -217,8 +217,8 @@ class Actuator:
                     again_s = min(again_s, SOON_S)
                 if not step.writes or step.is_as_decided:
                     continue
-                may_go, look_s, waits = await self._drained(step, reports, result)
-                again_s = min(again_s, look_s)
+                may_go, next_check_s, waits = await self._drained(step, reports, result)
+                again_s = min(again_s, next_check_s)
                 if waits:
                     waits_for[name] = waits
                 if may_go and (one := await self._scaled(step)) is not None:

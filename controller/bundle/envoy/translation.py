@@ -50,7 +50,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import socket_cluster
-from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, to_plain, to_resource
+from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.lua import lua, lua_text
 from extproc.protocol import (
