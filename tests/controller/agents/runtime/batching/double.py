@@ -193,18 +193,18 @@ class Batched:
 
 
 @contextlib.asynccontextmanager
-async def batched(limits: BatchLimits | None = None, timeout_s: float = 30.0) -> AsyncIterator[Batched]:
+async def batched(limits: BatchLimits | None = None, timeout_s: float = 100.0) -> AsyncIterator[Batched]:
     """All of it. By default requests wait until the engine has answered the one before, up to 32."""
     engine, counters = ModelServer(), BatchCounters()
     await engine.start()
     (port,) = free_ports(1)
-    settings = BatcherSettings("127.0.0.1", port, engine.url, limits or BatchLimits(max_delay_s=10.0), timeout_s)
+    settings = BatcherSettings("127.0.0.1", port, engine.url, limits or BatchLimits(max_delay_s=100.0), timeout_s)
     try:
         async with (
             serving_batcher(settings, counters, asyncio.get_running_loop().time) as batcher,
             httpx.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}",
-                timeout=30,
+                timeout=100,
                 trust_env=False,
                 limits=httpx.Limits(max_connections=None),
             ) as http,
