@@ -292,7 +292,7 @@ async def test_what_is_no_whole_answer_is_not_stored(gateway: Gateway, lie: str)
     # a copy that came would be here before that of another request
     await asked(gateway)
     assert (await came(gateway))["stored"] == stored + 1
-    assert verdict(await ask(gateway, prompt=lie)) == "miss"
+    assert verdict(await asked(gateway, prompt=lie)) == "miss"
 
 
 async def test_clients_decide_what_they_read_and_what_is_stored(gateway: Gateway) -> None:
