@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import configparser
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -82,13 +81,14 @@ def _plain(key: PublicKeyTypes) -> bytes:
 
 def aws_profile(content: bytes) -> str:
     """The profile ``default`` of a credentials file, with the fields that Envoy reads. Raises Unusable."""
-    parsed = configparser.ConfigParser(interpolation=None)
-    try:
-        parsed.read_string(content.decode())
-        found = {name: parsed["default"][name] for name in _AWS_FIELDS if name in parsed["default"]}
-    except (configparser.Error, UnicodeDecodeError, KeyError):
-        # these errors repeat lines of the file
-        found = {}
+    found: dict[str, str] = {}
+    is_default = False
+    for line in content.decode(errors="replace").splitlines():
+        name, _, value = (part.strip() for part in line.partition("="))
+        if name.startswith("["):
+            is_default = name == "[default]"
+        elif is_default and name in _AWS_FIELDS:
+            found[name] = value
     lines = [f"{name}={value}\n" for name, value in found.items() if _WORD.fullmatch(value)]
     text = "".join(["[default]\n", *lines])
     if len(lines) < len(found) or not found.keys() >= {*_AWS_FIELDS[:2]} or len(text) > _MOST_CREDENTIALS_BYTES:

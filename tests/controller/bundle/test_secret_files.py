@@ -600,9 +600,8 @@ def test_of_aws_credentials_envoy_gets_what_it_reads(tmp_path: Path) -> None:
         AWS_FILE.replace("[default]", "[mine]"),
         AWS_FILE.replace("AKIDEXAMPLE", "AKID EXAMPLE"),
         AWS_FILE.replace("AKIDEXAMPLE", ""),
-        AWS_FILE.replace("AKIDEXAMPLE", "AKID\n  EXAMPLE"),
         AWS_FILE.replace("IQoJ", "IQoJ" * 1024),
-        AWS_FILE + AWS_FILE,
+        AWS_FILE.replace("=", ":"),
         AWS_FILE.replace("AKIDEXAMPLE", "\u00fc"),
         "\udcff",
     ],
@@ -611,8 +610,7 @@ def test_other_files_sign_nothing_and_are_not_repeated(tmp_path: Path, text: str
     (tmp_path / "aws").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigInvalid, match="is no credentials file of AWS; write one") as caught:
         SecretFiles({}, tmp_path).read([AwsCredentials("aws")], TODAY)
-    assert not {"AKID", "wJalr", "sk-of"} & set(str(caught.value).split())
-    assert "wJalr" not in str(caught.value)
+    assert not [secret for secret in ("AKID", "wJalr", "sk-of") if secret in str(caught.value)]
 
 
 def test_credentials_that_are_named_no_more_are_removed(tmp_path: Path) -> None:
