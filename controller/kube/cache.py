@@ -44,8 +44,7 @@ class SharedInformers:
         self._probe_s = probe_s
         self._taken: dict[_Wanted, Informer] = {}
         self._users: Counter[Informer] = Counter()
-        # of optional kinds: set once the server has answered that it lacks the kind
-        self._missing: dict[Informer, asyncio.Event] = {}
+        self._optional: set[Informer] = set()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[Informer, asyncio.Task[None]] = {}
 
@@ -66,7 +65,7 @@ class SharedInformers:
             informer = Informer(self._client, resource, selection, timing=self._timing, transform=transform)
             self._taken[wanted] = informer
             if optional:
-                self._missing[informer] = asyncio.Event()
+                self._optional.add(informer)
             if self._group is not None:
                 self._start(informer, self._group)
         self._users[informer] += 1
@@ -79,22 +78,14 @@ class SharedInformers:
             return
         del self._users[informer]
         self._taken = {wanted: one for wanted, one in self._taken.items() if one is not informer}
-        self._missing.pop(informer, None)
+        self._optional.discard(informer)
         task = self._tasks.pop(informer, None)
         if task is not None:
             task.cancel()
 
     def is_optional(self, informer: Informer) -> bool:
         """Whether the cluster may lack its kind."""
-        return informer in self._missing
-
-    async def wait_until_synced(self, informer: Informer) -> None:
-        """Returns once it has listed its kind, or the cluster lacks an optional one."""
-        missing = self._missing.get(informer)
-        if missing is None:
-            await informer.synced.wait()
-        else:
-            await _either(informer.answered, missing)
+        return informer in self._optional
 
     async def run(self) -> None:
         """Run all informers until cancelled."""
@@ -112,21 +103,15 @@ class SharedInformers:
         self._tasks[informer] = group.create_task(self._run_one(informer), name=name)
 
     async def _run_one(self, informer: Informer) -> None:
-        missing = self._missing.get(informer)
-        if missing is not None:
-            await self._until_served(informer.resource, missing)
-        await informer.run()
-
-    async def _until_served(self, resource: Resource, missing: asyncio.Event) -> None:
-        """Wait until the server has the kind; set ``missing`` once it has answered that it does not."""
-        while True:
+        while self.is_optional(informer):
             try:
-                if await self._client.serves(resource):
-                    return
-                missing.set()
+                if await self._client.serves(informer.resource):
+                    break
+                informer.answered.set()
             except ClusterError as error:
-                log.info("%s cannot be looked for: %s", resource.kind, error)
+                log.info("%s cannot be looked for: %s", informer.resource.kind, error)
             await asyncio.sleep(self._probe_s)
+        await informer.run()
 
 
 class InformerSet:
@@ -197,17 +182,8 @@ class InformerSet:
     async def wait_until_synced(self) -> None:
         """Returns once all informers have listed their kind, but for optional kinds that the cluster lacks."""
         for informer in list(self._informers):
-            await self.shared.wait_until_synced(informer)
+            await (informer.answered if self.shared.is_optional(informer) else informer.synced).wait()
 
     def _notify(self, resource: Resource, key: str) -> None:
         for listener in self._listeners:
             listener(resource, key)
-
-
-async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns once one of the two is set."""
-    async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(event.wait()) for event in (one, other)]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()

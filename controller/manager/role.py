@@ -23,7 +23,7 @@ from controller.models.controller import ModelController
 from controller.models.metrics import ModelMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from controller.autoscaler.export.role import ExportRole
     from controller.autoscaler.reconciler.controller import Scaling
@@ -113,7 +113,7 @@ class Leader:
             tasks.create_task(shared.run(), name="informers")
             tasks.create_task(self._work(shared), name="work")
             if self._scaling is not None:
-                tasks.create_task(_awaited(self._scaling(self._client, shared)), name="scaling")
+                tasks.create_task(self._scaling(self._client, shared), name="scaling")
 
     async def _work(self, shared: SharedInformers) -> None:
         controller = ModelController(
@@ -164,7 +164,3 @@ def kopf_source(client: Client, namespace: str | None) -> Source:
         await Handlers(client.access, FOLLOWED, enqueue, namespace=namespace).run()
 
     return source
-
-
-async def _awaited(scaling: Awaitable[None]) -> None:
-    await scaling

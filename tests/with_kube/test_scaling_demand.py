@@ -38,7 +38,7 @@ from tests.with_kube.pods import make_pod
 from tests.with_kube.scaling import bind, deployment, make_policy, make_server, replicas_of, says, target
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator
 
     from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
@@ -108,17 +108,13 @@ async def scaled(access: ClusterAccess, namespace: str) -> AsyncIterator[Records
     async with connect(access, manager="attache-manager") as client:
         run = scaling_of(settings, ScalingMetrics(CollectorRegistry()), records)
         shared = SharedInformers(client, IMPATIENT)
-        tasks = [asyncio.create_task(_awaited(one)) for one in (shared.run(), run(client, shared))]
+        tasks = [asyncio.create_task(one) for one in (shared.run(), run(client, shared))]
         try:
             yield records
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-
-async def _awaited(run: Awaitable[None]) -> None:
-    await run
 
 
 async def until_replicas(client: Client, namespace: str, number: int) -> None:

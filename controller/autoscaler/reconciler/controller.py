@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DECIDER: Final = Decider(decide, encode_memory, decode_memory)
 # Changes of a policy and of its bindings within this time lead to one status of it.
 _POLICY_S: Final = 2.0
-Scaling = Callable[["Client", "SharedInformers"], Awaitable[None]]
+Scaling = Callable[["Client", "SharedInformers"], Coroutine[None, None, None]]
 """Scales, until cancelled, what AutoscalingPolicyBindings name."""
 
 

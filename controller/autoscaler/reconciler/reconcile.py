@@ -236,17 +236,19 @@ class Reconciler:
         state.remember(view, result)
         if result.decision is not None:
             state.log.add(DecisionRecord(decision=result.decision, acts=acts_of(result)))
-        is_unseen = parts.controller.expectations.left_s(work, loop_s()) is not None
-        before = state.status if state.status is not None and is_unseen else view.thing["status"]
+        written_to, written = state.status
+        # nothing has changed since, or the informer has not delivered that write yet
+        is_latest = view is written_to or parts.controller.expectations.left_s(work, loop_s()) is not None
+        before = written if is_latest else view.thing["status"]
         status = status_of(result, before)
-        if is_unseen and status == before:
+        if is_latest and status == before:
             return
         if not await state.status_retry.attempt(
             view.key,
             lambda: parts.controller.write_status(work, AUTOSCALING_POLICY_BINDINGS, view.thing, status),
         ):
             return
-        state.status, state.unreported = status, ()
+        state.status, state.unreported = (view, status), ()
         await parts.controller.record(view.thing, events_of(result, status, before))
 
     async def _keep_learned(self, view: BindingView, state: BindingState, now_s: float) -> None:

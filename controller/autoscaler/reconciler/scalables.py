@@ -26,26 +26,15 @@ from controller.models.model_infer.names import seconds_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 PREFIX: Final = "attache.dev/"
-
-
 # Our managers of replicas, in managedFields.
 SCALER: Final = "attache-autoscaler"
-
-
 # Annotation of a target: the binding that scales it, ``namespace/name/uid``.
 SCALED_BY: Final = PREFIX + "scaled-by"
-
-
 # Annotation of a target: the replicas that it had when we took it over, or that we last wrote.
 SCALED_TO: Final = PREFIX + "scaled-to"
-
-
 # Annotation of a binding: what was learned of its targets, JSON.
 LEARNED: Final = PREFIX + "learned"
-
-
 _ENDED: Final = ("Failed", "Succeeded")
 # Why a container waits that will not start by itself, or not soon.
 _FAILING: Final = frozenset(
