@@ -35,16 +35,16 @@ class ModelMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._objects: Callable[[], Objects] = lambda: _NONE
+        self.objects: Callable[[], Objects] = lambda: _NONE
         registry.register(self)
 
     def follow(self, objects: Callable[[], Objects] = lambda: _NONE) -> None:
         """Those of the present term; without an argument: none, as another replica leads."""
-        self._objects = objects
+        self.objects = objects
 
     def collect(self) -> Iterator[Metric]:
         """Called in the thread of a scrape."""
-        models, infers = self._objects()
+        models, infers = self.objects()
         # by the key of the Model
         wanted: dict[str, int] = {}
         for one in list(infers):
