@@ -51,11 +51,6 @@ class UsageReader:
         self._counts: dict[str, int] = {}
         self._line = bytearray()
 
-    @property
-    def kept_bytes(self) -> int:
-        """How much of the answer is kept."""
-        return len(self._line)
-
     def feed(self, piece: bytes) -> None:
         """Take the next bytes of the answer."""
         lines, found, rest = piece.rpartition(b"\n")

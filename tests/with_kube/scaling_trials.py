@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import shutil
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +13,7 @@ import aiohttp
 import msgspec
 import yaml
 
-from bench.stack.processes import StartFailed
+from tests.programs import program
 from tests.with_kube.scaling_testbed import PATIENCE_S, LoadClient, ScaledModel, now_s, until
 
 if TYPE_CHECKING:
@@ -243,10 +242,7 @@ def in_flight(namespace: str, server: str) -> str:
 
 @contextlib.asynccontextmanager
 async def running_prometheus(testbed: Testbed) -> AsyncIterator[None]:
-    """At ``testbed.prometheus``. Raises StartFailed where there is no such program."""
-    binary = shutil.which(PROMETHEUS)
-    if binary is None:
-        raise StartFailed("there is no prometheus; apt-get install --no-install-recommends prometheus")
+    """At ``testbed.prometheus``."""
     targets = [{"targets": [one.pages for one in testbed.gateways]}]
     scraped = {"job_name": "extproc", "static_configs": targets}
     config = testbed.folder / "prometheus.yaml"
@@ -254,7 +250,7 @@ async def running_prometheus(testbed: Testbed) -> AsyncIterator[None]:
         yaml.safe_dump({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [scraped]})
     )
     command = [
-        binary,
+        program(PROMETHEUS),
         f"--config.file={config}",
         f"--web.listen-address={testbed.prometheus}",
         f"--storage.tsdb.path={testbed.folder / 'prometheus'}",

@@ -24,7 +24,6 @@ from extproc.scheduling.picker import Demand, Picker
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Collection
 
     from bench.engine.scheduler import Scheduler
     from extproc.endpoints.table import EndpointTable, Floats
@@ -147,10 +146,6 @@ class PrefixMemoryPolicy:
         self._running: dict[int, tuple[int, Request]] = {}
         self._predicted: deque[tuple[float, int, Request]] = deque()
         self._cost = PromptCost()
-
-    def held_blocks(self, row: int) -> Collection[int]:
-        """The hashes of the blocks that it has recorded for an endpoint."""
-        return self._held[row].keys()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The pick of the policy, from the data that its router would have."""

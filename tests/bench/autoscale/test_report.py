@@ -150,7 +150,7 @@ def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
     whole = [result("kpa", 10.0, 96.0, 12.0, load=load, half=Half.TUNING) for load in ("steps", "sines")]
     partly = [result("kpa", 16.0, 99.0, 5.0, half=Half.TUNING)]
     found = tune_policies([*whole, *partly])["kpa"]
-    assert (found.knob, found.trials) == (10.0, 1)
+    assert (found.knob, found.tried) == (10.0, 1)
 
 
 def test_the_interval_holds_the_estimate_and_reaches_beyond_a_baseline_that_may_not_attain_as_much() -> None:

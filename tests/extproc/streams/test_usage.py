@@ -77,7 +77,7 @@ def test_little_is_kept_of_a_long_answer() -> None:
     reader = UsageReader()
     for _ in range(1000):
         reader.feed(b"z" * 50_000)
-    assert reader.kept_bytes <= 32 * 1024
+    assert len(reader._line) <= 32 * 1024
 
 
 @pytest.mark.parametrize("number", ["-1", "1e300", "NaN", '"7"', "true", "9" * 5000, "1000000001", "[" * 3000])

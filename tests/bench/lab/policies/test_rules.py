@@ -211,7 +211,7 @@ def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
     picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, MemoryRule(), BLOCK)
     for text in "ab":
         scene.pick(picker, scene.request(text))
-    held = picker.held_blocks(0)
+    held = picker._held[0].keys()
     assert len(held) == 150
     assert all(block in held for block in scene.request("b").text.hashes)
     # of the first, the end of the prompt goes first
