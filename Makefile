@@ -31,7 +31,7 @@ PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test
 .NOTPARALLEL:
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 $(PREFLIGHTS): preflight-%:
 	@$(PYTHON) -m tools.preflight $* $(ARGS)
