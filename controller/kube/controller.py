@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from random import Random
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from controller.kube.resources import Object, Resource
 
 Key = TypeVar("Key", bound=Hashable)
+Source = Callable[[], Coroutine[Any, Any, None]]
 
 
 class ReconcileResult(NamedTuple):
@@ -95,12 +96,12 @@ class Controller(Generic[Key]):
         self._wrote: Counted = wrote or _uncounted
         self._executor = Executor(client, self.expectations, self.cache.get, clock=loop_s, counted=self._wrote)
         self._recorder = Recorder(client, client.manager, loop_s, self._wrote)
-        self._sources: list[tuple[str, Callable[[], Awaitable[None]]]] = []
-        self._after_sync: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._sources: list[tuple[str, Source]] = []
+        self._after_sync: list[tuple[str, Source]] = []
         self._on_synced: list[Callable[[], None]] = []
         self.cache.subscribe(self.expectations.on_object)
 
-    def add_source(self, name: str, run: Callable[[], Awaitable[None]], *, after_sync: bool = False) -> None:
+    def add_source(self, name: str, run: Source, *, after_sync: bool = False) -> None:
         """Run a task beside the workers, such as one that enqueues keys; what it raises ends the controller.
         ``after_sync``: not before all informers have listed.
         """
@@ -128,13 +129,13 @@ class Controller(Generic[Key]):
             if not self._is_shared:
                 tasks.create_task(self.cache.shared.run(), name="informers")
             for name, source in self._sources:
-                tasks.create_task(_awaited(source()), name=name)
+                tasks.create_task(source(), name=name)
             await self.cache.wait_until_synced()
             self.synced.set()
             for call in self._on_synced:
                 call()
             for name, source in self._after_sync:
-                tasks.create_task(_awaited(source()), name=name)
+                tasks.create_task(source(), name=name)
             await self.queue.run(self._measure, self._settings.workers)
 
     async def execute(self, key: Key, actions: Iterable[Action]) -> None:
@@ -177,10 +178,6 @@ def wall_s() -> float:
 def loop_s() -> float:
     """Seconds of the event loop's clock, which only grows."""
     return asyncio.get_running_loop().time()
-
-
-async def _awaited(source: Awaitable[None]) -> None:
-    await source
 
 
 def _uncounted(_kind: str, _verb: str) -> None:

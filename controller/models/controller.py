@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiohttp
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Of a message: an error may repeat a user's text.
 _LONGEST: Final = 1000
 
-Source = Callable[[Callable[[str, str], None]], Awaitable[None]]
+Source = Callable[[Callable[[str, str], None]], Coroutine[Any, Any, None]]
 """Calls its argument with the kind and key of objects that have changed, until cancelled."""
 
 

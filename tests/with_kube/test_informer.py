@@ -122,6 +122,30 @@ async def test_what_is_listed_once_is_not_watched_and_only_optional_kinds_may_be
 
 
 @FAKE
+async def test_what_several_take_is_watched_once_until_the_last_gives_it_back(
+    client: Client, fake: FakeServer, namespace: str
+) -> None:
+    shared = SharedInformers(client, QUICK)
+    one = shared.take(CONFIG_MAPS, Selection(namespace))
+    task = asyncio.create_task(shared.run())
+    try:
+        elsewhere = shared.take(CONFIG_MAPS, Selection("elsewhere"))
+        assert shared.take(CONFIG_MAPS, Selection(namespace)) is one
+        await eventually(lambda: len(fake.watches) == 2)
+        shared.release(elsewhere)
+        shared.release(one)
+        await eventually(lambda: len(fake.watches) == 1)
+        await client.create(CONFIG_MAPS, config_map(namespace, "late"))
+        await eventually(lambda: names(one) == {"late"})
+        shared.release(one)
+        await eventually(lambda: len(fake.watches) == 0)
+        assert shared.take(CONFIG_MAPS, Selection(namespace)) is not one, "what has ended is not used again"
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@FAKE
 async def test_an_expired_watch_lists_anew(client: Client, fake: FakeServer, namespace: str) -> None:
     async with following(client, namespace) as informer:
         await eventually(lambda: len(fake.watches) == 1)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DECIDER: Final = Decider(decide, encode_memory, decode_memory)
 # Changes of a policy and of its bindings within this time lead to one status of it.
 _POLICY_S: Final = 2.0
-Scaling = Callable[["Client", "SharedInformers"], Coroutine[None, None, None]]
+Scaling = Callable[["Client", "SharedInformers"], Coroutine[Any, Any, None]]
 """Scales, until cancelled, what AutoscalingPolicyBindings name."""
 
 

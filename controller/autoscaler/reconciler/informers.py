@@ -205,7 +205,7 @@ class Informers:
                 _SCALED_OBJECTS, transform=autoscaler_trimmer(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True
             ),
         ]
-        self.pods = NamespacedPods(cache.shared, self._all_changed)
+        self.pods = NamespacedPods(cache.shared, lambda: self._notify(self._known))
         self.other_kinds = OtherKinds(client, lambda place: self._notify(self._by_place.get(place, ())))
         self._by_place: dict[ScalableRef, set[str]] = defaultdict(set)
         self._by_policy: dict[str, set[str]] = defaultdict(set)
@@ -399,9 +399,6 @@ class Informers:
                 self._notify(concerned)
 
         return changed
-
-    def _all_changed(self) -> None:
-        self._notify(self._known)
 
     def _notify(self, keys: Iterable[str]) -> None:
         for key in set(keys):
