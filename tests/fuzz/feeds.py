@@ -14,13 +14,13 @@ import argparse
 import asyncio
 import contextlib
 import random
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import pytest
 import yaml
 import zmq
 import zmq.asyncio
@@ -33,6 +33,7 @@ from tests.fuzz.bodies import FLAGS, FuzzReport, FuzzSettings, beside_honest, re
 from tests.fuzz.loop import growth_of
 from tests.fuzz.readers import broken_json, broken_page, http_answer, kv_payload, peer_payload
 from tests.fuzz.values import broken
+from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -345,9 +346,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, metavar="N", help="stop after N requests")
     parser.add_argument("--clients", type=int, default=4, help="at the same time (%(default)s)")
     options = parser.parse_args(words)
-    redis_server = shutil.which("redis-server")
-    if redis_server is None:
-        print("python -m tests.fuzz feeds: there is no redis-server; apt-get install redis-server", file=sys.stderr)
+    try:
+        redis_server = program("redis-server")
+    except (pytest.skip.Exception, pytest.fail.Exception) as missing:
+        print(f"python -m tests.fuzz feeds: {missing}", file=sys.stderr)
         return 2
     settings = FuzzSettings(
         seconds=60 * options.minutes, cases=options.cases, first_seed=options.seed, clients=options.clients
