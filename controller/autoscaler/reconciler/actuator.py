@@ -72,16 +72,16 @@ def drain(
     # what never served has nothing to finish
     serving = [one for one in leaving if one.is_ready]
 
-    def next_check_s(one: PodView) -> float | None:
+    def kept_until_s(one: PodView) -> float | None:
         is_idle = _is_idle(one, reports)
         return drained_or_when([one.draining_at_s], is_idle=is_idle, now_s=now_s, drain_s=drain_s, each_s=_LOOK_EACH_S)
 
-    again_s = {one.name: at_s for one in serving if (at_s := next_check_s(one)) is not None}
-    if again_s:
+    until_s = {one.name: at_s for one in serving if (at_s := kept_until_s(one)) is not None}
+    if until_s:
         unmarked = [one for one in serving if one.draining_at_s is None]
         marks += [_mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
-        waits_for = () if unmarked else tuple(sorted(again_s))
-        return Draining(tuple(marks), requeue_at_s=max(again_s.values()), waits_for=waits_for)
+        waits_for = () if unmarked else tuple(sorted(until_s))
+        return Draining(tuple(marks), requeue_at_s=max(until_s.values()), waits_for=waits_for)
     if drain_s <= 0 and not is_ordered:
         marks += [_mark(one, {DELETION_COST: _FIRST}) for one in leaving if one.deletion_cost != _FIRST]
     return Draining(tuple(marks), may_go=True)
