@@ -27,7 +27,7 @@ from controller.bundle.sync import write_once
 from controller.usage.rows import row_of
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -687,5 +687,60 @@ async def test_two_workers_send_a_fallback_no_more_than_one_budget(tmp_path: Pat
             assert budget / 2 < engines["b1"].most <= 1.2 * budget
             assert all(now > then for now, then in zip(await at_once(), before, strict=True))
     finally:
+        for one in engines.values():
+            await one.stop()
+
+
+async def test_one_tenants_failures_leave_a_part_of_the_budget_to_others(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+    engines = {name: Engine(name, log) for name in ("a1", "b1")}
+    for one in engines.values():
+        await one.start()
+    rule = {"targetModels": [{"modelServerName": "a"}], "fallback": [{"modelServerName": "b"}]}
+    documents = [
+        server("a", "big/model", [engines["a1"]]),
+        server("b", "small", [engines["b1"]]),
+        route("m", {**rule, "retry": {"minConcurrency": 9, "budgetPercent": 0}}),
+    ]
+    may_answer = asyncio.Event()
+    there: Counter[str] = Counter()
+
+    async def holds(http: web.Request) -> web.StreamResponse:
+        there[(await http.json())["user"]] += 1
+        await may_answer.wait()
+        return web.json_response({**WHOLE, "model": "b1"})
+
+    try:
+        async with running(tmp_path / "stack", documents, engines, log, {"clients": "Trusted"}) as gateway:
+            gateway.http.timeout = PATIENCE_S
+
+            def ask(tenant: str) -> asyncio.Task[httpx.Response]:
+                body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "user": tenant}
+                asking = gateway.http.post(gateway.url + PATH, json=body, headers={"x-attache-tenant": tenant})
+                return asyncio.create_task(asking)
+
+            async def is_avoided() -> bool:
+                assert (await ask("greedy")).status_code == 200
+                return any("no_endpoint" in labels for labels in await gateway.values("attache_fallbacks_total"))
+
+            engines["a1"].does = 503
+            await eventually(is_avoided)
+            engines["b1"].says = holds
+            modest = ask("modest")
+            await eventually(lambda: there["modest"] == 1)
+            greedy = [ask("greedy") for _ in range(20)]
+            # two thirds at most of what the other one leaves; the rest gets the refusal of its own engine
+            await eventually(lambda: sum(one.done() for one in greedy) + there["greedy"] == 20)
+            assert 0 < there["greedy"] <= 6
+            later = [ask("modest"), ask("third")]
+            await eventually(lambda: (there["modest"], there["third"]) == (2, 1))
+            assert there.total() <= 9
+            may_answer.set()
+            answers = await asyncio.gather(modest, *later)
+            assert {one.headers["x-attache-served-by"] for one in answers} == {"default/b"}
+            statuses = Counter(one.status_code for one in await asyncio.gather(*greedy))
+            assert statuses == {200: there["greedy"], 503: 20 - there["greedy"]}
+    finally:
+        may_answer.set()
         for one in engines.values():
             await one.stop()
