@@ -24,6 +24,7 @@ from controller.kube.resources import (
     GATEWAY_CLASSES,
     GATEWAY_CONFIGS,
     GATEWAYS,
+    GRPC_ROUTES,
     HTTP_ROUTES,
     INFERENCE_POOLS,
     LEASES,
@@ -31,7 +32,7 @@ from controller.kube.resources import (
     PODS,
     SECRETS,
 )
-from tests.gateway_objects import backend_ref, gateway, gateway_class, http_route, https, pool, tls_secret
+from tests.gateway_objects import backend_ref, gateway, gateway_class, grpc_route, http_route, https, pool, tls_secret
 from tests.kube_objects import Object, resource, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
@@ -126,7 +127,8 @@ async def test_the_role_works_with_its_own_account(
     policy = resource("ModelAccessPolicy", namespace, {"rules": []}, namespace=namespace)
     await create(client, server(namespace, namespace=namespace), route(namespace, namespace=namespace), policy)
     parent, pooled = {"name": namespace}, backend_ref("llama", None, **POOL)
-    await create_plainly(client, SYSTEM, pool(), http_route(namespace, pooled, parents=(parent,)))
+    routes = (http_route(namespace, pooled, parents=(parent,)), grpc_route(namespace, pooled, parents=(parent,)))
+    await create_plainly(client, SYSTEM, pool(), *routes)
     election = LeaderElection(account, namespace=SYSTEM, name="attache-gateway", identity="test")
     settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway", gateway_api=ADDRESSES)
     role = GatewayRole(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
@@ -158,6 +160,7 @@ async def test_the_role_works_with_its_own_account(
         watching.close()
         await client.delete(GATEWAYS, namespace, SYSTEM)
         await client.delete(HTTP_ROUTES, namespace, SYSTEM)
+        await client.delete(GRPC_ROUTES, namespace, SYSTEM)
         await client.delete(INFERENCE_POOLS, "llama", SYSTEM)
         await client.delete(SECRETS, namespace, SYSTEM)
         task.cancel()
