@@ -92,6 +92,8 @@ class TraceExporter:
         self._is_due = asyncio.Event()
         self._client: tuple[Tracing, Client] | None = None
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        # with which the last batch was sent: while it is under way, another may be configured
+        self._tried: Tracing | None = None
         # whether spans can be encoded; None: nobody has asked
         self._is_able: bool | None = None
         self._count = count
@@ -126,11 +128,11 @@ class TraceExporter:
 
     async def _pause(self) -> None:
         """After a failure; another collector is tried at once."""
-        tracing, left_s = self._tracing(), self._backoff.pause_s
-        while left_s > 0 and self._tracing() == tracing:
+        left_s = self._backoff.pause_s
+        while left_s > 0 and self._tracing() == self._tried:
             await asyncio.sleep(min(left_s, _EACH_S))
             left_s -= _EACH_S
-        if self._tracing() != tracing:
+        if self._tracing() != self._tried:
             self._backoff.reset()
 
     async def close(self) -> None:
@@ -150,6 +152,7 @@ class TraceExporter:
         if not self._queue:
             return
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+        self._tried = tracing
         try:
             body = await self._encode(batch, tracing)
             client = await self._client_of(tracing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an endpoint table by labels and adapters, as cached masks; stages with engines, and their revisions."""
+"""Rows of an endpoint table by labels and adapters, as masks that are cached; which stages and revisions there are."""
 
 from __future__ import annotations
 

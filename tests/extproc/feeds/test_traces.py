@@ -13,6 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
 from bench.stack.processes import free_ports
 from extproc.api.tracing import Tracing, parse_otlp
 from extproc.core.trace import Step, Trace, TraceParent
+from extproc.feeds import traces
 from extproc.feeds.traces import MOST_TRACES, TraceExporter, write_spans
 from tests.otlp import collector
 from tests.waiting import eventually
@@ -122,6 +123,33 @@ async def test_a_collector_that_is_away_gets_one_line_in_the_log(
     lines = [one.getMessage() for one in caplog.records if one.name == "extproc.feeds.traces"]
     assert len(lines) == 1, lines
     assert "does not take spans" in lines[0]
+
+
+async def test_a_collector_that_is_configured_during_a_call_of_another_one_is_named_if_it_is_away_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "_TIMEOUT_S", 0.5)
+    made, is_called = Exporter(tmp_path), asyncio.Event()
+
+    class Silent(asyncio.Protocol):
+        def data_received(self, _: bytes) -> None:
+            is_called.set()
+
+    silent = await asyncio.get_running_loop().create_server(Silent, "127.0.0.1", 0)
+    made.tracing = parse_otlp(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+    running = asyncio.create_task(made.exporter.run())
+    await eventually(lambda: made.exporter.is_on)
+    made.exporter.add(trace())
+    await is_called.wait()
+    made.tracing = parse_otlp(f"http://127.0.0.1:{free_ports(1)[0]}")
+    made.exporter.add(trace())
+    await eventually(lambda: made.counts["failed"] == 2)
+    running.cancel()
+    await made.exporter.close()
+    silent.close()
+    lines = [one.getMessage() for one in caplog.records if one.name == "extproc.feeds.traces"]
+    assert ["does not take spans" in one for one in lines] == [True, True]
+    assert made.tracing.endpoint in lines[1]
 
 
 async def test_without_a_collector_nothing_is_kept(tmp_path: Path) -> None:
