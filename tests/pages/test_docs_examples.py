@@ -135,15 +135,17 @@ def test_objects_for_a_directory_are_valid_beside_those_of_the_readme(example: E
     if any(is_of_a_cluster(example.page, one) for one in theirs):
         return
     kinds = {one["kind"] for one in theirs}
+    # the README's ModelRoute needs its ModelServer, unless there is another one of that name
+    named = {one["metadata"]["name"] for one in theirs if one["kind"] == "ModelServer"}
     readme = next(one for one in WITH_OBJECTS if one.page == "README.md")
     for one in objects_of(yaml_of(readme)):
-        if one["kind"] not in kinds:
+        if one["kind"] not in kinds or (one["kind"] == "ModelServer" and one["metadata"]["name"] not in named):
             (tmp_path / f"{one['kind']}.yaml").write_text(yaml.safe_dump(one))
     (tmp_path / "example.yaml").write_text(yaml_of(example))
     for one in EXAMPLES:
-        named = re.match(r"# ([\w-]+\.yaml)", one.text)
-        if one.page == example.page and named is not None and one is not example:
-            (tmp_path / named[1]).write_text(one.text)
+        file = re.match(r"# ([\w-]+\.yaml)", one.text)
+        if one.page == example.page and file is not None and one is not example:
+            (tmp_path / file[1]).write_text(one.text)
     load_directory(tmp_path, InstalledPlugins())
 
 
