@@ -137,7 +137,7 @@ def examples() -> dict[str, dict[str, Any]]:
     """The page's ModelServers of clouds, by name."""
     texts = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     found = {one["metadata"]["name"]: one for text in texts for one in yaml.safe_load_all(text)}
-    others = {"chat", "own", "elsewhere"}
+    others = {"chat", "own", "elsewhere", "west"}
     return {name: one for name, one in found.items() if name not in others}
 
 
