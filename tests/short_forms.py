@@ -120,7 +120,7 @@ SHORT_FORMS: Final = (
 
 _HERE: Final = "tests/test_commands.py::"
 _STAGED: Final = "tests/tools/test_stages.py::"
-_LAB: Final = "tests/bench/lab/test_commands.py::"
+_LAB: Final = "tests/bench/lab/test_lab_command.py::"
 _TOP: Final = "tests/with_envoy/test_top.py::test_a_killed_engine_is_dead_on_the_screen_until_it_is_back"
 _UP: Final = "tests/with_envoy/test_commands.py::test_a_stack_that_is_left_running_serves_until_it_is_interrupted"
 _RUN: Final = "tests/with_envoy/test_commands.py::test_a_short_form_works"
@@ -133,20 +133,20 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "make test-all": _STAGED + "test_nothing_runs_twice_if_all_tests_are_asked_for_once",
         "make lab-autoscale": "tests/bench/autoscale/test_report.py::"
         "test_a_quick_run_plays_every_policy_and_writes_the_report",
-        "attache reset": "tests/extproc/runtime/test_reset.py::test_the_command_closes_what_it_is_asked_to",
+        "attache reset": "tests/extproc/runtime/test_pages_reset.py::test_the_command_closes_what_it_is_asked_to",
         "attache init": "tests/with_envoy/test_init.py::test_two_directories_are_served_at_once",
         "make generate": _HERE + "test_what_is_generated_is_what_is_committed",
         "make clean": _HERE + "test_nothing_that_make_makes_is_left",
-        "attache agent": "tests/controller/agents/runtime/test_with_engines.py::test_a_pods_life",
+        "attache agent": "tests/controller/agents/runtime/test_agent.py::test_a_pods_life",
         "attache autoscale": "tests/bench/autoscale/test_report.py::"
         "test_a_quick_run_plays_every_policy_and_writes_the_report",
         "attache bundle": "tests/with_envoy/test_acknowledgements.py::"
         "test_without_watch_the_exit_status_says_whether_envoy_took_the_bundle",
-        "attache check": "tests/attache/test_command.py::test_check_prints_a_summary",
+        "attache check": "tests/attache/test_commands.py::test_check_prints_a_summary",
         "attache compare": _LAB + "test_two_policies_of_one_replay_are_compared_request_by_request",
         "attache completion": "tests/attache/test_completion.py::test_bash_completes",
         "attache convert": "tests/controller/convert/test_convert.py::test_files_of_users_become_what_is_committed",
-        "attache download": "tests/controller/agents/downloader/test_crashes.py::"
+        "attache download": "tests/controller/agents/downloader/test_cache_crashes.py::"
         "test_a_download_that_is_killed_half_way_goes_on_where_it_was",
         "attache engine": _UP,
         "attache envoy": "tests/attache/test_envoy.py::test_it_becomes_envoy_with_envoys_own_options",
@@ -175,7 +175,7 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         + "test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is_missing",
         "attache workload": _LAB + "test_a_workload_says_how_much_of_it_could_be_cached",
         "python -m attache": _UP,
-        "python -m bench.cluster.netns": "tests/bench/cluster/test_pod_network.py::"
+        "python -m bench.cluster.netns": "tests/bench/cluster/node/test_pod_network.py::"
         "test_a_command_in_the_network_sees_its_range_and_nothing_else",
         "python -m bench.lab.fairness": _RUN,
         "python -m bench.lab.tiers": "tests/bench/lab/test_tiers.py::"

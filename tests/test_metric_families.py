@@ -25,7 +25,7 @@ from extproc.api.load import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
-from tests.controller.agents.runtime.test_engine_page import STATE
+from tests.controller.agents.runtime.test_metrics import STATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

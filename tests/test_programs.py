@@ -31,10 +31,10 @@ BY_PROGRAM = {
     "tests/with_model_servers/test_replicas.py": "MLSERVER",
     "tests/attache/test_completion.py": "BASH",
     "tests/test_deploy.py::test_systemd_finds_nothing_wrong_with_the_units": "SYSTEMD",
-    "tests/bench/cluster/test_pod_network.py::"
+    "tests/bench/cluster/node/test_pod_network.py::"
     "test_a_command_in_the_network_sees_its_range_and_nothing_else": "NAMESPACES",
     "tests/tools/test_preflight.py::test_make_looks_first_then_fetches_then_builds_then_runs": "MAKE",
-    "tests/controller/agents/downloader/test_trouble.py::"
+    "tests/controller/agents/downloader/test_download_trouble.py::"
     "test_a_disk_that_fills_up_meanwhile_ends_the_download_and_what_is_there_is_used_later": "MOUNT",
 }
 

@@ -46,7 +46,7 @@ from extproc.core.effects import (
     WakeAt,
 )
 from extproc.core.guards import ALLOWED
-from extproc.core.record import Head, LoadResult, Outcome, PrefillResult
+from extproc.core.record import AdapterLoadResult, Head, Outcome, PrefillResult
 from extproc.errors import Refusal
 from extproc.prefix import kv_events
 from extproc.prefix.kv_index import EventSource
@@ -175,7 +175,7 @@ class VirtualLoads:
         engines: Mapping[str, VirtualEngine],
         events: EventQueue,
         load_s: float,
-        deliver: Callable[[LoadResult, float], None],
+        deliver: Callable[[AdapterLoadResult, float], None],
     ) -> None:
         """``load_s``: what a load takes. ``deliver``: gets every result, and its instant."""
         self.loads: Counter[str] = Counter()
@@ -195,7 +195,7 @@ class VirtualLoads:
         def ended(later: float) -> None:
             self.loads["was there" if ask.adapter in adapters else "loaded"] += 1
             adapters.add(ask.adapter)
-            result = LoadResult(ask.server, ask.address, ask.adapter, unloaded=unloaded, duration_s=later - now)
+            result = AdapterLoadResult(ask.server, ask.address, ask.adapter, unloaded=unloaded, duration_s=later - now)
             self._deliver(result, later)
 
         self._events.at(now + self._load_s, ended)
@@ -284,7 +284,7 @@ class Simulation:
         self._keys = itertools.count()
         self._results: list[RequestResult] = []
 
-        def taken(result: LoadResult, now: float) -> None:
+        def taken(result: AdapterLoadResult, now: float) -> None:
             self._perform(self.core.on_result(result, now), now)
 
         self.adapters = VirtualLoads(self.engines, self._events, delays.load_s, taken)

@@ -169,7 +169,7 @@ class ModelInferRole(msgspec.Struct, frozen=True, kw_only=True):
 
 def mistakes(found: ModelInfer) -> Iterator[str]:
     """Validation errors, each with the remedy. Admission denies such an object; an existing one is not reconciled."""
-    yield from too_many(found.spec, {one.name: one.replicas for one in found.spec.template.roles})
+    yield from pod_limit_errors(found.spec, {one.name: one.replicas for one in found.spec.template.roles})
     yield from _names(found)
     yield from _circles(found)
     for role in found.spec.template.roles:
@@ -181,7 +181,7 @@ def mistakes(found: ModelInfer) -> Iterator[str]:
             yield from wrong_shapes(template.spec, f"{field} of role {role.name}")
 
 
-def too_many(spec: ModelInferSpec, replicas: Mapping[str, int]) -> Iterator[str]:
+def pod_limit_errors(spec: ModelInferSpec, replicas: Mapping[str, int]) -> Iterator[str]:
     """An error if the spec requests more pods than the limit. ``replicas``: of roles, as currently scaled."""
     each = sum(replicas.get(one.name, one.replicas) * (1 + one.worker_replicas) for one in spec.template.roles)
     if spec.replicas * each > MOST_PODS:

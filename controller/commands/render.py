@@ -26,7 +26,7 @@ from controller.gateway.compile.sources import SOURCE_KINDS
 from controller.kube.conditions import WantedCondition, WantedStatus
 from controller.kube.resources import Object, key_of
 from controller.models.model.children import children
-from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve
+from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve_model
 from controller.models.runtimes.legs import why_sidecar
 from controller.models.runtimes.settings import settings_of
 from extproc.api.documents import parse_document, split_documents
@@ -225,7 +225,7 @@ def _rendered_model(thing: Object, by_kind: Mapping[str, Sequence[Object]], sett
         shared_templates=[one for one in templates if one["metadata"]["namespace"] != namespace],
         settings=settings,
     )
-    model = resolve(observed)
+    model = resolve_model(observed)
     if isinstance(model, Unresolved):
         return RenderedModel(key_of(thing), problem=f"{model.reason}: {model.message}")
     made = [one.thing for one in children(model, settings, {})]

@@ -293,7 +293,7 @@ class CallerAccounts(msgspec.Struct, frozen=True):
         ]
 
 
-class BudgetsOf:
+class BudgetSet:
     """The budgets that hold for the requests of one route: its own, those of the GatewayConfig, and those of keys."""
 
     def __init__(self, *groups: Sequence[CompiledBudget], of_keys: BudgetsOfKeys = _OF_NO_KEYS) -> None:

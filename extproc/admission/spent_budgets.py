@@ -21,7 +21,7 @@ from extproc.protocol import ANONYMOUS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from extproc.admission.budgets import BudgetsOf, CompiledBudget
+    from extproc.admission.budgets import BudgetSet, CompiledBudget
     from extproc.admission.limits import Charge, Resource
     from extproc.api.budgets import Budget
 
@@ -130,7 +130,7 @@ class SpentByRows:
     def __init__(
         self,
         query: UsageQuery,
-        budgets_of: Callable[[str], BudgetsOf],
+        budgets_of: Callable[[str], BudgetSet],
         owner_of: Callable[[str], Caller | None],
         wall_s: float,
     ) -> None:

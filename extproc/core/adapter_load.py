@@ -20,7 +20,7 @@ import msgspec
 
 from extproc.core.effects import Broadcast, Effect, Held, LoadAdapter, LoadEnded, WakeAt
 from extproc.core.peers import AdapterChanged
-from extproc.core.record import LoadResult, Record
+from extproc.core.record import AdapterLoadResult, Record
 from extproc.core.states import Event, State
 from extproc.endpoints.table import EndpointRef
 from extproc.engines.answers import LoadProblem
@@ -100,7 +100,7 @@ class AdapterLoads:
         source, timeout_s = slots.sources[adapter], timeout_of(pool)
         out.append(LoadAdapter(pool.name, endpoint.address, adapter, source, found.evicts, timeout_s))
 
-    def end(self, result: LoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
+    def end(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
         """Record the result of a load; returns the row of its endpoint, None if that has gone meanwhile."""
         load = self._loads.pop((result.server, result.address, result.adapter), None)
         if load is None or load.pool is not pool or pool.slots is None or not pool.table.is_current(load.endpoint):
@@ -285,7 +285,7 @@ class AdapterWait:
         if group is not None:
             _remove(group, record.ticket)
 
-    def on_adapter_load(self, result: LoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
+    def on_adapter_load(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
         """An engine has loaded an adapter, or has not. The next ``tick`` sends its requests on."""
         out += [LoadEnded(result), WakeAt(now)]
         row = self._loads.end(result, pool, now, out)
@@ -398,7 +398,7 @@ class AdapterWait:
         if found is not None and not (found.evicts and (found.must_wait or self._loads.has_peers)):
             self._loads.begin(pool, found, adapter, now, out)
 
-    def _failed(self, result: LoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
+    def _failed(self, result: AdapterLoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
         """Record the failure, for requests that wait and for later ones."""
         groups = [one for one in self._groups.values() if one.pool is pool and one.adapter == result.adapter]
         match problem:

@@ -49,7 +49,7 @@ from extproc.core.peers import (
 from extproc.core.pipeline import AdmissionPipeline
 from extproc.core.prefill_leg import PrefillLegs
 from extproc.core.queue import AdmissionController
-from extproc.core.record import BUNDLE, LoadResult, PrefillResult, Record
+from extproc.core.record import BUNDLE, AdapterLoadResult, PrefillResult, Record
 from extproc.core.request_builder import RequestBuilder
 from extproc.core.response_cache import Key
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
@@ -284,7 +284,7 @@ class Core:
         """Work for requests that wait has ended, well or not."""
         out = list[Effect]()
         match result:
-            case LoadResult():
+            case AdapterLoadResult():
                 self._pipeline.adapters.on_adapter_load(result, self.pools.get(result.server), now, out)
             case PrefillResult():
                 self._legs.on_result(result, self.pools, now, out)

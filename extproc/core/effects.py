@@ -17,7 +17,7 @@ from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
-from extproc.core.record import NO_WAITS, Arrival, Attempts, Forecast, LoadResult, Outcome, PrefillLeg
+from extproc.core.record import NO_WAITS, AdapterLoadResult, Arrival, Attempts, Forecast, Outcome, PrefillLeg
 from extproc.core.states import State
 from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
@@ -271,7 +271,7 @@ class LogUsage(msgspec.Struct, frozen=True):
 class LoadEnded(msgspec.Struct, frozen=True):
     """A load has ended, well or not."""
 
-    result: LoadResult
+    result: AdapterLoadResult
 
 
 class ClientLeft(msgspec.Struct, frozen=True):

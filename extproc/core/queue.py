@@ -17,7 +17,7 @@ import msgspec
 from extproc.admission.budgets import (
     GATEWAY,
     BudgetAccounts,
-    BudgetsOf,
+    BudgetSet,
     CallerAccounts,
     CompiledBudget,
     compile_keys,
@@ -72,11 +72,11 @@ class AdmissionController:
         self.gates: dict[str, Gate] = {}
         # by route, of those that have limits
         self.routes: dict[str, RouteLimits] = {}
-        self.budgets: dict[str, BudgetsOf] = {}
+        self.budgets: dict[str, BudgetSet] = {}
         # by the name of the key, of those that have limits themselves
         self.key_limits: dict[str, Sequence[KeyRateLimit]] = {}
         # of requests whose route has none
-        self.gateway_budgets = BudgetsOf()
+        self.gateway_budgets = BudgetSet()
         # by route, tenant, user and API key: what the budgets of the configuration charge
         self._accounts: dict[tuple[str, str, str, str], CallerAccounts] = {}
         self._names = ChosenNames()
@@ -96,9 +96,9 @@ class AdmissionController:
         of_gateway = [CompiledBudget(GATEWAY, one, accounts) for one in snapshot.gateway.budgets]
         self.key_limits = {one.name: one.rate_limits for one in keys if one.rate_limits}
         of_keys = compile_keys(keys, accounts)
-        self.gateway_budgets = BudgetsOf(of_gateway, of_keys=of_keys)
+        self.gateway_budgets = BudgetSet(of_gateway, of_keys=of_keys)
         self.budgets = {
-            route.metadata.key: BudgetsOf(
+            route.metadata.key: BudgetSet(
                 [CompiledBudget(route.metadata.key, one, accounts) for one in route.spec.budgets],
                 # what a step asks for was charged to the client that it works for
                 of_gateway if route.serves(None) else (),
@@ -121,7 +121,7 @@ class AdmissionController:
         """Whether there is any limit or budget."""
         return bool(self.routes or self.key_limits or self.budgets or self.gateway_budgets)
 
-    def budgets_of(self, route: str) -> BudgetsOf:
+    def budgets_of(self, route: str) -> BudgetSet:
         """Those of the route and of the gateway."""
         return self.budgets.get(route, self.gateway_budgets)
 
@@ -140,7 +140,7 @@ class AdmissionController:
             charges += self._accounts_of(route, budgets, caller, wall_s).charges(usage, wall_s)
         return charges
 
-    def _accounts_of(self, route: str, budgets: BudgetsOf, caller: Caller, wall_s: float) -> CallerAccounts:
+    def _accounts_of(self, route: str, budgets: BudgetSet, caller: Caller, wall_s: float) -> CallerAccounts:
         name = route, caller.tenant, caller.user, caller.api_key
         found = self._accounts.get(name)
         if found is None or not found.since_s <= wall_s < found.until_s:

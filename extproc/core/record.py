@@ -172,7 +172,7 @@ class Forecast(msgspec.Struct, frozen=True):
     result: Literal["held", "moved", "fallback", "refused"]
 
 
-class LoadResult(msgspec.Struct, frozen=True):
+class AdapterLoadResult(msgspec.Struct, frozen=True):
     """The result of a load that the core requested.
 
     ``problem``: None if the engine has the adapter now. ``message``: the engine's, for the log. ``was_there``: the
@@ -207,7 +207,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
 
 
 # Of what is done outside of the core for requests that wait.
-WorkResult = LoadResult | PrefillResult
+WorkResult = AdapterLoadResult | PrefillResult
 
 
 class PrefillLeg(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from extproc.core.record import LoadResult
+from extproc.core.record import AdapterLoadResult
 from extproc.engines.answers import LoadAnswer, LoadProblem, answer_to_load, is_unloaded, message_of
 from extproc.engines.dialects import DIALECTS
 from extproc.failures import FailureLog
@@ -46,7 +46,7 @@ class AdapterLoader:
         access: EngineAccess,
         *,
         clock: Callable[[], float],
-        deliver: Callable[[LoadResult], object],
+        deliver: Callable[[AdapterLoadResult], object],
     ) -> None:
         """``access``: keys and TLS of engines. ``deliver``: gets every result."""
         self._core = core
@@ -90,7 +90,7 @@ class AdapterLoader:
             self._failures.note("an adapter could not be loaded", error)
             answer = LoadAnswer(LoadProblem.UNREACHABLE, f"our own code fails: {error!r}")
         self._deliver(
-            LoadResult(
+            AdapterLoadResult(
                 server=ask.server,
                 address=ask.address,
                 adapter=ask.adapter,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         RequestSettled,
         SoftBudgetPassed,
     )
-    from extproc.core.record import LoadResult
+    from extproc.core.record import AdapterLoadResult
     from extproc.scheduling.pool import Pool
 
 _START_BUCKETS: Final = (1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600)
@@ -148,7 +148,7 @@ class AdapterMetrics:
         )
         registry.register(_AdapterSeries(pools))
 
-    def observe_load(self, result: LoadResult) -> None:
+    def observe_load(self, result: AdapterLoadResult) -> None:
         """A load is over."""
         if result.problem is not None:
             self._loads.add(result.server, result.problem.value)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Effect, Pending, RequestEffect, Work
     from extproc.core.peers import EngineReported, EventBatch, PeerEvent
     from extproc.core.pipeline import Answer
-    from extproc.core.record import LoadResult, WorkResult
+    from extproc.core.record import AdapterLoadResult, WorkResult
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Performer:
                 _then(ended),
             )
 
-    def _log_load(self, result: LoadResult) -> None:
+    def _log_load(self, result: AdapterLoadResult) -> None:
         """A failure that was the same the last time is not repeated."""
         key = result.server, result.address, result.adapter
         if result.problem is None:
@@ -364,7 +364,7 @@ def _log_model(checked: ModelChecked) -> None:
     )
 
 
-def _log_load(result: LoadResult) -> None:
+def _log_load(result: AdapterLoadResult) -> None:
     if result.problem is None:
         log.info("engine %s of %s has the adapter %s: %s", result.address, result.server, result.adapter, _took(result))
         return
@@ -385,6 +385,6 @@ def _then(ended: PrefillEnded) -> str:
     return "decode engines compute the prompts" if ended.goes_on else "requests are answered 503"
 
 
-def _took(result: LoadResult) -> str:
+def _took(result: AdapterLoadResult) -> str:
     unloaded = f", {', '.join(result.unloaded)} unloaded" if result.unloaded else ""
     return f"{'had it already' if result.was_there else f'after {result.duration_s:.3g} s'}{unloaded}"

@@ -65,7 +65,7 @@ class Member(msgspec.Struct, frozen=True):
     target: str = ""
 
 
-class Members:
+class MemberCheck:
     """Judges the members of one archive, or of the layers of an image, in their order.
 
     A symbolic link may point to what lies in the directory: ``..`` only at its beginning, where it counts from a real
@@ -186,7 +186,7 @@ class Unpacker:
         self._wants = wants
         self._only = ""
         self._is_layer = False
-        self._members = Members(limits)
+        self._members = MemberCheck(limits)
 
     def unpack(self, archive: Path, kind: Archive, *, only: str = "", is_layer: bool = False) -> None:
         """Write an archive's files. ``only``: what lies in this folder of it, without the folder; empty: all.

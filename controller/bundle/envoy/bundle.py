@@ -27,7 +27,7 @@ from controller.bundle.envoy.clusters import (
 )
 from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
 from controller.bundle.envoy.fallback import Chained, chained_servers
-from controller.bundle.envoy.filters import Needs
+from controller.bundle.envoy.filters import FilterNeeds
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.inner_listeners import inner_routes
 from controller.bundle.envoy.listeners import (
@@ -198,7 +198,7 @@ class BundleWriter:
 
     def _listener(self, gateways: tuple[GatewayConfigSpec, ...], longest_wait_s: float, *needs: bool) -> str:
         """``gateways``: as clients see it, and as transformers and explainers do."""
-        wanted = Needs(*needs)
+        wanted = FilterNeeds(*needs)
         found = [
             one
             for gateway in gateways

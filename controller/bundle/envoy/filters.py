@@ -95,7 +95,7 @@ _INPUT_TOKENS_PATHS: Final = _paths_where("input_tokens")
 _PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 
 
-class Needs(msgspec.Struct, frozen=True):
+class FilterNeeds(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
     may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
     content of streams. ``model_paths``: some ModelServers have a protocol whose paths name the model. ``translates``:
@@ -113,10 +113,10 @@ class Needs(msgspec.Struct, frozen=True):
     caches: bool = False
 
 
-NO_NEEDS: Final = Needs()
+NO_NEEDS: Final = FilterNeeds()
 
 
-def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_NEEDS) -> list[HttpFilter]:
+def http_filters(gateway: GatewayConfigSpec, directory: str, needs: FilterNeeds = NO_NEEDS) -> list[HttpFilter]:
     """The chain of the HTTP connection manager."""
     prefix = _ANY_PREFIX if needs.prefixes else ""
     logs = gateway.usage_log is not None or needs.times

@@ -40,7 +40,7 @@ from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import keepalive_probes
 from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds, to_plain, to_resource, typed_extension
-from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters, mirror_filters
+from controller.bundle.envoy.filters import NO_NEEDS, FilterNeeds, extproc_service, http_filters, mirror_filters
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored
@@ -209,7 +209,7 @@ def _group(address: str, listeners: Sequence[Listener]) -> ListenerGroup:
 
 
 def listener_resources(
-    gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0, needs: Needs = NO_NEEDS
+    gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0, needs: FilterNeeds = NO_NEEDS
 ) -> list[dict[str, object]]:
     """Where clients connect, as resources of xDS: one for each address. ``longest_wait_s``: how long extproc may hold a
     request.
@@ -278,7 +278,7 @@ def _reads_server_name() -> ListenerFilter:
 
 
 def _connection_manager(
-    gateway: GatewayConfigSpec, directory: str, longest_wait_s: float, needs: Needs
+    gateway: GatewayConfigSpec, directory: str, longest_wait_s: float, needs: FilterNeeds
 ) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix=_STATISTICS,
@@ -348,7 +348,7 @@ def mirrored_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str, o
     return inner_listener(gateway, f"{directory}/{MIRROR_SOCKET}", rds, mirror_filters(gateway), logs)
 
 
-def _access_logs(gateway: GatewayConfigSpec, needs: Needs) -> list[AccessLog]:
+def _access_logs(gateway: GatewayConfigSpec, needs: FilterNeeds) -> list[AccessLog]:
     log = gateway.usage_log
     of_usage = [] if log is None else [usage_log(log.path, translates=needs.translates, calls=needs.calls)]
     return [outcome_log(gateway, calls=needs.calls), *of_usage]

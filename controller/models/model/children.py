@@ -26,7 +26,7 @@ from controller.kube.resources import (
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
 from controller.models.model.pods import ADAPTERS_FILE, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
-from controller.models.runtimes.legs import own_leg
+from controller.models.runtimes.legs import own_connector
 from controller.models.runtimes.settings import AGENT_PORT, format_of
 from controller.models.runtimes.steps import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, named_steps
 from extproc.api.quantities import Duration
@@ -230,7 +230,7 @@ def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
         "decodeLabels": {ROLE: "decode"},
         "groupKey": GROUP_REVISION,
     }
-    connector = own_leg(preset.spec.engine, wanted)
+    connector = own_connector(preset.spec.engine, wanted)
     if connector is None:
         return {**found, "leg": "Sidecar"}
     found |= {"leg": "Gateway", "connector": connector}

@@ -175,7 +175,7 @@ class Unresolved(msgspec.Struct, frozen=True):
     message: str
 
 
-def resolve(observed: ModelState) -> ResolvedModel | Unresolved:
+def resolve_model(observed: ModelState) -> ResolvedModel | Unresolved:
     """The object merged with its templates and presets."""
     metadata = observed.thing["metadata"]
     try:

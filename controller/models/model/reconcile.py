@@ -11,7 +11,7 @@ from controller.kube.plan import Apply, Delete, KubeEvent, Plan
 from controller.kube.resources import MODEL_SERVERS, Object, key_of
 from controller.models.model.children import Child, children, digest_of, is_settled, reported_start_times, with_digest
 from controller.models.model.hosted_models import ASK_EACH_S, pods_with_lists
-from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve
+from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve_model
 from controller.models.model.pods import our_images
 from controller.models.model.status import Owned, Status, replicas_of, status_of, unresolved_status
 
@@ -27,7 +27,7 @@ def reconcile(observed: ModelState, now_s: float) -> Plan:
     if "deletionTimestamp" in thing["metadata"]:
         return Plan()
     owned, foreign = _sorted_out(observed)
-    model = resolve(observed)
+    model = resolve_model(observed)
     if isinstance(model, Unresolved):
         infers = [one.get("status") or {} for (kind, _), one in owned.items() if kind == "ModelInfer"]
         ready, there = (sum(int(one.get(name) or 0) for one in infers) for name in ("readyReplicas", "replicas"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.api.model_infer import mistakes, too_many
+from controller.api.model_infer import mistakes, pod_limit_errors
 from controller.kube.plan import Plan
 from controller.models.model_infer import child_objects
 from controller.models.model_infer.changes import changes, may_be_made
@@ -38,7 +38,7 @@ def reconcile(observed: ModelInferState, now_s: float) -> Plan:
         return Plan(status=refused_status(thing, wrong))
     target = target_of(observed, found.spec, now_s)
     # roles may have scales of their own, which no webhook sees
-    if wrong := list(too_many(found.spec, target.counts)):
+    if wrong := list(pod_limit_errors(found.spec, target.counts)):
         return Plan(status=refused_status(thing, wrong))
     groups = groups_of(pods_of(observed.pods, target.uid, observed.lost_nodes), target)
     rollout = rollout_of(groups, target, now_s)

@@ -26,13 +26,13 @@ OWN_LEGS: Final[Mapping[tuple[Engine, Connector], OwnConnector]] = MappingProxyT
 )
 
 
-def own_leg(engine: Engine, wanted: Disaggregation) -> OwnConnector | None:
+def own_connector(engine: Engine, wanted: Disaggregation) -> OwnConnector | None:
     """The connector by which the gateway requests prefills; None: a sidecar does."""
     return None if wanted.leg == "Sidecar" else OWN_LEGS.get((engine, wanted.connector))
 
 
 def why_sidecar(engine: Engine, wanted: Disaggregation) -> str:
     """Why a sidecar is needed that nobody has asked for; empty where none is."""
-    if wanted.leg == "Sidecar" or own_leg(engine, wanted) is not None:
+    if wanted.leg == "Sidecar" or own_connector(engine, wanted) is not None:
         return ""
     return f"extproc requests no prefills of {engine} with {wanted.connector} yet"

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
-from controller.models.runtimes.legs import own_leg, why_sidecar
+from controller.models.runtimes.legs import own_connector, why_sidecar
 from controller.models.runtimes.presets import built_in
 from controller.models.runtimes.settings import BATCHED_PORT, gpus_of, uses_setting
 from controller.models.runtimes.steps import mistakes_of_steps, own_steps
@@ -171,9 +171,9 @@ def _without_effect(engine: Engine, wanted: Disaggregation) -> Iterator[str]:
     why = why_sidecar(engine, wanted)
     if wanted.leg == "Gateway" and why:
         yield f"disaggregation.leg: {why}; leave it out, and run a sidecar"
-    elif wanted.on_prefill_failure == "Fail" and own_leg(engine, wanted) is None:
+    elif wanted.on_prefill_failure == "Fail" and own_connector(engine, wanted) is None:
         yield "disaggregation.onPrefillFailure has no effect where a sidecar requests the prefill; leave it out"
-    elif wanted.on_prefill_failure == "Local" and own_leg(engine, wanted) == "bootstrap_room":
+    elif wanted.on_prefill_failure == "Local" and own_connector(engine, wanted) == "bootstrap_room":
         yield "disaggregation.onPrefillFailure: decode engines of SGLang compute no prompts; write Fail or leave it out"
 
 

@@ -17,7 +17,7 @@ from extproc.core.effects import Decision, RequestSettled
 from extproc.streams.access_log import read_outcome
 from extproc.streams.messages import HttpAccessLogEntry
 from tests.examples import examples
-from tests.extproc.core.test_budgets import SERVER, Process
+from tests.extproc.core.test_accounts_budgets import SERVER, Process
 from tests.extproc.scenes import request
 from tests.usage_lines import NOON_S
 

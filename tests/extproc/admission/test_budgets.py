@@ -17,7 +17,7 @@ from extproc.admission.budgets import (
     GATEWAY,
     BudgetAccounts,
     BudgetKey,
-    BudgetsOf,
+    BudgetSet,
     CompiledBudget,
     compile_keys,
 )
@@ -45,12 +45,12 @@ def budget(**fields: object) -> Budget:
     return msgspec.convert({**usual, **fields}, Budget, dec_hook=decode_quantity)
 
 
-def compiled(*given: Budget, owner: str = "default/chat", accounts: BudgetAccounts | None = None) -> BudgetsOf:
+def compiled(*given: Budget, owner: str = "default/chat", accounts: BudgetAccounts | None = None) -> BudgetSet:
     known = accounts or BudgetAccounts()
-    return BudgetsOf([CompiledBudget(owner, one, known) for one in given])
+    return BudgetSet([CompiledBudget(owner, one, known) for one in given])
 
 
-def charge(budgets: BudgetsOf, tenant: str = "a", amount: float = 10.0, user: str = "", at_s: float = NOON) -> Charge:
+def charge(budgets: BudgetSet, tenant: str = "a", amount: float = 10.0, user: str = "", at_s: float = NOON) -> Charge:
     (found,) = budgets.charges(Caller(tenant, user), Usage(0.0, amount), at_s)
     return found
 
@@ -99,7 +99,7 @@ def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
 
 def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
     key = ApiKey("k", "a", budgets=(KeyBudget("Day", BudgetMax(requests=1), soft=0.5),))
-    budgets, limits = BudgetsOf(of_keys=compile_keys([key], BudgetAccounts())), LocalLimits()
+    budgets, limits = BudgetSet(of_keys=compile_keys([key], BudgetAccounts())), LocalLimits()
     caller = Caller("a", "", "k")
     limits.reserve(budgets.charges(caller, NO_USAGE, NOON), 0.0)
     with pytest.raises(BudgetSpent) as refused:
@@ -120,7 +120,7 @@ def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
 
 def test_all_budgets_must_have_room_and_nothing_is_taken_if_one_has_none() -> None:
     accounts, limits = BudgetAccounts(), LocalLimits()
-    budgets = BudgetsOf(
+    budgets = BudgetSet(
         [CompiledBudget("default/chat", budget(per="User", max={"tokens": 50}), accounts)],
         [CompiledBudget(GATEWAY, budget(name="all", per="Route", max={"tokens": 70}), accounts)],
     )
@@ -175,7 +175,7 @@ def test_no_name_is_anothers_account() -> None:
 def test_one_tenant_takes_no_account_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ACCOUNTS", 400)
     accounts, limits = BudgetAccounts(), LocalLimits()
-    budgets = BudgetsOf(
+    budgets = BudgetSet(
         [CompiledBudget(owner, budget(per="User", window=window), accounts)
          for owner in ("default/chat", "default/code") for window in ("Day", "Month")]
     )  # fmt: skip

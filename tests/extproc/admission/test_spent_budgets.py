@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from extproc.admission.budgets import BudgetsOf
+from extproc.admission.budgets import BudgetSet
 from extproc.admission.identity import Caller
 from extproc.admission.limits import Usage
 from extproc.admission.local_limits import LocalLimits
@@ -30,7 +30,7 @@ def test_rows_lower_levels_and_never_raise_them() -> None:
         RolledUp("b", route="default/other", requests=9),
     ]
     (query,) = usage_queries(budgets.groups(), NOON, has_keys=False)
-    spent = SpentByRows(query, lambda route: budgets if route == "default/chat" else BudgetsOf(), lambda _: None, NOON)
+    spent = SpentByRows(query, lambda route: budgets if route == "default/chat" else BudgetSet(), lambda _: None, NOON)
     for row in rows:
         spent.add(row)
     found, shared = spent.levels()

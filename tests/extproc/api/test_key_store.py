@@ -17,7 +17,7 @@ from extproc.api.load import load_snapshot
 from extproc.api.snapshot import Snapshot, limits_without_redis
 from extproc.cli.check import budgets_without_identity, mixed_currencies
 from extproc.core.queue import AdmissionController
-from tests.controller.gateway.compile.test_credentials import digest
+from tests.controller.gateway.compile.test_gateway_config_credentials import digest
 
 WHEN = "2026-11-23T12:00:00Z"
 NOON_S = 1_795_435_200.0

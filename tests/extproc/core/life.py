@@ -48,7 +48,7 @@ from extproc.core.peers import (
     RequestPrefilled,
     RequestStarted,
 )
-from extproc.core.record import Head, LoadResult, Outcome, PrefillResult
+from extproc.core.record import AdapterLoadResult, Head, Outcome, PrefillResult
 from extproc.core.states import IN_FLIGHT, TRANSITIONS, WAITING, Event, State
 from extproc.engines.answers import LoadProblem
 from extproc.errors import RateLimited, Refusal
@@ -253,7 +253,7 @@ class Life:
     def load_ends(self, ask: LoadAdapter, problem: LoadProblem | None = None) -> None:
         self.loads.remove(ask)
         gone = () if problem is LoadProblem.UNREACHABLE else ask.unload
-        result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
+        result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
         self.happens(None, "", lambda: self.core.on_result(result, self.now))
         self.must_wake()
 

@@ -11,7 +11,7 @@ from extproc.admission.flows import FlowKey
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect, Held, LoadAdapter
 from extproc.core.peers import RequestStarted
-from extproc.core.record import Head, LoadResult, Outcome, PrefillResult, SentRequest
+from extproc.core.record import AdapterLoadResult, Head, Outcome, PrefillResult, SentRequest
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.endpoints.table import EndpointRef
 from extproc.prefix.index import Tail
@@ -149,7 +149,7 @@ class Worker:
             # its engine loads at once
             effects = self.core.tick(now)
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:
-                loaded = LoadResult(one.server, one.address, one.adapter, unloaded=one.unload)
+                loaded = AdapterLoadResult(one.server, one.address, one.adapter, unloaded=one.unload)
                 effects += [*self.core.on_result(loaded, now), *self.core.tick(now)]
             said += effects
         elif isinstance(own, Held) and own.state is State.PREFILLING:

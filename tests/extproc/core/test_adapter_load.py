@@ -13,7 +13,7 @@ from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Held, LoadAdapter, RequestRefused, WakeAt
 from extproc.core.peers import AdapterChanged, EngineReported, EventBatch
-from extproc.core.record import Head, LoadResult, Outcome
+from extproc.core.record import AdapterLoadResult, Head, Outcome
 from extproc.core.states import State
 from extproc.engines.answers import LoadProblem
 from extproc.engines.metrics import EngineReport, LoraState
@@ -101,7 +101,7 @@ class Shell:
     def loaded(self, problem: LoadProblem | None = None, *, message: str = "") -> None:
         """The oldest load ends."""
         ask = self.loads.pop(0)
-        result = LoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=ask.unload)
+        result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=ask.unload)
         self.perform(self.core.on_result(result, self.now))
         self.passes(0.0)
 

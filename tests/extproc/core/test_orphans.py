@@ -16,7 +16,7 @@ from extproc.core.orphans import Orphan
 from extproc.core.peers import HEARTBEAT_S, SILENCE_S
 from extproc.core.record import Outcome
 from extproc.feeds.saved_levels import SavedLevels
-from tests.extproc.core.test_budgets import Process
+from tests.extproc.core.test_accounts_budgets import Process
 
 if TYPE_CHECKING:
     from pathlib import Path

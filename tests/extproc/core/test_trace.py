@@ -10,7 +10,7 @@ import pytest
 
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, Held, LoadAdapter, RequestRefused
-from extproc.core.record import Head, LoadResult
+from extproc.core.record import AdapterLoadResult, Head
 from extproc.core.states import State
 from extproc.core.trace import Step, Trace, TraceParent, parent_of
 from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
@@ -150,7 +150,7 @@ def test_the_load_of_an_adapter_is_a_step() -> None:
     own, effects, trace = begun(core, model="sql")
     assert isinstance(own, Held)
     (load,) = [one for one in (*effects, *core.tick(0.0)) if isinstance(one, LoadAdapter)]
-    ended = core.on_result(LoadResult(load.server, load.address, load.adapter), 2.0)
+    ended = core.on_result(AdapterLoadResult(load.server, load.address, load.adapter), 2.0)
     assert steps_of(trace, [*ended, *core.tick(2.0)], 2.1) == [Step("adapter", 0.0, 2.0), Step("pick", 2.0, 2.1)]
 
 

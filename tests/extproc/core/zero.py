@@ -17,7 +17,7 @@ from extproc.core.effects import (
     RequestRefused,
     WakeAt,
 )
-from extproc.core.record import BUNDLE, Attachment, Head, LoadResult
+from extproc.core.record import BUNDLE, AdapterLoadResult, Attachment, Head
 from extproc.core.states import State
 from tests.extproc.scenes import configuration
 
@@ -115,7 +115,7 @@ class Zero:
                     self.took_s[effect.ticket] = self.now - self.asked_at_s.get(effect.ticket, self.now)
                     self.order.append(effect.ticket)
                 case LoadAdapter():
-                    done = LoadResult(effect.server, effect.address, effect.adapter)
+                    done = AdapterLoadResult(effect.server, effect.address, effect.adapter)
                     self.perform(self.core.on_result(done, self.now))
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(effect.at_s, self.wake_at_s)

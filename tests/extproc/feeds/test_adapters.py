@@ -22,7 +22,7 @@ from extproc.feeds.engine_access import EngineAccess
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from extproc.core.record import LoadResult
+    from extproc.core.record import AdapterLoadResult
 
 SERVER = "default/llama"
 
@@ -38,7 +38,7 @@ class Agent:
         self.takes_s = 0.0
         self.location = ""
         self.is_endless = False
-        self.results: asyncio.Queue[LoadResult] = asyncio.Queue()
+        self.results: asyncio.Queue[AdapterLoadResult] = asyncio.Queue()
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
         self.at_once += 1

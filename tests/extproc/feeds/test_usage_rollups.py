@@ -15,7 +15,7 @@ from bench.stack.processes import free_ports
 from extproc.core.effects import Decision
 from extproc.feeds import usage_rollups
 from extproc.feeds.usage_rollups import Times, UsageRollups
-from tests.extproc.core.test_budgets import Process
+from tests.extproc.core.test_accounts_budgets import Process
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

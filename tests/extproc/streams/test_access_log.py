@@ -17,7 +17,7 @@ from extproc.metrics.registry import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries
 from extproc.streams.messages import HttpAccessLogEntry, StreamAccessLogsMessage
 from tests.extproc.conftest import decide, shell
-from tests.extproc.core.test_budgets import Process
+from tests.extproc.core.test_accounts_budgets import Process
 
 if TYPE_CHECKING:
     from extproc.core.core import Core

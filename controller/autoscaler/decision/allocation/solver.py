@@ -125,8 +125,8 @@ class _Relaxed:
         places = {variant: place for place, variant in enumerate(order)} | {-1: len(order)}
         self.prices = (prices.on_demand, *prices.pools)
         self.tables = [Table([one for one in parts if places[one.variant] >= depth]) for depth in range(len(order) + 1)]
-        self.kept = [scaled_weight(problem, prices, index, is_fresh=False) for index in range(len(order))]
-        self.fresh = [scaled_weight(problem, prices, index, is_fresh=True) for index in range(len(order))]
+        self.kept = [priced_weight(problem, prices, index, is_fresh=False) for index in range(len(order))]
+        self.fresh = [priced_weight(problem, prices, index, is_fresh=True) for index in range(len(order))]
 
 
 class _Search:
@@ -354,14 +354,14 @@ def segments(problem: AllocationProblem, prices: Prices) -> list[Segment]:
         running = min(max(problem.running[index], low), high)
         for is_fresh, count in ((False, running - low), (True, high - running)):
             if count > 0:
-                weight = scaled_weight(problem, prices, index, is_fresh=is_fresh)
+                weight = priced_weight(problem, prices, index, is_fresh=is_fresh)
                 found.append(Segment(index, is_fresh, weight, problem.capacity[index], count))
     if problem.need > 0:
         found.append(Segment(-1, True, problem.missing * SCALE, 1, problem.need))
     return sorted(found, key=lambda one: one.weight * _FINE // one.capacity)
 
 
-def scaled_weight(problem: AllocationProblem, prices: Prices, index: int, *, is_fresh: bool) -> int:
+def priced_weight(problem: AllocationProblem, prices: Prices, index: int, *, is_fresh: bool) -> int:
     """The scaled weight of one replica."""
     weight = (problem.fresh if is_fresh else problem.kept)[index] * SCALE
     for price, pool in zip(prices.pools, problem.pools, strict=True):

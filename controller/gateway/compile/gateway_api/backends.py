@@ -75,7 +75,7 @@ class Slice(msgspec.Struct, frozen=True):
     leaving: tuple[str, ...]
 
 
-def service_of(thing: Mapping[str, Any]) -> Service:
+def parse_service(thing: Mapping[str, Any]) -> Service:
     """A Service as the API server has it."""
     metadata, spec = thing["metadata"], thing.get("spec") or {}
     key = object_key(metadata.get("namespace", "default"), metadata["name"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.gateway.compile.gateway_api.backends import Service, Slice, service_of, slice_of
+from controller.gateway.compile.gateway_api.backends import Service, Slice, parse_service, slice_of
 from controller.gateway.compile.gateway_api.objects import (
     CONTROLLER_NAME,
     GRPC_ROUTE,
@@ -20,7 +20,7 @@ from controller.gateway.compile.gateway_api.objects import (
     gateway_of,
     grant_of,
     labels_of,
-    pool_of,
+    parse_pool,
     route_of,
 )
 from controller.gateway.compile.secrets import PointedObject, pointed_of
@@ -36,8 +36,8 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = MappingProxy
         "Gateway": gateway_of,
         **dict.fromkeys(ROUTES, route_of),
         "ReferenceGrant": grant_of,
-        "InferencePool": pool_of,
-        "Service": service_of,
+        "InferencePool": parse_pool,
+        "Service": parse_service,
         "EndpointSlice": slice_of,
         "Namespace": labels_of,
     }

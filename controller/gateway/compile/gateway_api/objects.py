@@ -346,7 +346,7 @@ def grant_of(thing: Mapping[str, Any]) -> Grant | None:
     return None if spec is None else Grant(identity_of(thing), spec.source, spec.to)
 
 
-def pool_of(thing: Mapping[str, Any]) -> PoolSpec:
+def parse_pool(thing: Mapping[str, Any]) -> PoolSpec:
     """An InferencePool as the API server has it; one of another shape names no picker."""
     identity = identity_of(thing)
     spec = _convert(thing.get("spec"), _PoolFields) or _PoolFields()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.agents.downloader.archives import ArchiveLimits, Member, Members, Unpacker, files_in
+from controller.agents.downloader.archives import ArchiveLimits, Member, MemberCheck, Unpacker, files_in
 from controller.agents.downloader.core.errors import ContentRefused
 from tests.controller.agents.downloader.downloads import MIB, below, fetched
 from tests.controller.agents.downloader.servers import Files, serving
@@ -169,7 +169,7 @@ async def test_size_and_members_of_an_archive_are_limited(tmp_path: Path) -> Non
 
 
 def test_directories_that_names_only_imply_count_as_members() -> None:
-    members = Members(ArchiveLimits(members=100))
+    members = MemberCheck(ArchiveLimits(members=100))
     for number in range(4):
         members.admit(Member(f"{number}/" + "/".join("x" * 20), "file"))
     with pytest.raises(ContentRefused, match="more than 100 members"):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Held, LoadAdapter, RequestRefused
 from extproc.core.peers import EngineReported
-from extproc.core.record import Head, LoadResult
+from extproc.core.record import AdapterLoadResult, Head
 from extproc.engines.answers import LoadProblem, Unreadable, models_held
 from extproc.engines.metrics import EngineReport
 from extproc.errors import AdapterBroken
@@ -82,7 +82,7 @@ class Trees:
         """The oldest load. ``unloaded``: None: what was asked for."""
         ask = self.loads.pop(0)
         gone = ask.unload if unloaded is None else unloaded
-        result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
+        result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
         self.perform(self.core.on_result(result, self.now))
         self.tick()
         return ask

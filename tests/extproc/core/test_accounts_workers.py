@@ -14,7 +14,7 @@ from extproc.core.effects import Broadcast, Decision
 from extproc.core.peers import HEARTBEAT_S, EventBatch, decode_events, encode_events
 from extproc.feeds.shared_grants import SharedGrants
 from tests.examples import examples
-from tests.extproc.core.test_budgets import Process
+from tests.extproc.core.test_accounts_budgets import Process
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

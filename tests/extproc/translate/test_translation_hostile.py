@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from extproc.errors import BadRequest, UntranslatableAnswer
 from extproc.translate.translation import Translation, translation
 from tests.extproc.translate import corpora
-from tests.extproc.translate.test_streams import between, events_of, read
+from tests.extproc.translate.test_translation_streams import between, events_of, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from extproc.errors import UntranslatableAnswer
 from tests.extproc.translate import corpora
 from tests.extproc.translate.sdk_clients import answered, validated_answer
-from tests.extproc.translate.test_streams import PAIRS, between, comparable, whole
+from tests.extproc.translate.test_translation_streams import PAIRS, between, comparable, whole
 
 Json = dict[str, Any]
 
