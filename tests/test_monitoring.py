@@ -55,7 +55,7 @@ def exported(folder: Path) -> dict[str, set[str]]:
     observe_api_calls(manager)
     found: dict[str, set[str]] = {}
     translator = TranslatorMetrics()
-    translator.end(TranslationOrder("messages", "chat"), "answered")
+    translator.on_request_ended(TranslationOrder("messages", "chat"), "answered")
     for registry in (extproc, follower, gateway.registry, manager, translator.registry):
         for collector in list(registry._collector_to_names):
             families: list[Any] = list(collector.collect())

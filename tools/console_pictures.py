@@ -99,7 +99,7 @@ class Gateway:
         if most is not None:
             body["max_tokens"] = most
         request = StreamRequest(self.context)
-        if request.begin(self.core.builder.by_model(head, json.dumps(body).encode()), BUNDLE, self.now) is None:
+        if request.submit(self.core.builder.by_model(head, json.dumps(body).encode()), BUNDLE, self.now) is None:
             self.waiting[request.ticket] = request
         return request
 
@@ -107,7 +107,7 @@ class Gateway:
         """Its engine has answered."""
         if request.sent is None:
             raise ValueError("the request waits")
-        request.close()
+        request.on_stream_closed()
         assignment = request.sent
         tokens = round(assignment.input_tokens)
         outcome = Outcome(

@@ -58,6 +58,6 @@ def test_1000_events(benchmark: BenchmarkFixture, client: str, engine: str) -> N
 
     def run() -> bytes:
         stream = between(client, engine).stream()
-        return b"".join([*map(stream.feed, events), stream.end()])
+        return b"".join([*map(stream.feed, events), stream.finish()])
 
     assert benchmark(run).count(b" token") >= EVENTS

@@ -55,7 +55,7 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self._value.get(name) is not None
 
-    def take(self, name: str, otherwise: object = None) -> Any:  # noqa: ANN401 - plain data of any kind
+    def pop(self, name: str, otherwise: object = None) -> Any:  # noqa: ANN401 - plain data of any kind
         """The value of a field."""
         self._taken.add(name)
         found = self._value.get(name)
@@ -63,32 +63,32 @@ class Fields:
 
     def need(self, name: str) -> str:
         """A text that must be there; raises Invalid."""
-        found = self.take(name)
+        found = self.pop(name)
         if not isinstance(found, str) or not found:
             raise ConversionFailed(f"{self.where}.{name}: is missing")
         return found
 
     def number(self, name: str, otherwise: int) -> int:
         """A whole number; raises Invalid."""
-        found = self.take(name, otherwise)
+        found = self.pop(name, otherwise)
         if not isinstance(found, int) or isinstance(found, bool) or not -_MOST <= found < _MOST:
             raise ConversionFailed(f"{self.where}.{name}: {_shown(found)} is not a whole number of 64 bits")
         return found
 
     def sub_fields(self, name: str) -> Fields:
         """An object in a field; an empty one if it is not there."""
-        return self._follow(Fields(self.take(name, {}), f"{self.where}.{name}"))
+        return self._follow(Fields(self.pop(name, {}), f"{self.where}.{name}"))
 
     def each(self, name: str) -> list[Fields]:
         """The objects of a list."""
-        found = self.take(name, [])
+        found = self.pop(name, [])
         if not isinstance(found, Sequence) or isinstance(found, str):
             raise ConversionFailed(f"{self.where}.{name}: not a list")
         return [self._follow(Fields(one, f"{self.where}.{name}[{index}]")) for index, one in enumerate(found)]
 
     def by_name(self, name: str) -> dict[str, Fields]:
         """The objects of a mapping."""
-        found = self.take(name, {})
+        found = self.pop(name, {})
         if not isinstance(found, Mapping):
             raise ConversionFailed(f"{self.where}.{name}: not an object")
         return {str(key): self._follow(Fields(one, f"{self.where}.{name}.{key}")) for key, one in found.items()}

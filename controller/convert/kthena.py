@@ -60,9 +60,9 @@ def behavior_and_panic(
     panic = up.sub_fields("panicPolicy")
     for name in ("percent", "period"):
         if name in panic:
-            panic.take(name)
+            panic.pop(name)
             warnings.append(f"{panic.where}.{name}: not carried over; in a panic growth is limited by scaleUp alone")
-    hold = str(panic.take("panicModeHold", _PANIC_HOLD))
+    hold = str(panic.pop("panicModeHold", _PANIC_HOLD))
     seconds(hold, f"{panic.where}.panicModeHold")
     return found, {"thresholdPercent": panic.number("panicThresholdPercent", _PANIC_THRESHOLD), "hold": hold}
 
@@ -70,7 +70,7 @@ def behavior_and_panic(
 def _rules(stable: Fields, tolerance: float, warnings: list[str]) -> dict[str, Any]:
     """Or takes the larger of both limits, And the smaller one; 0 allows nothing."""
     instances, percent = stable.number("instances", _INSTANCES), stable.number("percent", _PERCENT)
-    takes_smaller = stable.take("selectPolicy", "Or") == "And"
+    takes_smaller = stable.pop("selectPolicy", "Or") == "And"
     period_s = _whole(stable, "period", _PERIOD, _LONGEST_PERIOD_S, warnings)
     found: dict[str, Any] = {"tolerance": tolerance}
     if "stabilizationWindow" in stable:
@@ -90,7 +90,7 @@ def _rules(stable: Fields, tolerance: float, warnings: list[str]) -> dict[str, A
 def _whole(stable: Fields, name: str, otherwise: str, longest_s: int, warnings: list[str]) -> int:
     """Whole seconds, as HPA v2 has them."""
     where = f"{stable.where}.{name}"
-    exact_s = seconds(stable.take(name, otherwise), where)
+    exact_s = seconds(stable.pop(name, otherwise), where)
     found_s = min(longest_s, math.ceil(exact_s))
     if found_s != exact_s:
         warnings.append(
@@ -120,7 +120,7 @@ class Metrics(msgspec.Struct, frozen=True):
         return Metrics(
             {
                 one.need("metricName" if "metricName" in one else "name"): quantity(
-                    one.take("targetValue"), f"{one.where}.targetValue"
+                    one.pop("targetValue"), f"{one.where}.targetValue"
                 )
                 for one in metrics
             }
@@ -155,25 +155,25 @@ def sources_of(target: Fields, warnings: list[str]) -> list[MetricBlock]:
         found.append(MetricBlock("", _of_endpoint(target.sub_fields("metricEndpoint"), warnings)))
     for name, one in target.by_name("metricSources").items():
         # their earlier form has it twice
-        one.take("type")
+        one.pop("type")
         if "prometheus" in one:
             server = one.sub_fields("prometheus")
             block = {"address": server.need("serverURL").rstrip("/"), "query": server.need("query")}
-            if server.take("auth"):
+            if server.pop("auth"):
                 warnings.append(f"{server.where}.auth: name a Secret as secretRef in the policy")
             found.append(MetricBlock(name, {"source": "Prometheus", "prometheus": block}))
         else:
             pod = one.sub_fields("pod")
-            series = str(pod.take("name", name))
+            series = str(pod.pop("name", name))
             found.append(MetricBlock(name, _of_endpoint(pod, warnings), series))
     return found
 
 
 def _of_endpoint(endpoint: Fields, warnings: list[str]) -> dict[str, Any]:
-    if endpoint.take("labelSelector"):
+    if endpoint.pop("labelSelector"):
         text = "not carried over; the page of each entry pod is read"
         warnings.append(f"{endpoint.where}.labelSelector: {text}")
-    return _engine(endpoint.number("port", _PORT), str(endpoint.take("uri", _PATH)))
+    return _engine(endpoint.number("port", _PORT), str(endpoint.pop("uri", _PATH)))
 
 
 def _engine(port: int, path: str) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _ratio(block: Fields, names: Mapping[str, str], warnings: list[str]) -> dict
             raise ConversionFailed(f"{block.where}.{role}: there is no role {name}")
         found[field] = names[name]
     for field, theirs in (("min", "minRatio"), ("max", "maxRatio")):
-        value = quantity(block.take(theirs), f"{block.where}.{theirs}")
+        value = quantity(block.pop(theirs), f"{block.where}.{theirs}")
         if value <= 0:
             warnings.append(f"{block.where}.{theirs}: is 0; {_SMALLEST} is written, since it must be above 0 here")
         found[field] = value if value > 0 else _SMALLEST
@@ -289,12 +289,12 @@ def _bounds(block: Fields) -> dict[str, Any]:
 
 
 def _reference(reference: Fields, namespace: str, warnings: list[str]) -> dict[str, str]:
-    theirs = reference.take("namespace", namespace)
+    theirs = reference.pop("namespace", namespace)
     if theirs != namespace:
         warnings.append(f"{reference.where}.namespace: {theirs} is another namespace; a binding scales its own alone")
-    kind = str(reference.take("kind", _KIND))
+    kind = str(reference.pop("kind", _KIND))
     return {
-        "apiVersion": str(reference.take("apiVersion", _API_VERSION)),
+        "apiVersion": str(reference.pop("apiVersion", _API_VERSION)),
         "kind": kind,
         "name": reference.need("name"),
     }

@@ -78,13 +78,13 @@ def _variant(thing: Object, name: str) -> _Variant:
     target: dict[str, Any] = {"ref": _reference(fields, str(metadata.get("name", "")), warnings)}
     if "variantCost" not in fields:
         warnings.append(f"{fields.where}.variantCost: is not there; {_COST} is what it counts as")
-    target["cost"] = quantity(fields.take("variantCost", _COST), f"{fields.where}.variantCost")
+    target["cost"] = quantity(fields.pop("variantCost", _COST), f"{fields.where}.variantCost")
     if "maxReplicas" not in fields:
         text = f"{_MOST} is the default of later versions; earlier ones had their bounds from the HPA"
         warnings.append(f"{fields.where}.maxReplicas: is not there; {text}")
     target["minReplicas"] = fields.number("minReplicas", _LEAST)
     target["maxReplicas"] = fields.number("maxReplicas", _MOST)
-    accelerator = fields.take("accelerator", labels.get(_ACCELERATOR_LABEL))
+    accelerator = fields.pop("accelerator", labels.get(_ACCELERATOR_LABEL))
     if accelerator is not None:
         target["accelerator"] = accelerator
         if "acceleratorCount" not in fields:
@@ -99,9 +99,9 @@ def _variant(thing: Object, name: str) -> _Variant:
     if capacity:
         target["capacity"] = capacity
     # its name of the variant; ours is the target's
-    fields.take("variantID")
+    fields.pop("variantID")
     if "sloClassRef" in fields:
-        fields.take("sloClassRef")
+        fields.pop("sloClassRef")
         text = "its latencies are in a ConfigMap; write them as objective (ttft, tpot) into the policy"
         warnings.append(f"{fields.where}.sloClassRef: {text}")
     if _INSTANCE_LABEL in labels:
@@ -116,8 +116,8 @@ def _reference(fields: Fields, own_name: str, warnings: list[str]) -> dict[str, 
     if "scaleTargetRef" not in fields:
         warnings.append(f"{fields.where}.scaleTargetRef: is not there; the Deployment of the same name is meant")
         return {"apiVersion": "apps/v1", "kind": "Deployment", "name": own_name}
-    kind = str(reference.take("kind", "Deployment"))
-    version = reference.take("apiVersion", _API_VERSIONS.get(kind))
+    kind = str(reference.pop("kind", "Deployment"))
+    version = reference.pop("apiVersion", _API_VERSIONS.get(kind))
     if version is None:
         raise ConversionFailed(f"{reference.where}.apiVersion: is missing, and {kind} is not known")
     return {"apiVersion": version, "kind": kind, "name": reference.need("name")}
@@ -129,12 +129,12 @@ def _capacity(profile: Fields, warnings: list[str]) -> dict[str, Any]:
     decode, prefill = performance.sub_fields("decodeParms"), performance.sub_fields("prefillParms")
     found: dict[str, Any] = {}
     if "alpha" in decode:
-        alpha, beta = (quantity(decode.take(one, "0"), f"{decode.where}.{one}") for one in ("alpha", "beta"))
+        alpha, beta = (quantity(decode.pop(one, "0"), f"{decode.where}.{one}") for one in ("alpha", "beta"))
         found["step"] = f"{alpha + beta:g}ms"
         warnings.append(f"{decode.where}: only a step with one request is carried over; the rest is measured")
     if "delta" in prefill:
-        delta = quantity(prefill.take("delta"), f"{prefill.where}.delta")
-        prefill.take("gamma")
+        delta = quantity(prefill.pop("delta"), f"{prefill.where}.delta")
+        prefill.pop("gamma")
         if delta > 0:
             found["prefillTokensPerSecond"] = round(1000 / delta, 1)
     return found

@@ -72,7 +72,7 @@ class Store:
         self._objects.update(new)
         return [*changed, *sorted(gone)]
 
-    def take(self, event: WatchEvent) -> list[str]:
+    def apply_event(self, event: WatchEvent) -> list[str]:
         """Take in one event; the key of what changed, if anything did."""
         if event.type == BOOKMARK:
             return []
@@ -255,7 +255,7 @@ class Informer:
                     if clock() - began_s >= timing.backoff_max_s:
                         self._relisting.reset()
                     self._contacted()
-                    self._notify(self._store.take(event))
+                    self._notify(self._store.apply_event(event))
         except Expired:
             raise
         except ClusterError as error:

@@ -106,7 +106,7 @@ class DeficitLocality:
 
     def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
         """Of the flows that can pay, the one with the longest match; ties go to the smallest order key."""
-        return self.longest_match(self.able_to_pay(candidates, heads), heads)
+        return self.longest_match(self.next_payable(candidates, heads), heads)
 
     def longest_match(self, payable: Bools, heads: FlowHeads) -> int:
         """Of the flows in ``payable``, the one whose head has the longest match; ties go to the smallest order key."""
@@ -115,7 +115,7 @@ class DeficitLocality:
         longest = rows[cached >= cached.max()]
         return int(longest[heads.keys[longest].argmin()])
 
-    def able_to_pay(self, candidates: Bools, heads: FlowHeads) -> Bools:
+    def next_payable(self, candidates: Bools, heads: FlowHeads) -> Bools:
         """The flows in ``candidates`` with tokens to spend; starts as many rounds as it takes to have one."""
         best = float(np.where(candidates, self.deficits, -np.inf).max())
         if best <= 0:
@@ -205,7 +205,7 @@ class TenantShares:
         heads = FlowHeads(self._waiting > 0, np.zeros(count), np.zeros(count))
         if isinstance(policy, DeficitLocality):
             # among all that can pay, the longest match goes first
-            payable = policy.able_to_pay(asking, heads)
+            payable = policy.next_payable(asking, heads)
             return np.where(self._tenants >= 0, payable[self._tenants], False)
         return np.equal(self._tenants, policy.choose(asking, heads, now))
 

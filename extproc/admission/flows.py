@@ -406,7 +406,7 @@ class Flows:
             candidates, heads = candidates & turn, FlowHeads(heads.waiting & turn, heads.keys, heads.cached)
         if self._locality is None or not isinstance(policy, DeficitLocality):
             return policy.choose(candidates, heads, now), None
-        payable = policy.able_to_pay(candidates, heads)
+        payable = policy.next_payable(candidates, heads)
         if now >= self._overdue_check_at_s:
             oldest = int(np.where(payable, heads.keys, np.inf).argmin())
             if heads.keys[oldest] < now - self._ageing_s:

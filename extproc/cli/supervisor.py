@@ -220,7 +220,7 @@ class Spare:
         """Whether there is one to take."""
         return self._waiting is not None and self._waiting.status is None
 
-    def take(self, program: Program) -> Process | None:
+    def pop_process(self, program: Program) -> Process | None:
         """The process that waits, which is to be one of ``program``; None if there is none."""
         process, self._waiting = self._waiting, None
         if process is None or process.status is not None:
@@ -299,7 +299,7 @@ class Child:
                 return 0
 
     async def _start(self, group: asyncio.TaskGroup) -> Process:
-        process = None if self._spare is None else self._spare.take(self.program)
+        process = None if self._spare is None else self._spare.pop_process(self.program)
         if process is None:
             process = await Process.start(self.program, self._folder)
             group.create_task(process.follow())

@@ -174,7 +174,7 @@ class Accounts:
                 self._limits.spend(one.key, one.limit, used.of(one.resource), now)
                 self._broadcast_spent(one, used.of(one.resource), out)
 
-    def close(self, record: Record, used: Usage | None, service: float, now: float, out: list[Effect]) -> None:
+    def settle_request(self, record: Record, used: Usage | None, service: float, now: float, out: list[Effect]) -> None:
         """Correct the accounts of a request's flow and of its limits; ``used`` None: no engine got it."""
         run, queued = record.run, record.queued
         if run is not None and run.gate is not None and queued is not None:

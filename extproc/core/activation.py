@@ -67,7 +67,7 @@ class StartTimes:
         """The servers of which an engine is awaited, also by clients that have left since."""
         return self._since_s.keys()
 
-    def begin(self, server: str, now: float, assumed_s: float) -> None:
+    def on_request_waiting(self, server: str, now: float, assumed_s: float) -> None:
         """A request waits for an engine; only the first since the last one left counts.
 
         Clients that left long before are not counted: no start was begun for them, as where they hung up at once.
@@ -82,7 +82,7 @@ class StartTimes:
         if server in self._since_s:
             self._left_s[server] = now
 
-    def end(self, server: str, now: float) -> float:
+    def on_engine_started(self, server: str, now: float) -> float:
         """An engine is there. Returns how long it took."""
         took_s = now - self._since_s.pop(server)
         self._left_s.pop(server, None)
@@ -316,7 +316,7 @@ class EngineWait:
         self.start_times.keep(pools.keys())
         for name in list(self.start_times.awaited_servers):
             if pools[name].readiness.is_whole:
-                took_s = self.start_times.end(name, now)
+                took_s = self.start_times.on_engine_started(name, now)
                 out.append(EngineStarted(name, took_s))
         for group in list(self._groups.values()):
             is_there = pools.get(group.pool.name) is group.pool
@@ -361,7 +361,7 @@ class EngineWait:
         if pool.name not in self._groups:
             out.append(EngineNeeded(pool.name))
         if not pool.readiness.is_whole:
-            self.start_times.begin(pool.name, now, _assumed_s(pool))
+            self.start_times.on_request_waiting(pool.name, now, _assumed_s(pool))
         group = self._put(record, pool)
         out.append(WakeAt(group.soonest_s))
         return group

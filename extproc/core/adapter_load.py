@@ -88,7 +88,7 @@ class AdapterLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, pool: Pool, found: Placement, adapter: str, now: float, out: list[Effect]) -> None:
+    def start_load(self, pool: Pool, found: Placement, adapter: str, now: float, out: list[Effect]) -> None:
         """Request a load."""
         slots, endpoint = pool.slots, pool.table.ref(found.row)
         if slots is None:
@@ -100,7 +100,7 @@ class AdapterLoads:
         source, timeout_s = slots.sources[adapter], timeout_of(pool)
         out.append(LoadAdapter(pool.name, endpoint.address, adapter, source, found.evicts, timeout_s))
 
-    def end(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
+    def finish_load(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
         """Record the result of a load; returns the row of its endpoint, None if that has gone meanwhile."""
         load = self._loads.pop((result.server, result.address, result.adapter), None)
         if load is None or load.pool is not pool or pool.slots is None or not pool.table.is_current(load.endpoint):
@@ -288,7 +288,7 @@ class AdapterWait:
     def on_adapter_load(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
         """An engine has loaded an adapter, or has not. The next ``tick`` sends its requests on."""
         out += [LoadEnded(result), WakeAt(now)]
-        row = self._loads.end(result, pool, now, out)
+        row = self._loads.finish_load(result, pool, now, out)
         if pool is not None and row is not None and result.problem is not None:
             self._failed(result, result.problem, pool, row, now)
 
@@ -361,12 +361,12 @@ class AdapterWait:
         found = place_adapter(slots, table, group.adapter, rows, now=now)
         if found is not None and not (found.evicts and has_peers):
             self._reopen(group, now, out)
-            self._loads.begin(pool, found, group.adapter, now, out)
+            self._loads.start_load(pool, found, group.adapter, now, out)
         elif closing is not None:
             row, is_used = closing.endpoint.row, _are_used(slots, closing.endpoint.row, closing.adapters)
             if not is_used and (not has_peers or now - closing.since_s >= _NEWS_S):
                 group.closing = None
-                self._loads.begin(pool, Placement(row, closing.adapters), group.adapter, now, out)
+                self._loads.start_load(pool, Placement(row, closing.adapters), group.adapter, now, out)
         else:
             self._close_one(group, slots, found or self._in_use(group, slots, rows, now), now, out)
 
@@ -396,7 +396,7 @@ class AdapterWait:
         found = row_for_second_copy(slots, pool.table, adapter, slots.has(adapter), others, now)
         # for a copy, nothing is closed and waited for
         if found is not None and not (found.evicts and (found.must_wait or self._loads.has_peers)):
-            self._loads.begin(pool, found, adapter, now, out)
+            self._loads.start_load(pool, found, adapter, now, out)
 
     def _failed(self, result: AdapterLoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
         """Record the failure, for requests that wait and for later ones."""

@@ -238,7 +238,7 @@ class Core:
         out = list[Effect]()
         self._pipeline.place(record, now, out)
         self.meter.count_arrival(record, record.arrived)
-        return self._pipeline.begin(record, now, out), out
+        return self._pipeline.start_request(record, now, out), out
 
     def shown_load(self, head: Head, model: str, now: float) -> float | None:
         """How full it is, from 0 to 1, where requests of the caller for ``model`` go; None: it may not know."""
@@ -263,7 +263,7 @@ class Core:
     def on_wall_clock(self, wall_s: float, now: float) -> None:
         """Align prices and budget windows with the wall clock, which may jump. ``wall_s``: seconds since 1970."""
         self._accounts.wall_offset_s = wall_s - now
-        self.admission.forget_ended(wall_s)
+        self.admission.forget_ended_windows(wall_s)
         self._accounts.forget_ended(wall_s)
 
     def lower_budgets(self, spent: SpentByRows, now: float) -> list[BucketLevel]:
@@ -304,7 +304,7 @@ class Core:
             self._running.on_stream_closed(record, record.run, now, out)
         else:
             self._running.undo(record, record.run, now, out)
-        self._legs.close(ticket, out)
+        self._legs.on_request_ended(ticket, out)
         self._pipeline.wake(now, out)
         return out
 
@@ -319,7 +319,7 @@ class Core:
             self._legs.leave(record, record.run, now, out)
         else:
             self._running.on_stream_closed(record, record.run, now, out)
-        self._legs.close(ticket, out)
+        self._legs.on_request_ended(ticket, out)
         self._pipeline.wake(now, out)
         return out
 

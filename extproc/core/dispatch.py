@@ -82,7 +82,7 @@ class PlansAttempts(Protocol):
         """All attempts of a request that is about to be sent; None if its rule has no fallbacks."""
         ...
 
-    def begin(self, ticket: str, run: Run) -> None:
+    def on_dispatch(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
         ...
 
@@ -293,7 +293,7 @@ class Dispatcher:
     def _count(self, record: Record, run: Run, gate: Gate | None, now: float, out: list[Effect]) -> None:
         """Wherever requests are counted that are at engines."""
         if run.sent.is_fallback or run.reserves:
-            self._fallbacks.begin(record.ticket, run)
+            self._fallbacks.on_dispatch(record.ticket, run)
         queued = record.queued
         if gate is not None and queued is not None:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, run.assignment.cached_tokens), now)

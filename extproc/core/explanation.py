@@ -223,7 +223,7 @@ def split_of(arrival: Arrival) -> str:
     key = targets.sticky.key_of(arrival.head.headers, caller.tenant, caller.user)
     if not key:
         return f"the target of its rule was drawn by weight: the request names no {what}"
-    chosen = targets.stuck(targets.sticky, key).server
+    chosen = targets.sticky_destination(targets.sticky, key).server
     if chosen == arrival.destination.server:
         return f"of the targets of its rule, all requests of its {what} go to this one"
     return f"of the targets of its rule, requests of its {what} go to {chosen}, which cannot have this one now"

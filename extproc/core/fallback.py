@@ -75,9 +75,9 @@ class FallbackPlanner:
         self._builder = builder
         self._budgets.keep(builder.pools)
 
-    def begin(self, ticket: str, run: Run) -> None:
+    def on_dispatch(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
-        self._budgets.begin(ticket, run)
+        self._budgets.on_dispatch(ticket, run)
 
     def instead(
         self,

@@ -50,7 +50,7 @@ class FallbackBudgets:
         """Forget others that have no requests."""
         self._servers = {name: one for name, one in self._servers.items() if name in servers or one.has_requests}
 
-    def begin(self, ticket: str, run: Run) -> None:
+    def on_dispatch(self, ticket: str, run: Run) -> None:
         """The request is sent to an engine."""
         if run.sent.is_fallback:
             self._of(run.pool.name).sent[run.sent.tenant] += 1
@@ -59,7 +59,7 @@ class FallbackBudgets:
         for server in run.reserves:
             self._of(server).places.setdefault(_place_of(run), {})[ticket] = run
 
-    def end(self, ticket: str, run: Run) -> None:
+    def on_stream_closed(self, ticket: str, run: Run) -> None:
         """Its stream is closed."""
         if run.sent.is_fallback:
             _less(self._of(run.pool.name).sent, run.sent.tenant)

@@ -53,7 +53,7 @@ class Capacity:
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._left = most
 
-    def take(self, size: int) -> bool:
+    def reserve(self, size: int) -> bool:
         """Whether there was capacity for them."""
         if size > self._left:
             return False
@@ -83,7 +83,7 @@ class Body:
             return
         if self.size > self._most:
             self.drop("too-long")
-        elif not self._capacity.take(len(piece)):
+        elif not self._capacity.reserve(len(piece)):
             self.drop("no-capacity")
         else:
             self._pieces.append(piece)

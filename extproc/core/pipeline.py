@@ -270,7 +270,7 @@ class AdmissionPipeline:
         if other is not None:
             record.arrival, record.placement, record.is_drawn = other, None, True
 
-    def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+    def start_request(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
         return self._attempt(record, lambda: self._set_out(record, now, out), now, out)
 

@@ -159,7 +159,7 @@ class PrefillLegs:
             out.append(LogUsage(line_of_departure(record, asked.arrival.head, usage, outcome)))
         self._running.undo(record, run, now, out, outcome=outcome)
 
-    def close(self, ticket: str, out: list[Effect]) -> None:
+    def on_request_ended(self, ticket: str, out: list[Effect]) -> None:
         """The request is over; its prefill may still run beside it, or its decode engine may be asked to end it."""
         legs = self._dispatcher.beside
         if ticket not in legs:

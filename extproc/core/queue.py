@@ -170,7 +170,7 @@ class AdmissionController:
         """Nothing yet."""
         return SpentByRows(query, self.budgets_of, self._key_owners.get, wall_s)
 
-    def forget_ended(self, wall_s: float) -> None:
+    def forget_ended_windows(self, wall_s: float) -> None:
         """Forget windows of budgets that have ended."""
         self.limits.forget_ended(wall_s)
 

@@ -202,7 +202,7 @@ class RequestBuilder:
     def _subject_of(self, head: Head) -> Subject:
         return self._identities.subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
 
-    def admit(self, head: Head) -> Api | ModelPath:
+    def check_head(self, head: Head) -> Api | ModelPath:
         """Refuse what can be refused before the body is here. Where the path names the model, the body is not read."""
         api = APIS_BY_PATH.get(head.path)
         if api is None:
@@ -235,11 +235,11 @@ class RequestBuilder:
         pool = self.pools.get(server)
         if pool is not None:
             return pool.spec.protocol not in UNREAD_PROTOCOLS
-        return not server and isinstance(self.admit(head), Api)
+        return not server and isinstance(self.check_head(head), Api)
 
     def by_model(self, head: Head, body: bytes) -> Arrival:
         """A request whose ModelServer a ModelRoute chooses; raises a Refusal."""
-        admitted = self.admit(head)
+        admitted = self.check_head(head)
         if isinstance(admitted, ModelPath):
             return self._by_path(admitted, head)
         if admitted.spec.calls is not None:
@@ -289,7 +289,7 @@ class RequestBuilder:
         """A copy of a request, to the ModelServer that its order names; raises a Refusal. Nobody waits for its answer,
         and nobody is charged.
         """
-        admitted = self.admit(head)
+        admitted = self.check_head(head)
         try:
             order = read_order(head.headers.get(MIRROR, ""))
         except ValueError:
@@ -452,7 +452,7 @@ class RequestBuilder:
             if may_use is None:
                 raise not_allowed(model)
             targets = may_use
-        speaking = targets.speaking(protocols)
+        speaking = targets.of_protocols(protocols)
         if speaking is None:
             raise wrong_protocol(model, targets.destinations[0].protocol, head.path)
         return Candidates(self._routing, speaking)

@@ -63,7 +63,7 @@ class RunningRequests:
         record = repeat(event, origin, pool, gate, now)
         if record is not None and record.run is not None:
             self._records[event.ticket] = record
-            self._budgets.begin(event.ticket, record.run)
+            self._budgets.on_dispatch(event.ticket, record.run)
         return record is not None
 
     def started(self, tickets: Iterable[str]) -> Iterator[RequestStarted]:
@@ -108,7 +108,7 @@ class RunningRequests:
     def release(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """It is refused although its engines were picked: they are free of it, and it costs nothing."""
         self._free(record, run, now, out)
-        self._accounts.close(record, None, 0.0, now, out)
+        self._accounts.settle_request(record, None, 0.0, now, out)
 
     def on_prefilled(self, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
         """The prefill of another process's request has ended."""
@@ -154,7 +154,7 @@ class RunningRequests:
             if run.api is not None and run.api.spec.body == "unread":
                 # no tokens are known of it: it keeps what its dispatch has charged
                 service = run.charged
-            self._accounts.close(record, used, service, now, out)
+            self._accounts.settle_request(record, used, service, now, out)
         priority = 0 if run.gate is None or record.queued is None else record.queued.priority
         out.append(
             RequestSettled(
@@ -185,7 +185,7 @@ class RunningRequests:
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         run.pool.release(run.assignment, run.pins, now)
-        self._budgets.end(record.ticket, run)
+        self._budgets.on_stream_closed(record.ticket, run)
         count_request_end(record, run)
         if self._has_peers and record.is_ours:
             out.append(Broadcast(RequestEnded(record.ticket)))
@@ -196,7 +196,7 @@ class RunningRequests:
         self._remove(record, now)
         if record.run is not None:
             reserved = record.run.reserved.priced(record.run.price)
-            self._accounts.close(record, reserved, record.run.charged, now, out)
+            self._accounts.settle_request(record, reserved, record.run.charged, now, out)
 
 
 def _learn(record: Record, run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:

@@ -61,9 +61,9 @@ class Trace(msgspec.Struct):
 
     def enter(self, state: State, now: float) -> None:
         """The request has come into ``state``."""
-        self.begin(_STEPS.get(state, ""), now)
+        self.start_step(_STEPS.get(state, ""), now)
 
-    def begin(self, name: str, now: float) -> None:
+    def start_step(self, name: str, now: float) -> None:
         """The step before has ended, and the one of this name begins; empty: none."""
         if self._name and len(self.steps) < _MOST_STEPS:
             self.steps.append(Step(self._name, self._since_s, now))
@@ -71,7 +71,7 @@ class Trace(msgspec.Struct):
 
     def decided(self, attributes: Attributes, tags: Mapping[str, str | int], now: float) -> None:
         """The request has an endpoint. ``attributes``: of the pick. ``tags``: what the decision adds."""
-        self.begin("", now)
+        self.start_step("", now)
         if self.steps and self.steps[-1].name == _PICK:
             self.steps[-1] = msgspec.structs.replace(self.steps[-1], attributes=attributes)
         self.tags = {**self.tags, **tags}
@@ -79,7 +79,7 @@ class Trace(msgspec.Struct):
 
     def refused(self, error: str, now: float) -> None:
         """No engine gets the request. ``error``: why, as a code; empty: it was answered without one."""
-        self.begin("", now)
+        self.start_step("", now)
         self.tags = {**self.tags, "queue_ms": round(1000 * (now - self.started_s))}
         self.error, self.ended_s = error, now
 

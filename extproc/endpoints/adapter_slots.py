@@ -200,7 +200,7 @@ class AdapterSlots:
         """When it was loaded, 0 if that is not known."""
         return self._loaded_at_s.get((row, adapter), 0.0)
 
-    def begin(self, row: int, adapter: str | None, now: float) -> str | None:
+    def on_dispatch(self, row: int, adapter: str | None, now: float) -> str | None:
         """A request is sent there; returns its adapter if that is one of those on demand."""
         if adapter is None or adapter not in self.sources:
             return None
@@ -208,7 +208,7 @@ class AdapterSlots:
         self._used_at_s[row, adapter] = now
         return adapter
 
-    def end(self, endpoint: EndpointRef, adapter: str, now: float) -> None:
+    def on_request_ended(self, endpoint: EndpointRef, adapter: str, now: float) -> None:
         """A request for the adapter is over."""
         key = endpoint.row, adapter
         if not self._table.is_current(endpoint) or not self._in_flight[key]:

@@ -97,7 +97,7 @@ class ByteBudget:
         self._at_s = now
         return self._left <= 0
 
-    def take(self, size: float) -> None:
+    def spend(self, size: float) -> None:
         """Of a page that is asked for or has come; negative: of one that was shorter than expected."""
         self._left -= size
 
@@ -167,7 +167,7 @@ class EngineScraper:
         poll.next_at_s = at_s
         heapq.heappush(self._due, (at_s, next(self._numbers), poll))
 
-    def may_keep(self, poll: _Poll) -> bool:
+    def may_stay_open(self, poll: _Poll) -> bool:
         """Whether the engine's connection may stay open: descriptors are left for Envoy's."""
         if poll not in self._kept and len(self._kept) < self._most_connections:
             self._kept.add(poll)
@@ -353,7 +353,7 @@ class _Poll:
             return
         self._is_scraping = True
         self._asked_at_s = now
-        self._scraper.budget.take(self._expected)
+        self._scraper.budget.spend(self._expected)
         self._scraper.wait_until(now + _TIMEOUT_S, self)
         try:
             self._start(now)
@@ -457,7 +457,7 @@ class _Poll:
         # counted from the start of the last scrape; ticks are half a tick late on average
         pause_s = self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
         self._scraper.wait_until(self._asked_at_s + pause_s, self)
-        if self._connection is not None and not self._scraper.may_keep(self):
+        if self._connection is not None and not self._scraper.may_stay_open(self):
             self._connection.give_up()
 
     def _resume(self, page_bytes: int = 0) -> None:
@@ -466,7 +466,7 @@ class _Poll:
         self._schedule_next()
 
     def _take(self, body: bytes) -> None:
-        self._scraper.budget.take(len(body) - self._expected)
+        self._scraper.budget.spend(len(body) - self._expected)
         self._expected = max(len(body), _REMEMBERED * self._expected)
         try:
             if self._reads_models:

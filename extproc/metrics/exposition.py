@@ -229,7 +229,7 @@ class Counters(PiecewiseCollector):
         """As ``forget``, of all other names."""
         _keep(self._counts, self._family, label, names)
 
-    def begin(self, *values: str) -> None:
+    def add_series(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
         self._counts.setdefault(values, 0)
 

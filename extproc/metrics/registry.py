@@ -133,7 +133,7 @@ class Metrics:
         }
         self._wall_clock, self._clock, self._pools = wall_clock, clock, pools
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
-        self._requests.begin("picked")
+        self._requests.add_series("picked")
         self._picks = Counters("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
         self._answers = Counters(
             "attache_answers",

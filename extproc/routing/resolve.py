@@ -135,7 +135,7 @@ class Targets(msgspec.Struct, frozen=True):
     protocol: str
     sticky: StickySplit | None = None
 
-    def stuck(self, sticky: StickySplit, key: bytes) -> Destination:
+    def sticky_destination(self, sticky: StickySplit, key: bytes) -> Destination:
         """The one of ``key``."""
         names = [f"{one.server}#{one.arm}" if one.arm else one.server for one in self.destinations]
         return self.destinations[sticky.choose(names, self.weights, key)]
@@ -145,7 +145,7 @@ class Targets(msgspec.Struct, frozen=True):
         if len(self.destinations) == 1:
             return self.destinations[0]
         if self.sticky is not None and key:
-            return self.stuck(self.sticky, key)
+            return self.sticky_destination(self.sticky, key)
         drawn, bounds = rng.randrange(sum(self.weights)), accumulate(self.weights)
         return next(one for one, bound in zip(self.destinations, bounds, strict=True) if drawn < bound)
 
@@ -157,7 +157,7 @@ class Targets(msgspec.Struct, frozen=True):
         found = tuple(compress(self.destinations, are_open))
         return _targets(found, compress(self.weights, are_open), self.sticky) if found else None
 
-    def speaking(self, protocols: Collection[str]) -> Targets | None:
+    def of_protocols(self, protocols: Collection[str]) -> Targets | None:
         """Those that speak one of ``protocols``; None if there are none."""
         return self if self.protocol in protocols else self.among(lambda one: one.protocol in protocols)
 

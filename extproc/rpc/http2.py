@@ -242,7 +242,7 @@ class Http2Connection:
         self._send_unsent(stream, found)
         return not found.unsent
 
-    def end(self, stream: int, trailers: bytes) -> None:
+    def end_stream(self, stream: int, trailers: bytes) -> None:
         """Send the trailers when all else is sent, and forget the stream."""
         found = self._streams.get(stream)
         if found is not None:

@@ -182,10 +182,10 @@ class Call:
     def end(self, status: Status, why: str) -> None:
         """The last of the answer."""
         self._begin()
-        self._connection.http2.end(self._stream, _trailers(status, why))
+        self._connection.http2.end_stream(self._stream, _trailers(status, why))
         self._connection.flush()
 
-    def take(self, data: bytes) -> None:
+    def on_data(self, data: bytes) -> None:
         """A part of the request's body has come."""
         if self._problem is not None:
             return
@@ -291,7 +291,7 @@ class _Connection(asyncio.Protocol):
                 call, task = self._calls[event.stream]
                 match event:
                     case Received():
-                        call.take(event.data)
+                        call.on_data(event.data)
                     case Ended():
                         call.take_end()
                     case Drained():
@@ -303,11 +303,11 @@ class _Connection(asyncio.Protocol):
     def _open(self, stream: int, headers: Headers) -> None:
         named = dict(headers)
         if not named.get("content-type", "").startswith("application/grpc"):
-            self.http2.end(stream, _NO_GRPC)
+            self.http2.end_stream(stream, _NO_GRPC)
             return
         handler = self._server.handlers.get(named.get(":path", ""))
         if handler is None:
-            self.http2.end(stream, _HEAD + _trailers(Status.UNIMPLEMENTED, "there is no such method"))
+            self.http2.end_stream(stream, _HEAD + _trailers(Status.UNIMPLEMENTED, "there is no such method"))
             return
         call = Call(self, stream, headers, self._server.most_message_bytes())
         task = asyncio.get_running_loop().create_task(self._run(handler, call))

@@ -100,7 +100,7 @@ class Translator:
             try:
                 answer, ended = await self._answer(request, order, between)
             finally:
-                self._metrics.end(order, ended)
+                self._metrics.on_request_ended(order, ended)
         return answer
 
     async def _answer(
@@ -168,7 +168,7 @@ class Translator:
                     break
         except aiohttp.ClientPayloadError:
             is_cut = True
-        out = stream.end()
+        out = stream.finish()
         if is_cut:
             out += CUT_MARK
         if out:

@@ -38,7 +38,7 @@ class TranslatorMetrics:
             "attache_translations_in_flight", "Requests that are being translated.", registry=self.registry
         )
 
-    def end(self, order: TranslationOrder, ended: str) -> None:
+    def on_request_ended(self, order: TranslationOrder, ended: str) -> None:
         """One of ``ENDS``."""
         self._ended.labels(order.client, order.engine, ended).inc()
 

@@ -353,7 +353,7 @@ class Pool:
         pins = {computing: self.caches.record_sent(computing, expectation, now)}
         if first != computing:
             pins[first] = self.caches.record_sent(first, expectation, now)
-        adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
+        adapter = None if self.slots is None else self.slots.on_dispatch(first, considered.view.request.adapter, now)
         self._bind(considered.notes, now)
         # the ledger has just counted the request as the last of them
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
@@ -426,7 +426,7 @@ class Pool:
             # of its own process
             in_flight_tokens=0.0,
             is_precise=False,
-            adapter=None if self.slots is None else self.slots.begin(row, sent.adapter, now),
+            adapter=None if self.slots is None else self.slots.on_dispatch(row, sent.adapter, now),
         )
         return counted, pins
 
@@ -449,7 +449,7 @@ class Pool:
         if assignment.passed.ticket and self.breaker.is_current(assignment.passed, now):
             self.breaker = self.breaker.stream_ended(assignment.passed.ticket, now)
         if assignment.adapter is not None and self.slots is not None:
-            self.slots.end(assignment.endpoint, assignment.adapter, now)
+            self.slots.on_request_ended(assignment.endpoint, assignment.adapter, now)
 
     def decode_place(
         self,

@@ -141,13 +141,13 @@ class Duplex:
         self._body = None
         return answers
 
-    def close(self) -> None:
+    def on_stream_closed(self) -> None:
         """The end of the stream is the end of the request; an answer that was cut off is one all the same."""
         if self.request is not None:
             try:
                 self._settle()
             finally:
-                self.request.close()
+                self.request.on_stream_closed()
 
     def _read_metadata(self, message: ProcessingRequest) -> None:
         subset = read_subset(message)
@@ -211,14 +211,14 @@ class Duplex:
             attachment = Attachment(choices, went_to, is_bundle=False)
         self.request = StreamRequest(self._context)
         self._reporters, self._server = arrival.pool.reporters, arrival.pool.name
-        return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
+        return answers_to(self, self.request.submit(arrival, attachment, self._context.clock()))
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:
             self._answer.is_whole = True
             if self._reporters:
                 answers[-1] += reports_metadata(self._reporters, self._answer.usage(), self._plugin_failed)
-            self.close()
+            self.on_stream_closed()
         return answers
 
     def _plugin_failed(self, failed: PluginFailed) -> None:

@@ -83,7 +83,7 @@ class Conversation(Protocol):
         """Answers to the message that waited for the decision."""
         ...
 
-    def close(self) -> None:
+    def on_stream_closed(self) -> None:
         """The stream has ended, however it did."""
         ...
 
@@ -177,7 +177,7 @@ class Exchange:
         kind = message.WhichOneof("request") or "nothing"
         if self._order is None or self._conversation is None:
             self._order, self._conversation = self._begin(message)
-        self._order.take(kind, message)
+        self._order.advance(kind, message)
         conversation = self._conversation
         if kind in ANSWER_KINDS:
             return self._receive_answer(conversation, message, kind)
@@ -259,7 +259,7 @@ class Exchange:
         """
         self._is_answered = True
         if self._conversation is not None:
-            self._conversation.close()
+            self._conversation.on_stream_closed()
 
     def fail(self, message: ProcessingRequest) -> list[bytes]:
         """Answers to ``message`` where our own code has failed: a request ends here and does not pass undecided.
@@ -291,10 +291,10 @@ class Exchange:
         """Whether an answer of an engine or the gateway has begun, which no refusal of extproc may replace."""
         return self._order is not None and self._order.has_answer
 
-    def close(self) -> None:
+    def on_stream_closed(self) -> None:
         """The stream has ended, however it did."""
         if self._conversation is not None:
-            self._conversation.close()
+            self._conversation.on_stream_closed()
         self._context.metrics.stream_closed(self._context.clock() - self._opened_at_s)
 
 
@@ -390,13 +390,13 @@ class BufferedExchange:
             answer = decision_answer(decision, on_headers=on_headers, removes_forged=is_foreign)
         return [_with_trace(self.request, answer)]
 
-    def close(self) -> None:
+    def on_stream_closed(self) -> None:
         """The end of the stream is the end of the request."""
         capture, self._capture = self._capture, None
         if capture is not None and self._context.payloads is not None:
             self._context.payloads.add(capture)
         if self.request is not None:
-            self.request.close()
+            self.request.on_stream_closed()
 
     def _attached(self, subset: Collection[str] | None) -> Attachment:
         # the options are for other gateways: our own bundle marks its streams by metadata
@@ -417,7 +417,7 @@ class BufferedExchange:
             answer = own_answer(self._context, head)
             if answer is not None:
                 return [answer]
-            self._context.core.builder.admit(head)
+            self._context.core.builder.check_head(head)
         if head.has_body and not self._has_bodies and self._reads_body(head):
             raise unreadable(BodyMode.NONE)
         if not (head.has_body and self._has_bodies):
@@ -446,7 +446,7 @@ class BufferedExchange:
         build = builder.strategy(server=self._server, pool=self._context.options.pool)
         arrival = builder.copy(head, body) if self._is_mirrored else build(head, body)
         self.request = StreamRequest(self._context)
-        own = self.request.begin(arrival, self._attachment, began_s)
+        own = self.request.submit(arrival, self._attachment, began_s)
         if self._context.core.payload_logs:
             self._capture = self._context.open_payload(arrival, self.request.ticket)
         return answers_to(self, own)

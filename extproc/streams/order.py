@@ -131,7 +131,7 @@ class MessageOrder:
         """Whether an answer has begun."""
         return self._stages[_ANSWER_SIDE] is not Stage.NOTHING
 
-    def take(self, kind: str, message: ProcessingRequest) -> None:
+    def advance(self, kind: str, message: ProcessingRequest) -> None:
         """Go on by one message; raises IllegalMessage, with nothing changed."""
         side, part = _PARTS.get(kind, (0, kind))
         is_end = part == "trailers" or (kind in _PARTS and getattr(message, kind).end_of_stream)

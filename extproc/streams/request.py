@@ -36,7 +36,7 @@ class StreamRequest:
         self.trace: Trace | None = None
         self._is_closed = False
 
-    def begin(self, arrival: Arrival, attachment: Attachment, began_s: float) -> Decision | RequestRefused | None:
+    def submit(self, arrival: Arrival, attachment: Attachment, began_s: float) -> Decision | RequestRefused | None:
         """Pass the arrival to the core; returns the decision, None: something is pending. ``began_s``: when it was
         whole.
         """
@@ -47,7 +47,7 @@ class StreamRequest:
         if parent is not None:
             trace = self.trace = Trace(parent, began_s, tags_of(arrival))
             now, wants = context.clock(), True
-            trace.begin("parse", began_s)
+            trace.start_step("parse", began_s)
         own, effects = context.core.arrive(arrival, now, attachment, wants_reasons=wants, trace=self.trace)
         # whatever fails from here on, ``close`` ends the request
         self.ticket = own.ticket
@@ -69,7 +69,7 @@ class StreamRequest:
         self._context.perform(effects, own)
         return None if own is None else self._follow(own)
 
-    def close(self) -> None:
+    def on_stream_closed(self) -> None:
         """The stream has ended: so has the request, or, if it was not answered yet, its client went away."""
         context = self._context
         if self.ticket and not self._is_closed:

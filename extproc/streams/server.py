@@ -165,7 +165,7 @@ class GrpcServer:
             await call.write(exchange.refuse())
         finally:
             messages.stop()
-            exchange.close()
+            exchange.on_stream_closed()
 
     async def _received(self, exchange: Exchange, message: ProcessingRequest) -> list[bytes]:
         """Whatever fails here, requests are refused rather than left to the gateway's failure mode: no request avoids

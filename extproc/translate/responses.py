@@ -418,7 +418,9 @@ def answer_from_chat(answer: Object) -> Object:
     """A whole completion as a response: what its stream would end with."""
     stream = FromChunks(include_usage=True)
     message = part((objects(answer.get("choices"), "choices") or [{}])[0], "message")
-    stream.take({**answer, "choices": [{**answer["choices"][0], "delta": _in_pieces(message)}]} if message else answer)
+    stream.add_chunk(
+        {**answer, "choices": [{**answer["choices"][0], "delta": _in_pieces(message)}]} if message else answer
+    )
     return stream.whole()
 
 
@@ -587,10 +589,10 @@ class FromChunks:
 
     def events(self, found: Object) -> list[bytes]:
         """Those that a chunk becomes."""
-        self.take(found)
+        self.add_chunk(found)
         return self._written()
 
-    def take(self, found: Object) -> None:
+    def add_chunk(self, found: Object) -> None:
         """Add a chunk to the answer."""
         piece = chat.piece(found)
         if not self._answer:

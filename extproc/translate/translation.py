@@ -183,7 +183,7 @@ class StreamTranslator:
             out += self._fail(forms.failure(f"The engine's answer cannot be translated: {error}."))
         return b"".join(out)
 
-    def end(self) -> bytes:
+    def finish(self) -> bytes:
         """The client's last events: an error unless the answer is whole."""
         if self._is_over:
             return b""
@@ -191,7 +191,7 @@ class StreamTranslator:
 
     def _on_data(self, data: bytes, out: list[bytes]) -> None:
         if data == DONE:
-            out.append(self.end())
+            out.append(self.finish())
             return
         for one in self._engine.chunks(forms.decode(data)):
             if one.get("error"):

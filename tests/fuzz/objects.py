@@ -451,7 +451,7 @@ def _put(compiler: Compiler, store: Mapping[str, Store], thing: Object) -> None:
     kind, key = thing["kind"], key_of(thing)
     if kind in store:
         known = store[kind]
-        known.take(WatchEvent("MODIFIED", thing))
+        known.apply_event(WatchEvent("MODIFIED", thing))
         compiler.update_object(kind, key, known.objects.get(key))
     else:
         compiler.update_object(kind, key, thing)
@@ -474,7 +474,7 @@ def _picker() -> Attempt:
         for thing in rng.choices(chosen, k=rng.randint(1, 3)):
             new: Object | None = odd_object(thing, rng)
             if thing["kind"] == "Pod" and new is not None:
-                store.take(WatchEvent("MODIFIED", new))
+                store.apply_event(WatchEvent("MODIFIED", new))
                 new = store.objects.get(key_of(thing))
             compiler.put(thing["kind"], key_of(thing), new)
         result = compiler.compile()
@@ -611,7 +611,7 @@ async def _resolved(cluster: _Cluster) -> tuple[list[object], list[object]]:
                 continue
             while not informers.pods.has_synced(view.namespace) and not running.done():  # noqa: ASYNC110 - others wake them
                 await asyncio.sleep(0)  # a turn of the informers
-            targets = resolver.resolve(view, None).targets
+            targets = resolver.resolve_targets(view, None).targets
             policy = informers.policy(view.policy_key)
             problem = view.problem or (policy is not None and policy.problem)
             found[not key.startswith(HONEST)].append(msgspec.to_builtins((targets, problem), enc_hook=str))

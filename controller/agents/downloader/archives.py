@@ -78,7 +78,7 @@ class MemberCheck:
         self._size = 0
         self._kinds: dict[str, str] = {}
 
-    def admit(self, member: Member) -> str | None:
+    def path_of(self, member: Member) -> str | None:
         """The path to write the member to; None: it is the directory itself. Raises ContentRefused."""
         path = _normal(member.name)
         if not path:
@@ -265,7 +265,7 @@ class Unpacker:
         """Where to write the member; None: nowhere."""
         if self._is_stopped():
             raise UnpackingStopped
-        path = self._members.admit(member)
+        path = self._members.path_of(member)
         kept = self._kept(path) if path else ""
         return kept if kept and (member.kind == "directory" or self._wants(kept)) else None
 
@@ -281,7 +281,8 @@ class Unpacker:
         if not last.startswith(_WHITEOUT):
             return False
         gone = parent if last == _OPAQUE else f"{parent}/{last.removeprefix(_WHITEOUT)}".lstrip("/")
-        self._members.admit(Member(f"{parent}/{_WHITEOUT}".lstrip("/"), "file"))  # its folder is judged like any other
+        # its folder is judged like any other
+        self._members.path_of(Member(f"{parent}/{_WHITEOUT}".lstrip("/"), "file"))
         self._members.forget(gone)
         kept = self._kept(gone)
         if kept:

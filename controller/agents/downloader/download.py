@@ -292,7 +292,7 @@ async def _asked(job: Job, source: RemoteSource, tracker: Tracker) -> Listing:
     failures = 0
     while True:
         try:
-            return await source.resolve(asked_revision(job.wanted))
+            return await source.list_files(asked_revision(job.wanted))
         except Unavailable as error:
             failures += 1
             pause_s = (

@@ -99,7 +99,7 @@ class Agent:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(self.run())
             await ending.wait()
-            await self.drainer.begin()
+            await self.drainer.start_drain()
             await self.drainer.wait_until_drained()
             running.cancel()
 

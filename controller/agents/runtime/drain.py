@@ -105,7 +105,7 @@ class Drainer:
         self._clock = clock
         self._changed = asyncio.Condition()
 
-    async def begin(self) -> None:
+    async def start_drain(self) -> None:
         """From now on the engine is not ready. Once more changes nothing."""
         async with self._changed:
             if self.drain is None:

@@ -96,7 +96,7 @@ class AgentServer:
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         if is_of_other_site(request):
             return _error(403, "a link does not drain an engine")
-        await self._agent.drainer.begin()
+        await self._agent.drainer.start_drain()
         drain = await self._agent.drainer.wait_until_drained()
         if drain is None:
             return _error(409, "the drain was taken back")

@@ -132,7 +132,7 @@ class ServerReports(msgspec.Struct):
     server: ServerDemand | None = None
     highest: TrafficSums = msgspec.field(default_factory=TrafficSums)
 
-    def take(self, report: ServerDemand) -> TrafficSums | None:
+    def store(self, report: ServerDemand) -> TrafficSums | None:
         """Store the report; returns the growth of its counters since the last one, None if nothing has grown."""
         before, self.server = self.server, report
         if before is report:

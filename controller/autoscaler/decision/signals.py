@@ -126,7 +126,7 @@ class Signals:
         is_new = reports is not None or before_s >= server.since_s
         if reports is None:
             reports = process.servers[name] = ServerReports()
-        more = reports.take(page)
+        more = reports.store(page)
         if more is not None and is_new:
             _count(server, more, since_s=before_s, now=now)
 

@@ -161,7 +161,7 @@ class Reconciler:
         parts, now_s = self._parts, self._parts.clock()
         if view.binding is None:
             return Result(now_s=now_s, problem=("Invalid", view.problem))
-        state.resolution = parts.resolver.resolve(view, state.resolution)
+        state.resolution = parts.resolver.resolve_targets(view, state.resolution)
         resolved = tuple(self._latest(one) for one in state.resolution.targets)
         parts.use_servers(view.key, servers_of(resolved))
         policy = parts.informers.policy(view.policy_key)

@@ -83,7 +83,7 @@ class Resolver:
         # by target: the labels of its pods, and the ModelServers that select them
         self._servers: dict[ScalableRef, tuple[Mapping[str, str], tuple[str, ...]]] = {}
 
-    def resolve(self, view: BindingView, before: Resolution | None) -> Resolution:
+    def resolve_targets(self, view: BindingView, before: Resolution | None) -> Resolution:
         """All targets of a binding without mistakes. ``before``: what this returned last."""
         versions = self._informers.versions()
         if before is not None and before.view is view and before.versions == versions:

@@ -121,7 +121,7 @@ class Compiler:
     def update_object(self, kind: str, key: str, thing: Mapping[str, Any] | None, now_s: float = 0.0) -> None:
         """An object as it is now; None: it is gone."""
         if thing is None and kind in RESTRICTIONS:
-            for ended in self._grace.close(kind, key, now_s):
+            for ended in self._grace.restrict(kind, key, now_s):
                 self._put_state(*ended, None)
         if kind == "Pod":
             self._servers.put_pod(key, thing)

@@ -121,7 +121,7 @@ class Grace:
         self._set((kind, key), after)
         return after
 
-    def close(self, kind: str, key: str, now_s: float) -> list[Key]:
+    def restrict(self, kind: str, key: str, now_s: float) -> list[Key]:
         """One of ``RESTRICTIONS`` was deleted: nothing that is deleted shortly before or after it is served, which its
         authentication or policy does not guard any more. Kinds and keys of what is served no more.
         """

@@ -145,18 +145,18 @@ def test_a_list_tells_what_came_changed_and_went() -> None:
 
 def test_an_event_tells_what_it_changed() -> None:
     store = Store()
-    assert store.take(event("ADDED", thing("a", "1"))) == ["default/a"]
-    assert store.take(event("ADDED", thing("a", "1"))) == [], "sent again after a gap"
-    assert store.take(event("MODIFIED", thing("a", "2"))) == ["default/a"]
-    assert store.take(event("BOOKMARK", {"metadata": {"resourceVersion": "9"}})) == []
-    assert store.take(event("DELETED", thing("a", "3"))) == ["default/a"]
-    assert store.take(event("DELETED", thing("a", "3"))) == []
+    assert store.apply_event(event("ADDED", thing("a", "1"))) == ["default/a"]
+    assert store.apply_event(event("ADDED", thing("a", "1"))) == [], "sent again after a gap"
+    assert store.apply_event(event("MODIFIED", thing("a", "2"))) == ["default/a"]
+    assert store.apply_event(event("BOOKMARK", {"metadata": {"resourceVersion": "9"}})) == []
+    assert store.apply_event(event("DELETED", thing("a", "3"))) == ["default/a"]
+    assert store.apply_event(event("DELETED", thing("a", "3"))) == []
 
 
 def test_objects_can_be_made_smaller_before_they_are_kept() -> None:
     store = Store(lambda one: {"metadata": one["metadata"]})
     store.replace([{**thing("a", "1"), "spec": "large"}])
-    store.take(event("ADDED", {**thing("b", "2"), "spec": "large"}))
+    store.apply_event(event("ADDED", {**thing("b", "2"), "spec": "large"}))
     assert [list(one) for one in store.objects.values()] == [["metadata"], ["metadata"]]
 
 
@@ -169,12 +169,12 @@ def test_an_object_that_cannot_be_read_stays_as_it_was_and_harms_no_other() -> N
         "default/a",
         "default/b",
     ]
-    assert store.take(event("MODIFIED", bad)) == []
+    assert store.apply_event(event("MODIFIED", bad)) == []
     assert store.objects["default/a"]["metadata"]["resourceVersion"] == "1"
     assert store.replace([bad, thing("b", "2")]) == ["default/b"]
     assert store.objects["default/a"]["size"] == 1
-    assert store.take(event("MODIFIED", thing("a", "3"))) == ["default/a"]
-    assert store.take(event("DELETED", bad)) == ["default/a"]
+    assert store.apply_event(event("MODIFIED", thing("a", "3"))) == ["default/a"]
+    assert store.apply_event(event("DELETED", bad)) == ["default/a"]
 
 
 @pytest.mark.parametrize("part", ["..", "."])

@@ -357,7 +357,7 @@ async def test_the_life_of_a_spare_process_begins_when_it_is_taken(tmp_path: Pat
     """So a program that keeps ending is started after longer and longer pauses."""
     async with standing_by(tmp_path) as spare:
         await asyncio.sleep(1.0)
-        taken = spare.take(msgspec.structs.replace(program(tmp_path), order="one"))
+        taken = spare.pop_process(msgspec.structs.replace(program(tmp_path), order="one"))
         assert taken is not None
         assert taken.lived_s < 1.0
         taken.send(signal.SIGTERM)

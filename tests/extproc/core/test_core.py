@@ -145,7 +145,7 @@ def test_usage_is_left_alone_where_the_server_says_so(core: Core) -> None:
 )
 def test_what_headers_already_show_is_refused_before_the_body(core: Core, head: Head, refusal: type) -> None:
     with pytest.raises(refusal):
-        core.builder.admit(head)
+        core.builder.check_head(head)
 
 
 def test_a_refused_request_counts_nowhere(core: Core, pool: Pool) -> None:

@@ -50,7 +50,7 @@ def test_a_stream_without_a_parent_is_not_sampled() -> None:
 
 def test_each_step_ends_where_the_next_begins() -> None:
     trace = Trace(PARENT, 1.0)
-    trace.begin("parse", 1.0)
+    trace.start_step("parse", 1.0)
     trace.enter(State.ASKING_LIMITS, 1.5)
     trace.enter(State.AWAITING_ENGINE, 2.0)
     trace.enter(State.LOADING, 3.0)

@@ -124,7 +124,7 @@ BOUNDS = (0.1, 0.5, 1.0)
 def test_counts_by_label() -> None:
     registry = CollectorRegistry()
     counts = Counters("asked", "Questions.", ["by"], registry)
-    counts.begin("nobody")
+    counts.add_series("nobody")
     counts.add("one")
     counts.add("one")
     assert registry.get_sample_value("asked_total", {"by": "one"}) == 2

@@ -78,7 +78,7 @@ def test_a_client_that_leaves_the_queue_is_seen_to_have_left() -> None:
     one.send("a", "m")
     held = one.send("b", "m")
     one.now += 2
-    held.close()
+    held.on_stream_closed()
     left = one.metrics.recent.newest(one.now, most=1)[0]
     assert (left.phase, left.waits_s, left.duration_s) == ("left", {"queue": 2}, 2)
     assert one.core.count_requests(State.QUEUED) == 0

@@ -88,7 +88,7 @@ def test_a_request_is_opened_received_and_ended_and_its_answer_arrives() -> None
     assert client.events == [Opened(stream, ASKED), Received(stream, b"hello"), Ended(stream)]
     client.server.send_headers(stream, HEAD)
     client.server.send_data(stream, b"world")
-    client.server.end(stream, TRAILERS)
+    client.server.end_stream(stream, TRAILERS)
     client.flush()
     assert client.body_of(stream) == b"world"
     assert client.is_ended(stream)
@@ -133,7 +133,7 @@ def test_streams_beyond_the_bound_are_refused_and_others_go_on(monkeypatch: pyte
     client.h2.send_data(first, b"more", end_stream=True)
     client.exchange()
     client.server.send_headers(second, HEAD)
-    client.server.end(second, TRAILERS)
+    client.server.end_stream(second, TRAILERS)
     client.flush()
     third = client.ask(**{"x-two": "2"})
     assert client.events == [
@@ -162,7 +162,7 @@ def test_what_the_client_has_no_window_for_waits_and_then_follows() -> None:
     for stream in (one, two):
         client.server.send_headers(stream, HEAD)
         client.server.send_data(stream, b"x" * 25)
-        client.server.end(stream, TRAILERS)
+        client.server.end_stream(stream, TRAILERS)
     client.flush()
     assert (client.body_of(one), client.server.unsent(one)) == (b"x" * 10, 1)
     assert not client.is_ended(one)
@@ -183,7 +183,7 @@ def test_a_large_answer_goes_in_frames_that_the_client_takes() -> None:
     stream = client.ask(b"a")
     client.server.send_headers(stream, HEAD)
     client.server.send_data(stream, body)
-    client.server.end(stream, TRAILERS)
+    client.server.end_stream(stream, TRAILERS)
     client.flush()
     while not client.is_ended(stream):
         client.h2.increment_flow_control_window(100_000)
@@ -216,7 +216,7 @@ def test_the_window_of_a_connection_opens_again_though_nobody_reads_its_bodies()
 def test_an_answer_that_ends_before_its_request_ends_the_stream() -> None:
     client = Client()
     stream = client.ask(b"a", is_whole=False)
-    client.server.end(stream, HEAD + TRAILERS)
+    client.server.end_stream(stream, HEAD + TRAILERS)
     client.flush()
     (reset,) = (one for one in client.answers if isinstance(one, h2.events.StreamReset))
     assert reset.error_code == Code.NO_ERROR
@@ -234,7 +234,7 @@ def test_a_reset_ends_a_stream_and_what_waits_for_it() -> None:
     client.exchange()
     assert client.events[-1] == Reset(stream)
     client.server.send_data(stream, b"nobody reads this")
-    client.server.end(stream, TRAILERS)
+    client.server.end_stream(stream, TRAILERS)
     assert client.server.take_output() == b""
 
 

@@ -226,7 +226,7 @@ def test_answers_pass_unchanged_and_teach(core: Core) -> None:
     assert [piece.end_of_stream for piece in streamed] == [False, False, False, True]
     assert (table.in_flight[row], table.prompt_tokens[row], table.cached_tokens[row]) == (0, 40, 16)
     assert table.ttft_s[row] == 0.25
-    gateway.exchange.close()
+    gateway.exchange.on_stream_closed()
     assert table.in_flight.sum() == 0
 
 
@@ -268,7 +268,7 @@ def test_a_client_that_leaves_teaches_nothing_and_frees_its_engine(core: Core) -
     gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
-    gateway.exchange.close()
+    gateway.exchange.on_stream_closed()
     table = core.pools["default/llama"].table
     assert table.in_flight.sum() == 0
     assert not table.has_failures
@@ -325,13 +325,13 @@ def test_conformance_tests_choose_by_header_where_that_is_allowed(core: Core) ->
     gateway = Gateway(core, conformance=True)
     gateway.headers(test_epp_endpoint_selection="10.0.0.3")
     assert pick_of(gateway.body(CHAT)[0]) == ["10.0.0.3:8000"]
-    gateway.exchange.close()
+    gateway.exchange.on_stream_closed()
     picks = set()
     for _ in range(40):
         gateway = Gateway(core)
         gateway.headers(test_epp_endpoint_selection="10.0.0.3")
         picks.add(pick_of(gateway.body(CHAT)[0])[0])
-        gateway.exchange.close()
+        gateway.exchange.on_stream_closed()
     assert picks == ALL
 
 
@@ -358,7 +358,7 @@ def test_only_an_answer_that_ended_without_usage_counts_against_its_engine(core:
     message = ProcessingRequest()
     message.response_body.body, message.response_body.end_of_stream = b"<html>", is_whole
     gateway.send(message)
-    gateway.exchange.close()
+    gateway.exchange.on_stream_closed()
     assert sum(health.failed for health in pool.table.healths) == (1 if is_whole else 0)
 
 
@@ -373,7 +373,7 @@ def test_a_gateways_own_time_limit_is_known_by_its_status(
     gateway.headers()
     gateway.body(CHAT)
     gateway.answer(status, b"upstream request timeout")
-    gateway.exchange.close()
+    gateway.exchange.on_stream_closed()
     assert [outcome.has_timed_out for outcome in outcomes] == [has_timed_out]
 
 

@@ -73,7 +73,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     assert len(destination.split(",")) == 3
     assert metadata["attache"]["ticket"].string_value == "t-1"
     assert json.loads(common.body_mutation.body)["model"] == "llama-3.1-8b"
-    conversation.exchange.close()
+    conversation.exchange.on_stream_closed()
     assert core.pools["default/llama"].table.in_flight.sum() == 0
     assert conversation.sample("attache_requests_total", outcome="picked") == 1
 
@@ -151,7 +151,7 @@ def test_a_second_body_is_no_second_request(conversation: Conversation, core: Co
         with pytest.raises(IllegalMessage, match="in state request END"):
             again(CHAT)
     assert core.pools["default/llama"].table.in_flight.sum() == 1
-    conversation.exchange.close()
+    conversation.exchange.on_stream_closed()
     assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
@@ -168,7 +168,7 @@ def test_a_failure_of_ours_refuses_the_request(conversation: Conversation, core:
     status, error = refusal_of(ProcessingResponse.FromString(answer))
     assert (status, error["code"]) == (500, "internal_error")
     assert conversation.sample("attache_requests_total", outcome="internal_error") == 1
-    conversation.exchange.close()
+    conversation.exchange.on_stream_closed()
     assert in_some_state(core) == 0
 
 
@@ -209,7 +209,7 @@ def says_it_is_acme(core: Core, *, is_trusted: bool, duplex: bool) -> str:
     body = ProcessingRequest()
     body.request_body.body, body.request_body.end_of_stream = CHAT, True
     exchange.receive(body)
-    exchange.close()
+    exchange.on_stream_closed()
     (sample,) = (
         sample
         for family in metrics.registry.collect()
@@ -253,7 +253,7 @@ def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: in
     body = ProcessingRequest()
     body.request_body.body, body.request_body.end_of_stream = CHAT.replace(b"chat", model, 1), True
     first = ProcessingResponse.FromString(exchange.receive(body)[0])
-    exchange.close()
+    exchange.on_stream_closed()
     answered = first.immediate_response.status.code if first.HasField("immediate_response") else None
     assert answered == status
 
@@ -283,7 +283,7 @@ def test_our_bundle_is_asked_to_wait_for_a_held_request_as_long_as_it_may_be_hel
     assert ProcessingResponse.FromString(asked).override_message_timeout.seconds == 65
     assert first.exchange.longer_wait() is None
     for one in (first, second):
-        one.exchange.close()
+        one.exchange.on_stream_closed()
     # whoever we do not configure may not know the message
     assert held_behind_another(core)[1].exchange.longer_wait() is None
 
@@ -292,15 +292,15 @@ def test_our_bundle_is_asked_to_wait_for_a_held_request_as_long_as_it_may_be_hel
 def test_a_held_request_is_answered_when_its_wait_ends(core: Core, now: float, answer: str) -> None:
     first, second = held_behind_another(core)
     if answer == "request_body":
-        first.exchange.close()
+        first.exchange.on_stream_closed()
     (end,) = [one for one in core.tick(now) if isinstance(one, Decision | RequestRefused)]
     (told,) = second.exchange.resume(end)
     assert ProcessingResponse.FromString(told).WhichOneof("response") == answer
     assert second.exchange.pending is None
     # an answer that comes once more has nobody to go to
     assert second.exchange.resume(end) == []
-    first.exchange.close()
-    second.exchange.close()
+    first.exchange.on_stream_closed()
+    second.exchange.on_stream_closed()
     assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
@@ -320,7 +320,7 @@ def test_a_gateway_with_one_pool_gets_a_pick_for_models_of_no_route(core: Core, 
     one.send_headers()
     assert one.send_body(CHAT.replace(b'"chat"', f'"{model}"'.encode())).WhichOneof("response") == status
     assert core.pools["default/llama"].table.in_flight.sum() == 1
-    one.exchange.close()
+    one.exchange.on_stream_closed()
     assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
@@ -343,10 +343,10 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
         one.exchange.receive(message)
     held = conversations[2].exchange
     assert isinstance(held.pending, Held)
-    held.close()
+    held.on_stream_closed()
     assert not core.count_requests(State.QUEUED)
     for one in conversations[:2]:
-        one.exchange.close()
+        one.exchange.on_stream_closed()
     assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 

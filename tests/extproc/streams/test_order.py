@@ -167,7 +167,7 @@ def test_every_legal_order_is_answered(core: Core, request_mode: BodyMode, answe
         if not is_early:
             is_refused = not decides(asked, request_mode, pool)
             check_asked(asking, asked, in_pieces=request_mode is DUPLEX, is_refused=is_refused)
-        gateway.exchange.close()
+        gateway.exchange.on_stream_closed()
         assert table.in_flight.sum() == 0
     assert metrics.registry.get_sample_value("attache_requests_total", {"outcome": "internal_error"}) is None
 
@@ -232,7 +232,7 @@ def test_every_illegal_message_is_refused_and_no_legal_one(
                 refused += 1
                 break
             gateway.send(message)
-        gateway.exchange.close()
+        gateway.exchange.on_stream_closed()
     assert 0 < refused < len(alphabet) ** LONGEST
 
 

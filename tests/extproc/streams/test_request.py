@@ -74,7 +74,7 @@ def test_a_shell_that_fails_behind_the_decision_leaves_no_load(core: Core, *, du
     exchange = Exchange(context, Duplex, is_trusted=bool)
     with pytest.raises(OSError, match="full"):
         converse(exchange, BODIES[0], duplex=duplex)
-    exchange.close()
+    exchange.on_stream_closed()
 
     assert core.pools["default/llama"].table.in_flight.sum() == 0
     assert in_some_state(core) == 0

@@ -169,7 +169,7 @@ def test_a_line_without_end_is_an_error_and_is_not_kept(client: str, engine: str
     assert "more than 16 MiB" in (stream.error or "")
     assert _has_failed(client, out) is not None
     assert stream.feed(b"\n\n") == b""
-    assert stream.end() == b""
+    assert stream.finish() == b""
 
 
 def test_an_event_of_endless_lines_is_an_error() -> None:

@@ -26,7 +26,7 @@ def between(client: str, engine: str) -> Translation:
 
 
 def read(stream: StreamTranslator, *pieces: bytes) -> bytes:
-    return b"".join([*map(stream.feed, pieces), stream.end()])
+    return b"".join([*map(stream.feed, pieces), stream.finish()])
 
 
 def whole(client: str, engine: str, answer: Json) -> Json:

@@ -88,7 +88,7 @@ class S3Source:
         except (self._errors.BotoCoreError, ValueError) as error:
             raise UriInvalid(f"the settings for S3 cannot be used: {error}") from error
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """All objects below the prefix, with their versions; a digest of these is the revision."""
         if revision:
             raise UriInvalid("s3:// has no revisions; versions of objects are pinned when they are listed")
@@ -227,7 +227,7 @@ class GoogleSource:
         self._packed: set[str] = set()
         library("google_crc32c", "gs")  # before the first byte, not after the last
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """All objects below the prefix; a digest of their generations is the revision."""
         if revision:
             raise UriInvalid("gs:// has no revisions; generations of objects are pinned when they are listed")
@@ -321,7 +321,7 @@ class AzureSource:
         if self._key and not account:
             raise UriInvalid("AZURE_STORAGE_KEY needs AZURE_STORAGE_ACCOUNT")
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """All blobs below the prefix; a digest of their ETags is the revision."""
         if revision:
             raise UriInvalid("az:// has no revisions; ETags of blobs are pinned when they are listed")

@@ -33,7 +33,7 @@ class HubSource:
         self._token = environment.get("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
         self._hub = library("huggingface_hub", "hub")
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """The commit that ``revision``, or ``main``, is now."""
         info = await asyncio.to_thread(self._info, revision or "main")
         commit = str(info.sha or "")

@@ -91,7 +91,7 @@ class RegistrySource:
         self._access = RegistryAccess(place, transfer, environment)
         self._architecture = _ARCHITECTURES.get(machine, machine)
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """The digest that ``revision``, a tag or digest, stands for now."""
         digest, manifest = await self._manifest(revision or self._place.reference)
         if manifest.manifests is not None:

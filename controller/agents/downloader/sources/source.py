@@ -30,7 +30,7 @@ RemotePlace = HubLocation | BucketLocation | AzureLocation | WebLocation | OciLo
 class RemoteSource(Protocol):
     """A remote place. All of them serve files over HTTP, so that one fetcher does ranges, time-outs and memory."""
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """The files now, or at ``revision`` if it is not empty.
 
         Raises NotThere, AccessRefused, Unavailable, LibraryMissing or UriInvalid.

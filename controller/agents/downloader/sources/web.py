@@ -38,7 +38,7 @@ class WebSource:
             raise UriInvalid("ATTACHE_HTTP_HEADERS is no JSON object of texts") from error
         self._request = HttpRequest(place.url, headers)
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """Size, ETag and date of the file are its revision."""
         if revision:
             raise UriInvalid("http(s):// has no revisions")
@@ -96,7 +96,7 @@ class HdfsSource:
         token, user = environment.get("WEBHDFS_TOKEN"), environment.get("HADOOP_USER_NAME")
         self._who = {"delegation": token} if token else {"user.name": user} if user else {}
 
-    async def resolve(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> Listing:
         """The file, or all files below the directory, with their times of change."""
         if revision:
             raise UriInvalid("hdfs:// has no revisions")

@@ -238,7 +238,7 @@ class References:
         self._calls = calls
         self._grants = grants
 
-    def resolve(self, route: RouteKind, namespace: str, reference: Mapping[str, Any]) -> Resolution:
+    def resolve_backend(self, route: RouteKind, namespace: str, reference: Mapping[str, Any]) -> Resolution:
         """``reference``: of a ``route`` in ``namespace``, as it was written."""
         takes_grpc = route == GRPC_ROUTE
         group, kind = reference.get("group", ""), reference.get("kind", "Service")

@@ -196,7 +196,7 @@ class _Resolver:
         return {**given, "requestMirror": {**mirror, "backendRef": self._reference(mirror["backendRef"])}}
 
     def _reference(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = self._references.resolve(self._route.kind, self._route.identity.namespace, reference)
+        found = self._references.resolve_backend(self._route.kind, self._route.identity.namespace, reference)
         self._found.append(found)
         return {"group": ATTACHE_GROUP, "kind": found.kind, "name": found.name, "namespace": found.namespace}
 

@@ -246,7 +246,7 @@ class ListenerClaims:
             return WantedCondition("Conflicted", "True", "HostnameConflict", message)
         return None
 
-    def take(self, address: str, listener: ListenerSpec, name: str) -> None:
+    def claim(self, address: str, listener: ListenerSpec, name: str) -> None:
         """``listener`` is served."""
         self._protocols.setdefault((address, listener.port), (listener.protocol, name))
         self._hosts[address, listener.port, _host(listener)] = name
@@ -276,7 +276,7 @@ def compile_listeners(
         results.append(_compile(gateway, one, address, offset, tls, conflict))
     for result in results:
         if result.document is not None:
-            claims.take(address, result.spec, result.name)
+            claims.claim(address, result.spec, result.name)
     return tuple(results)
 
 
