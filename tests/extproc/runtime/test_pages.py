@@ -49,8 +49,11 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
 
     monkeypatch.setattr(metrics.registry, "pieces", pieces)
     port = free_ports(1)[0]
+    listener = listen(f"127.0.0.1:{port}")
+    # the kernel would take a whole page now and then
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     runner = await serve_pages(
-        listen(f"127.0.0.1:{port}"),
+        listener,
         metrics.registry,
         is_ready=lambda: True,
         report=ConfigReport,
