@@ -223,7 +223,7 @@ async def test_a_refused_decode_request_frees_the_prefill() -> None:
 
 
 async def test_a_client_that_leaves_during_the_prefill_leaves_nothing_pinned() -> None:
-    async with running("NixlConnector", speed=0.02) as pair:
+    async with running("NixlConnector", speed=0.004) as pair:
         leg = asyncio.create_task(prefilled(pair))
         await eventually(lambda: _runs(pair.prefill))
         leg.cancel()
