@@ -536,14 +536,13 @@ class Core:
         guards |= {one.spec.guard.name for one in snapshot.routes if one.spec.guard is not None}
         bands = {band.spec.name for gate in self.admission.gates.values() for band in gate.queue.bands}
         classes = bands | {one.name for one in self.objective_classes()}
-        cached = {one.metadata.key for one in snapshot.routes if one.spec.cache is not None}
         return {
             "budget": self.admission.budget_names(),
             "guard": guards,
             "band": bands,
             "class": classes,
             # of response caches
-            "route": cached,
+            "route": {*self._caches.routes},
         }
 
     def at_zero(self) -> dict[str, ZeroDemand]:

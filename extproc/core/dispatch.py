@@ -270,7 +270,7 @@ class Dispatcher:
             is_for_model=arrival.destination.model == pool.spec.model,
             api=request.api,
             # of the server that serves: the request may have moved since its limits were asked
-            price=pool.price_at(record.wall_s) if pool.has_prices else None,
+            price=pool.price_at(record.wall_s),
             objectives=self.objectives_of(arrival),
             model=arrival.destination.model,
             has_leg=leg is not None and not is_beside,

@@ -179,7 +179,7 @@ class Pool:
         self.spec, self.picker = spec, picker
         self._rewritten_models = frozenset(to.model for one in spec.model_rewrites for to in one.targets)
         prices = compile_prices(spec.pricing)
-        self.has_prices = bool(prices.prices)
+        self._has_prices = bool(prices.prices)
         if prices != self.prices.list:
             self.prices = Prices(prices)
         configured = picker if isinstance(picker, ConfiguredPicker) else None
@@ -208,7 +208,7 @@ class Pool:
 
     def price_at(self, wall_s: float) -> Price | None:
         """What requests cost that arrive at ``wall_s``, seconds since 1970; None: there is no price."""
-        if not self.has_prices:
+        if not self._has_prices:
             return None
         stages = self.stages()
         return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
