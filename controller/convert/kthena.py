@@ -301,64 +301,72 @@ def _reference(reference: Fields, namespace: str, warnings: list[str]) -> dict[s
 
 
 class _Policy:
-    """A policy of theirs, from which one of ours is made for each different way to read its metrics."""
+    """A policy of theirs. Each target says where its metrics are read, and ours says it in the policy: so one of theirs
+    becomes one of ours for each list of metrics.
+    """
 
-    def __init__(self, thing: Object, name: str) -> None:
+    def __init__(self, thing: Object, title: str) -> None:
         self.thing = thing
-        self.spec = Fields(thing.get("spec") or {}, f"{name}: spec")
-        self.warnings = [f"{name}: delete it, or their autoscaler, before ours is applied: else both write replicas"]
+        self.spec = Fields(thing.get("spec") or {}, f"{title}: spec")
+        self.warnings = [f"{title}: delete it, or their autoscaler, before ours is applied: else both write replicas"]
         tolerance = self.spec.number("tolerancePercent", 10) / 100
         self._behavior, self._panic = behavior_and_panic(self.spec.sub_fields("behavior"), tolerance, self.warnings)
         self.metrics = Metrics.read(self.spec.each("metrics"))
-        self._made: list[tuple[str, dict[str, Any]]] = []
+        # ours, each with its name
+        self._specs: list[tuple[str, dict[str, Any]]] = []
 
     @property
-    def name(self) -> str:
-        return str((self.thing.get("metadata") or {}).get("name", ""))
+    def has_targets(self) -> bool:
+        """Whether it is a binding, too."""
+        return any(name in self.spec for name in TARGETS)
 
-    def named_for(self, metrics: Sequence[Mapping[str, Any]] | None, user: str) -> str:
-        """The name of the policy of ours with these metrics; None: they cannot be carried over."""
+    def ours_with(self, metrics: Sequence[Mapping[str, Any]], binding: str) -> str:
+        """The name of our policy with these metrics, which is made for ``binding`` if there is none. Without metrics it
+        has our default strategy.
+        """
         spec: dict[str, Any] = {"behavior": self._behavior, "panic": self._panic}
         if metrics:
             spec = {"strategies": [{"name": "Target"}], "metrics": list(metrics), **spec}
-        for name, made in self._made:
-            if made == spec:
+        for name, other in self._specs:
+            if other == spec:
                 return name
-        name = f"{self.name}-{user}"[:_LONGEST] if self._made else self.name
-        self._made.append((name, spec))
+        name = _key(self.thing)[1]
+        if self._specs:
+            name = f"{name}-{binding}"[:_LONGEST]
+        self._specs.append((name, spec))
         return name
 
-    def objects(self) -> list[Object]:
-        if not self._made:
-            # it is unused
-            self.named_for(self.metrics.policy_metrics([], self.spec.where, self.warnings), "")
-        return [new_object("AutoscalingPolicy", self.thing, name, spec) for name, spec in self._made]
+    def ours(self) -> list[Object]:
+        """Our policies. One that no binding uses becomes one of ours, with metrics of their default port and path."""
+        if not self._specs:
+            self.ours_with(self.metrics.policy_metrics([], self.spec.where, self.warnings), binding="")
+        return [new_object("AutoscalingPolicy", self.thing, name, spec) for name, spec in self._specs]
 
 
 def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
     """``objects``: each with what it is called in messages. Raises Invalid."""
-    policies: dict[tuple[str, str], _Policy] = {}
-    for thing, title in objects:
-        if thing["kind"] == "AutoscalingPolicy":
-            policies[_key(thing)] = _Policy(thing, title)
-    bindings: list[Object] = []
+    policies = {_key(thing): _Policy(thing, title) for thing, title in objects if thing["kind"] == "AutoscalingPolicy"}
     warnings: list[str] = []
-    inline = [one for one in policies.values() if any(name in one.spec for name in TARGETS)]
-    bindings += [_binding(one.thing, one.spec, one, warnings) for one in inline]
+    bindings = [_binding(one.thing, one.spec, one, warnings) for one in policies.values() if one.has_targets]
     for thing, title in objects:
         if thing["kind"] == "AutoscalingPolicyBinding":
             spec = Fields(thing.get("spec") or {}, f"{title}: spec")
-            wanted = spec.sub_fields("policyRef").need("name")
-            found = policies.get((_key(thing)[0], wanted))
-            if found is None:
-                raise ConversionFailed(
-                    f"{title}: convert it together with the AutoscalingPolicy {wanted}, whose metrics it reads"
-                )
-            bindings.append(_binding(thing, spec, found, warnings))
+            bindings.append(_binding(thing, spec, _policy_of(thing, spec, title, policies), warnings))
             warnings += spec.unused_warnings()
-    made = [one for policy in policies.values() for one in policy.objects()]
-    noted = [text for policy in policies.values() for text in (*policy.warnings, *policy.spec.unused_warnings())]
-    return ConversionResult((*made, *bindings), (*noted, *warnings))
+    # bindings come first: they decide which policies are made
+    made = [one for policy in policies.values() for one in policy.ours()]
+    of_policies = [text for policy in policies.values() for text in (*policy.warnings, *policy.spec.unused_warnings())]
+    return ConversionResult((*made, *bindings), (*of_policies, *warnings))
+
+
+def _policy_of(binding: Object, spec: Fields, title: str, policies: Mapping[tuple[str, str], _Policy]) -> _Policy:
+    name = spec.sub_fields("policyRef").need("name")
+    found = policies.get((_key(binding)[0], name))
+    if found is None:
+        raise ConversionFailed(
+            f"{title}: convert it together with the AutoscalingPolicy {name}, whose metrics it reads"
+        )
+    return found
 
 
 def _key(thing: Object) -> tuple[str, str]:
@@ -367,8 +375,8 @@ def _key(thing: Object) -> tuple[str, str]:
 
 
 def _binding(thing: Object, spec: Fields, policy: _Policy, warnings: list[str]) -> Object:
-    name = _key(thing)[1]
-    found = of_targets(spec, _key(thing)[0], warnings)
+    namespace, name = _key(thing)
+    found = of_targets(spec, namespace, warnings)
     read = [one.metrics_over(policy.metrics).policy_metrics(one.sources, spec.where, warnings) for one in found.units]
     metrics = same_everywhere(read)
     if metrics is None:
@@ -380,5 +388,5 @@ def _binding(thing: Object, spec: Fields, policy: _Policy, warnings: list[str]) 
     elif not metrics:
         warnings.append(f"{spec.where}: no metrics are named; the strategy is Work, which needs none")
     return new_object(
-        "AutoscalingPolicyBinding", thing, name, {"policyRef": policy.named_for(metrics, name), **found.spec}
+        "AutoscalingPolicyBinding", thing, name, {"policyRef": policy.ours_with(metrics or (), name), **found.spec}
     )

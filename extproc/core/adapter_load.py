@@ -101,20 +101,22 @@ class AdapterLoads:
         out.append(LoadAdapter(pool.name, endpoint.address, adapter, source, found.evicts, timeout_s))
 
     def finish_load(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
-        """Record the result of a load; returns the row of its endpoint, None if that has gone meanwhile."""
+        """Correct which adapters the engine has: ``start_load`` took those to be evicted as gone. Returns the row of
+        its endpoint, None if that has gone meanwhile.
+        """
         load = self._loads.pop((result.server, result.address, result.adapter), None)
         if load is None or load.pool is not pool or pool.slots is None or not pool.table.is_current(load.endpoint):
             return None
-        row = load.endpoint.row
-        self.change(pool, row, result.adapter, "loaded" if result.problem is None else "gone", now, out)
-        if result.problem is None:
+        row, is_loaded = load.endpoint.row, result.problem is None
+        if is_loaded:
             self._broken.pop((pool.name, result.adapter), None)
-        for adapter in load.evicts:
-            if adapter not in result.unloaded:
-                self.change(pool, row, adapter, "loaded", now, out)
-        for adapter in result.unloaded:
-            if adapter not in load.evicts and adapter in pool.slots.sources:
-                self.change(pool, row, adapter, "gone", now, out)
+        not_evicted = [one for one in load.evicts if one not in result.unloaded]
+        also_evicted = [one for one in result.unloaded if one not in load.evicts and one in pool.slots.sources]
+        self.change(pool, row, result.adapter, "loaded" if is_loaded else "gone", now, out)
+        for adapter in not_evicted:
+            self.change(pool, row, adapter, "loaded", now, out)
+        for adapter in also_evicted:
+            self.change(pool, row, adapter, "gone", now, out)
         return row
 
     def change(self, pool: Pool, row: int, adapter: str, change: Change, now: float, out: list[Effect]) -> None:

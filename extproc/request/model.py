@@ -253,11 +253,11 @@ class FieldSpan(NamedTuple):
 
 
 class ModelCall(msgspec.Struct, frozen=True):
-    """Where a message of gRPC names the model. ``levels``: the fields around the name, the outermost first, and the
+    """Where a message of gRPC names the model. ``spans``: the fields around the name, the outermost first, and the
     name. ``has_version``: the message names a version of the model.
     """
 
-    levels: tuple[FieldSpan, ...]
+    spans: tuple[FieldSpan, ...]
     has_version: bool
 
 

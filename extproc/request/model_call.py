@@ -95,13 +95,13 @@ def read_call(api: Api, body: bytes) -> InferenceRequest:
     if calls is None:
         raise TypeError(f"{api.name} is not served over gRPC")
     start, end = _message_in(body)
-    levels = list[FieldSpan]()
+    spans = list[FieldSpan]()
     has_version = False
     for number in calls.name:
         found, seen = _find(body, start, end, number, field=_NAMES[calls.name])
         if found is None:
             raise _no_name(calls)
-        levels.append(found)
+        spans.append(found)
         has_version = _VERSION_FIELD in seen
         start, end = found.start, found.end
     return InferenceRequest(
@@ -112,7 +112,7 @@ def read_call(api: Api, body: bytes) -> InferenceRequest:
         stream_options={},
         max_output_tokens=None,
         answers=0,
-        call=ModelCall(tuple(levels), has_version=has_version),
+        call=ModelCall(tuple(spans), has_version=has_version),
     )
 
 
@@ -205,15 +205,19 @@ def _name(name: bytes, calls: ModelCalls) -> str:
 
 
 def with_name(body: bytes, call: ModelCall, model: str) -> bytes:
-    """The same message with another name of the model."""
-    piece = _delimited(model.encode())
-    at, _, end = call.levels[-1]
-    for around in reversed(call.levels[:-1]):
-        piece = _delimited(body[around.start : at] + piece + body[end : around.end])
-        at, end = around.length_at, around.end
-    size = len(body) - _PREFIX.size + len(piece) - (end - at)
-    return b"".join((_PREFIX.pack(0, size), body[_PREFIX.size : at], piece, body[end:]))
+    """The same message with another name of the model, and the lengths that follow from it: of the fields around the
+    name, from the inside out, and of the message.
+    """
+    *outer, name = call.spans
+    # all of body[start:end] is replaced
+    start, end, replacement = name.length_at, name.end, _with_length(model.encode())
+    for field in reversed(outer):
+        replacement = _with_length(body[field.start : start] + replacement + body[end : field.end])
+        start, end = field.length_at, field.end
+    before, after = body[_PREFIX.size : start], body[end:]
+    prefix = _PREFIX.pack(0, len(before) + len(replacement) + len(after))
+    return b"".join((prefix, before, replacement, after))
 
 
-def _delimited(value: bytes) -> bytes:
+def _with_length(value: bytes) -> bytes:
     return varint(len(value)) + value

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from extproc.errors import BadRequest, NoEndpoint
+from extproc.scheduling.framework import Decider, Profile
 from extproc.scheduling.labels import has_labels, label_groups
-from extproc.scheduling.picker import Pick, PluginFailed
+from extproc.scheduling.picker import Pick, PluginFailed, View
 from extproc.scheduling.plugins.reasons import (
     INDEX_SIZE,
     NEVER_READ,
@@ -22,17 +25,16 @@ from extproc.scheduling.plugins.reasons import (
 )
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
     from extproc.endpoints.table import Bools
-    from extproc.scheduling.framework import Decider, Profile, ProfileHandler
-    from extproc.scheduling.picker import View
+    from extproc.scheduling.framework import ProfileHandler
 
 Tokens = Annotated[float, msgspec.Meta(ge=0)]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+# Why a request is not prefilled by an endpoint of its own.
+_NOT_WANTED: Final = "the decider keeps prefill with decode"
+_NO_PREFILL: Final = "the prefill profile found no endpoint"
 
 
 class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -231,61 +233,85 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         decode = profiles[self._decode]
         if self.decider is None:
             return decode.pick(view, rng=rng)
-        groups, decider, prefill = (
-            label_groups(view.table, self.group_key),
-            deciders[self.decider],
-            profiles[self._prefill],
-        )
-        if self.stage_order == "decode-first":
-            first = decode.pick(view, rng=rng)
-            if not _wants_prefill(decider, view, first.rows[0]):
-                return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
-            found = _try(
-                prefill, view.with_candidates(groups == groups[first.rows[0]], choices=1, peer_row=first.rows[0]), rng
-            )
-            return self._join(first, found, groups)
-        can_decode = self._groups_of(decode, view, groups, rng)
-        found = _try(prefill, view.with_candidates(can_decode, choices=1), rng)
-        if found is None:
-            return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
-        first = decode.pick(view.with_candidates(groups == groups[found.rows[0]], peer_row=found.rows[0]), rng=rng)
-        if not _wants_prefill(decider, view, first.rows[0]):
-            return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
-        return self._join(first, found, groups)
+        groups = label_groups(view.table, self.group_key)
+        pair = _PairPick(view, groups, decode, profiles[self._prefill], deciders[self.decider], rng)
+        return pair.decode_first() if self.stage_order == "decode-first" else pair.prefill_first()
 
-    def _join(self, first: Pick, found: Pick | None, groups: NDArray[np.intp]) -> Pick:
-        if found is None:
-            return msgspec.structs.replace(first, stage="the prefill profile found no endpoint")
+
+class _PairPick(msgspec.Struct, frozen=True):
+    """The pick of a decode endpoint and, where the decider requires one, of a prefill endpoint. ``groups``: by row, the
+    number of its group; both endpoints are of one.
+    """
+
+    view: View
+    groups: NDArray[np.intp]
+    decode: Profile
+    prefill: Profile
+    decider: Decider
+    rng: random.Random
+
+    def decode_first(self) -> Pick:
+        """Pick the decode endpoint, then the prefill endpoint in its group."""
+        decoding = self.decode.pick(self.view, rng=self.rng)
+        row = decoding.rows[0]
+        if not self._wants_prefill(row):
+            return _without_prefill(decoding, _NOT_WANTED)
+        prefilling = self._try(self.prefill, self._group_of(row), peer_row=row)
+        return _without_prefill(decoding, _NO_PREFILL) if prefilling is None else self._join(decoding, prefilling)
+
+    def prefill_first(self) -> Pick:
+        """Pick the prefill endpoint in a group that can decode, then the decode endpoint in its group."""
+        prefilling = self._try(self.prefill, self._can_decode())
+        if prefilling is None:
+            return _without_prefill(self.decode.pick(self.view, rng=self.rng), _NO_PREFILL)
+        row = prefilling.rows[0]
+        decoding = self.decode.pick(self.view.with_candidates(self._group_of(row), peer_row=row), rng=self.rng)
+        if not self._wants_prefill(decoding.rows[0]):
+            return _without_prefill(decoding, _NOT_WANTED)
+        return self._join(decoding, prefilling)
+
+    def _wants_prefill(self, decode_row: int) -> bool:
+        """False if the decider fails: a decode endpoint can prefill itself."""
+        try:
+            return self.decider.wants_prefill(self.view, decode_row)
+        except PluginFailed as failed:
+            self.view.failed.append(failed)
+            return False
+
+    def _join(self, decoding: Pick, prefilling: Pick) -> Pick:
         # a fallback in another group could not fetch the KV cache from the prefill endpoint
-        rows = [row for row in first.rows if groups[row] == groups[first.rows[0]]]
-        reasons = (*first.reasons, *found.reasons)
-        cost = found.cost_s
-        return Pick(rows, cost, prefill_row=found.rows[0], stage="prefill sent on", reasons=reasons)
+        in_group = self._group_of(decoding.rows[0])
+        return Pick(
+            [row for row in decoding.rows if in_group[row]],
+            prefilling.cost_s,
+            prefill_row=prefilling.rows[0],
+            stage="prefill sent on",
+            reasons=(*decoding.reasons, *prefilling.reasons),
+        )
 
-    def _groups_of(self, decode: Profile, view: View, groups: NDArray[np.intp], rng: random.Random) -> Bools:
+    def _group_of(self, row: int) -> Bools:
+        in_group: Bools = self.groups == self.groups[row]
+        return in_group
+
+    def _can_decode(self) -> Bools:
         """The rows of groups in which the decode profile finds an endpoint."""
-        can: Bools = groups < 0
-        candidates = view.candidates()
-        for number in set(groups[candidates].tolist()):
-            if _try(decode, view.with_candidates(groups == number, choices=1), rng) is not None:
-                can |= groups == number
+        can: Bools = self.groups < 0
+        for number in set(self.groups[self.view.candidates()].tolist()):
+            in_group: Bools = self.groups == number
+            if self._try(self.decode, in_group) is not None:
+                can |= in_group
         return can
 
-
-def _wants_prefill(decider: Decider, view: View, decode_row: int) -> bool:
-    """False if the decider fails: a decode endpoint can prefill itself."""
-    try:
-        return decider.wants_prefill(view, decode_row)
-    except PluginFailed as failed:
-        view.failed.append(failed)
-        return False
+    def _try(self, profile: Profile, candidates: Bools, *, peer_row: int | None = None) -> Pick | None:
+        """The first choice of a profile among ``candidates``; None if it finds none."""
+        try:
+            return profile.pick(self.view.with_candidates(candidates, choices=1, peer_row=peer_row), rng=self.rng)
+        except NoEndpoint:
+            return None
 
 
-def _try(profile: Profile, view: View, rng: random.Random) -> Pick | None:
-    try:
-        return profile.pick(view, rng=rng)
-    except NoEndpoint:
-        return None
+def _without_prefill(decoding: Pick, why: str) -> Pick:
+    return msgspec.structs.replace(decoding, stage=why)
 
 
 class RequiredRoles(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
