@@ -34,7 +34,7 @@ def load_of(targets: Targets, pools: Mapping[str, Pool], gates: Mapping[str, Gat
     loads = [
         _load_at(pools[one.server], gates.get(one.server), now) for one in targets.destinations if one.server in pools
     ]
-    has_tiers = any(one.tiers is not None for one in targets.destinations)
+    has_tiers = any(one.rule.tiers is not None for one in targets.destinations)
     return (min if has_tiers else max)(loads, default=1.0)
 
 

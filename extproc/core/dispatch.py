@@ -228,7 +228,7 @@ class Dispatcher:
                 out, _NO_PLAN, partial(self._fallbacks.plan, record, considered, now, base=base, body=body)
             )
         mirror = ""
-        if arrival.destination.mirror is not None:
+        if arrival.destination.rule.mirror is not None:
             draw = partial(self.mirrors.draw, arrival, record.attachment, considered, now)
             mirror = with_fault(out, _NO_COPY, draw) or ""
         pending = _pending(record, considered, base, constraints.whole, plan, mirror)
@@ -373,7 +373,7 @@ def _order_of(arrival: Arrival) -> TranslationOrder | None:
     answer_headers = {}
     if to.is_fallback or to.fallbacks is not None:
         answer_headers[SERVED_BY] = arrival.pool.name
-        how = ("model",) * to.is_degraded + ("max_tokens",) * bool(shorter_answer(arrival))
+        how = ("model",) * to.as_fallback.is_degraded + ("max_tokens",) * bool(shorter_answer(arrival))
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
@@ -570,7 +570,7 @@ def changes_for(arrival: Arrival, attachment: Attachment) -> Changes:
 
 def shorter_answer(arrival: Arrival) -> dict[str, int]:
     """The fields that limit the answer to what its fallback gives; none if the client asks for no more."""
-    most, request = arrival.destination.max_output_tokens, arrival.request
+    most, request = arrival.destination.as_fallback.max_output_tokens, arrival.request
     if most is None or request.api is None or request.api.spec.body != "json":
         return {}
     if not request.api.spec.limits or "." in request.api.spec.limits[0]:
@@ -608,7 +608,7 @@ def response_model(arrival: Arrival, attachment: Attachment, reserves: Mapping[s
     writes it.
     """
     destination, request = arrival.destination, arrival.request
-    if not destination.renames_answers or not attachment.is_bundle or request.path is not None:
+    if not destination.rule.renames_answers or not attachment.is_bundle or request.path is not None:
         return ""
     asked = request.model
     if destination.model == asked and all(one.model == asked for one in reserves.values()):

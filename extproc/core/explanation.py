@@ -204,7 +204,7 @@ def explain_pick(
         fallbacks=fallbacks,
         split=split_of(arrival),
         sets=sets_of(arrival),
-        rule=arrival.destination.rule,
+        rule=arrival.destination.rule.title,
     )
 
 

@@ -152,10 +152,10 @@ class FallbackPlanner:
             addresses += to
             servers += [one.server] * len(to)
             reserves[one.server] = edited.going_to(one.server, found)
-            shorter = f", for answers of at most {one.max_output_tokens} tokens" if found.limits else ""
+            shorter = f", for answers of at most {one.as_fallback.max_output_tokens} tokens" if found.limits else ""
             states.append(FallbackState(one.server, to[0], f"is tried next{shorter}"))
-        degraded = [one.server for one in fallbacks.chain if one.is_degraded and one.server in reserves]
-        if arrival.destination.is_degraded:
+        degraded = [one.server for one in fallbacks.chain if one.as_fallback.is_degraded and one.server in reserves]
+        if arrival.destination.as_fallback.is_degraded:
             degraded.append(own.name)
         attempts = Attempts(
             servers=tuple(servers),
@@ -174,8 +174,8 @@ class FallbackPlanner:
         """Whether requests go there for this reason."""
         match why:
             case "queue":
-                has_waited = fallback.after_queue_s is not None and waited_s >= fallback.after_queue_s
-                return has_waited and not self._is_full(fallback, now)
+                after_s = fallback.as_fallback.after_queue_s
+                return after_s is not None and waited_s >= after_s and not self._is_full(fallback, now)
             case "late":
                 return not self._is_full(fallback, now)
             case "context_window":
@@ -273,7 +273,7 @@ class _EditedBody:
 
 def _takes_long(fallback: Destination) -> bool:
     """Whether it takes prompts that are too long for the ModelServers before it."""
-    return _CONTEXT in fallback.takes
+    return _CONTEXT in fallback.as_fallback.takes
 
 
 def _is_too_long(arrival: Arrival) -> bool:
@@ -291,7 +291,9 @@ def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str,
     """By class of refusals, the ModelServers among ``reserves`` that take what others have refused for it."""
     found = list[tuple[str, tuple[str, ...]]]()
     for kind in REFUSALS:
-        takes = tuple([one.server for one in fallbacks.chain if one.server in reserves and kind in one.takes])
+        takes = tuple(
+            [one.server for one in fallbacks.chain if one.server in reserves and kind in one.as_fallback.takes]
+        )
         if takes:
             found.append((kind, takes))
     return tuple(found)
@@ -373,6 +375,6 @@ def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> 
         sent,
         arrival.destination.model,
         price,
-        is_degraded=arrival.destination.is_degraded,
+        is_degraded=arrival.destination.as_fallback.is_degraded,
         limits=shorter_answer(arrival),
     )

@@ -144,7 +144,7 @@ class Forecaster:
                 found.append((one, candidate))
         if not found:
             return None
-        own = arrival.destination.tiers
+        own = arrival.destination.rule.tiers
         usual = _ANY if own is None else own.policy_of(arrival.caller.tenant, arrival.priority)
         policy = msgspec.structs.replace(usual, ttft_s=left_s, wait_s=0.0)
         candidates = tuple(candidate for _, candidate in found)

@@ -35,14 +35,14 @@ class Mirrors:
 
     def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
         """The order of a copy, for Envoy; empty: there is none."""
-        mirror = arrival.destination.mirror
+        mirror = arrival.destination.rule.mirror
         if mirror is None or not attachment.is_bundle or self._rng.random() * 100 >= mirror.percent:
             return ""
         return "" if any(self._reasons_against(arrival, considered, now)) else mirror.order
 
     def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
         """What becomes of a copy of the request, in words; empty if its rule has no mirror."""
-        mirror = arrival.destination.mirror
+        mirror = arrival.destination.rule.mirror
         if mirror is None:
             return ""
         why = next(self._reasons_against(arrival, considered, now), "")
@@ -52,7 +52,7 @@ class Mirrors:
 
     def _reasons_against(self, arrival: Arrival, considered: Consideration, now: float) -> Iterator[str]:
         """Why there can be no copy of the request now."""
-        mirror, request = arrival.destination.mirror, arrival.request
+        mirror, request = arrival.destination.rule.mirror, arrival.request
         pool = None if mirror is None else self._builder.pools.get(mirror.server)
         if arrival.adapter is not None:
             yield "the request is for an adapter"

@@ -252,7 +252,7 @@ class AdmissionPipeline:
         """
         record.wall_s = now + self._accounts.wall_offset_s
         arrival = record.arrived
-        if arrival.destination.tiers is not None:
+        if arrival.destination.rule.tiers is not None:
             found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
             if found is not None:
                 arrival, record.placement = found
@@ -371,7 +371,8 @@ class AdmissionPipeline:
         if record.state is State.QUEUED and placement is not None and placement.choice.ask_again_s:
             self._spills.add(record, placement.choice.ask_again_s, out)
         if fallbacks is not None and not record.was_held:
-            known = [one.after_queue_s for one in fallbacks.chain if one.after_queue_s is not None]
+            waits_s = [one.as_fallback.after_queue_s for one in fallbacks.chain]
+            known = [one for one in waits_s if one is not None]
             if known:
                 self._late_fallbacks.add(record, min(known), out)
 
@@ -445,7 +446,7 @@ class AdmissionPipeline:
                 forecast=None if forecast is None else forecast_state(forecast),
                 split=split_of(arrival),
                 sets=sets_of(arrival),
-                rule=arrival.destination.rule,
+                rule=arrival.destination.rule.title,
             )
         adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader

@@ -296,7 +296,7 @@ def _session(arrival: Arrival, control: FlowControl) -> str:
 
 def _target_s(arrival: Arrival) -> float:
     caller = arrival.caller
-    targets = (caller.deadline_in_s, caller.ttft_target_s, arrival.destination.ttft_s)
+    targets = (caller.deadline_in_s, caller.ttft_target_s, arrival.destination.rule.ttft_s)
     return next((one for one in targets if one is not None), math.inf)
 
 

@@ -134,7 +134,7 @@ class Arrival(msgspec.Struct, frozen=True):
     @property
     def priority(self) -> int:
         """Of its objective, or else of the rule that routed it."""
-        return self.destination.priority if self.caller.priority is None else self.caller.priority
+        return self.destination.rule.priority if self.caller.priority is None else self.caller.priority
 
     @property
     def adapter(self) -> str | None:

@@ -47,7 +47,7 @@ from extproc.request.model_path import check_method, path_request, read_model_pa
 from extproc.request.overrides import Overrides, changes_by
 from extproc.request.rewrite import fields_of, with_changes
 from extproc.routing.mirror import read_order
-from extproc.routing.resolve import Destination, RoutingTable
+from extproc.routing.resolve import Destination, RoutingTable, RuleTerms
 from extproc.translate.order import engine_api
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _REPOSITORY: Final = re.compile(f"{REPOSITORY_PATH.replace('/', '/+')}(/|$)")
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
 # Whose answers nobody reads: below all others.
-_COPY_PRIORITY: Final = -(2**31)
+_COPY_TERMS: Final = RuleTerms(priority=-(2**31))
 _NOBODY: Final = Caller(tenant=MIRRORED_TENANT)
 
 
@@ -300,9 +300,7 @@ class RequestBuilder:
         if pool is None:
             raise NoEndpoint(f"The ModelServer '{order.server}' is not configured any more.")
         overrides = None if order.most is None else Overrides(max_output_tokens=order.most)
-        destination = Destination(
-            order.server, pool.spec.model, priority=_COPY_PRIORITY, is_copy=True, overrides=overrides
-        )
+        destination = Destination(order.server, pool.spec.model, rule=_COPY_TERMS, overrides=overrides, is_copy=True)
         place, salt, _ = self._place(request, destination, head, _NOBODY, may_translate=False)
         found = Arrival(request, destination, place, head, body, _NOBODY, salt)
         return found if overrides is None else _with_overrides(found)
@@ -535,7 +533,7 @@ class RequestBuilder:
         asked = _model_asked_of_engine(request, head)
         if pool is not None and pool.spec.model_rewrites and request.api is not None and not request.is_unread:
             asked = rewritten_model(pool.spec.model_rewrites, request.model, self._rng) or asked
-        destination = Destination(server, asked, route, base_model=base_model)
+        destination = Destination(server, asked, route, base_model)
         model = None if request.api is None else request.model
         try:
             if caller_access is not None and not caller_access.may(model, destination):

@@ -62,7 +62,7 @@ class TierSelector:
         ``is_tried``: nothing is to be remembered of it.
         """
         arrival = record.arrived
-        tiers = arrival.destination.tiers
+        tiers = arrival.destination.rule.tiers
         if tiers is None:
             return None
         found: list[tuple[Arrival, Candidate]] = []

@@ -53,7 +53,7 @@ def usage_of_decision(
     elsewhere = [
         UsageElsewhere(server, truncate_name(one.model), one.price, one.is_degraded) for server, one in reserves.items()
     ]
-    degraded = arrival.destination.is_degraded or is_short
+    degraded = arrival.destination.as_fallback.is_degraded or is_short
     return (
         msgspec.structs.replace(found, degraded=degraded, fallbacks=tuple(elsewhere))
         if elsewhere or degraded

@@ -66,41 +66,53 @@ def _as_sent(text: str) -> str:
     return text.encode().decode("latin-1")
 
 
+class RuleTerms(msgspec.Struct, frozen=True):
+    """What a rule has for all of its requests. ``title``: its place and name, empty if the route has one rule alone.
+    ``ttft_s``: the target for the first token. ``tiers``: None if requests go by weight. ``mirror``: None without
+    copies. ``renames_answers``: answers have the name that the client asked for, and not that of the engines.
+    """
+
+    title: str = ""
+    priority: int = 0
+    ttft_s: float | None = None
+    tiers: CompiledTiers | None = None
+    mirror: CompiledMirror | None = None
+    renames_answers: bool = False
+
+
+class FallbackTerms(msgspec.Struct, frozen=True):
+    """When requests go to a fallback, and how it answers. ``takes``: after these classes of failures and refusals.
+    ``after_queue_s``: after this wait, None: no wait is a reason. ``is_degraded``: its answers are marked.
+    ``max_output_tokens``: of its answers, where that is less than clients may ask for.
+    """
+
+    takes: tuple[str, ...] = ()
+    after_queue_s: float | None = None
+    is_degraded: bool = False
+    max_output_tokens: int | None = None
+
+
 class Destination(msgspec.Struct, frozen=True):
     """Where a request goes: the ModelServer, and the model's name at its engines (base model or adapter).
 
-    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: from the rule.
-    ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
-    ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, and its ``fallbacks`` are those behind
-    it. Then ``after_queue_s`` is the wait after which a request goes there, and ``is_degraded`` marks its answers.
-    ``overrides``: what requests get that go here, None: nothing, and of a fallback nothing beyond what its target had.
-    ``mirror``: None without copies. ``is_copy``: it gets a copy, whose answer nobody reads.
-    ``rule``: its place and name, empty if the route has one rule alone. ``arm``: which of the targets with this
-    ModelServer it is.
-    ``takes``: the classes of failures and refusals after which it is asked. ``max_output_tokens``: of its
-    answers, where that is less than clients may ask for. ``protocol``: that its engines speak. ``renames_answers``:
-    answers have the name that the client asked for, and not this ``model``.
+    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``base_model``: the route's ``modelName``,
+    empty if it has none. ``protocol``: that its engines speak. ``overrides``: what requests get that go here, None:
+    nothing, and of a fallback nothing beyond what its target had. ``arm``: which of the targets with this ModelServer
+    it is. ``fallbacks``: None if its rule has none. ``is_fallback``: it is one itself, ``as_fallback``, and its
+    ``fallbacks`` are those behind it. ``is_copy``: it gets a copy, whose answer nobody reads.
     """
 
     server: str
     model: str
     route: str = ""
-    priority: int = 0
-    ttft_s: float | None = None
     base_model: str = ""
-    tiers: CompiledTiers | None = None
-    fallbacks: Fallbacks | None = None
-    after_queue_s: float | None = None
-    is_fallback: bool = False
-    is_degraded: bool = False
     protocol: str = "OpenAI"
-    takes: tuple[str, ...] = ()
-    max_output_tokens: int | None = None
-    renames_answers: bool = False
+    rule: RuleTerms = RuleTerms()
     overrides: Overrides | None = None
     arm: int = 0
-    rule: str = ""
-    mirror: CompiledMirror | None = None
+    fallbacks: Fallbacks | None = None
+    is_fallback: bool = False
+    as_fallback: FallbackTerms = FallbackTerms()
     is_copy: bool = False
 
 
@@ -319,14 +331,21 @@ def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -
 
 def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter: str | None) -> _Rule:
     rule = route.spec.rules[number]
-    title = f"rules[{number}]{f' ({rule.name})' if rule.name else ''}" if len(route.spec.rules) > 1 else ""
     # a ModelServer may stand there several times, with other parameters
     arms = Counter[tuple[str, Overrides | None]]()
     for target in rule.target_models:
         arms[route.server_key(target), _compile_overrides(rule, target)] += target.weight
-    ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
-    tiers, given = compile_tiers(rule), rule.mirror
-    mirror = None if given is None else CompiledMirror(route.server_key(given), given.percent, given.max_output_tokens)
+    mirror = rule.mirror
+    terms = RuleTerms(
+        title=f"rules[{number}]{f' ({rule.name})' if rule.name else ''}" if len(route.spec.rules) > 1 else "",
+        priority=rule.priority,
+        ttft_s=None if rule.ttft_target is None else float(rule.ttft_target),
+        tiers=compile_tiers(rule),
+        mirror=None
+        if mirror is None
+        else CompiledMirror(route.server_key(mirror), mirror.percent, mirror.max_output_tokens),
+        renames_answers=route.spec.response_model == "Requested",
+    )
 
     def destination(server: str, fallbacks: Fallbacks | None) -> Destination:
         model, protocol = served[server]
@@ -334,15 +353,10 @@ def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter
             server,
             adapter or model,
             route.metadata.key,
-            rule.priority,
-            ttft_s,
-            route.spec.model_name or "",
-            tiers,
-            fallbacks,
+            base_model=route.spec.model_name or "",
             protocol=protocol,
-            renames_answers=route.spec.response_model == "Requested",
-            rule=title,
-            mirror=mirror,
+            rule=terms,
+            fallbacks=fallbacks,
         )
 
     fallbacks = _compile_fallbacks(route, rule, destination)
@@ -373,14 +387,15 @@ def _compile_fallbacks(
         return None
     found = Fallbacks((), rule.fallback, rule.fallback_retry)
     for one in reversed(rule.fallback):
-        own = msgspec.structs.replace(
-            destination(route.server_key(one), found),
-            tiers=None,
-            after_queue_s=None if one.after_queue is None else float(one.after_queue),
-            is_fallback=True,
-            is_degraded=one.degraded,
+        terms = FallbackTerms(
             takes=one.on,
+            after_queue_s=None if one.after_queue is None else float(one.after_queue),
+            is_degraded=one.degraded,
             max_output_tokens=None if one.degrade is None else one.degrade.max_output_tokens,
         )
+        own = destination(route.server_key(one), found)
+        # its place is given, whatever the price
+        rule_terms = msgspec.structs.replace(own.rule, tiers=None)
+        own = msgspec.structs.replace(own, rule=rule_terms, is_fallback=True, as_fallback=terms)
         found = msgspec.structs.replace(found, chain=(own, *found.chain))
     return found

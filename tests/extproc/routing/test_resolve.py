@@ -10,7 +10,7 @@ import pytest
 
 from extproc.api.load import load_snapshot
 from extproc.errors import UnknownModel
-from extproc.routing.resolve import Destination, ListedModel, RoutingTable
+from extproc.routing.resolve import Destination, ListedModel, RoutingTable, RuleTerms
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1
@@ -82,9 +82,10 @@ def test_a_weight_of_zero_is_never_drawn() -> None:
 
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
-    same = {"base_model": "chat", "renames_answers": True, "rule": "rules[0] (testers)"}
-    assert resolve("chat", x_team="testers") == Destination("default/canary", "llama-3.2-8b", "default/chat", **same)
-    assert resolve("sql", x_team="testers") == Destination("default/canary", "sql", "default/chat", **same)
+    rule = RuleTerms("rules[0] (testers)", renames_answers=True)
+    for model, its_name in (("chat", "llama-3.2-8b"), ("sql", "sql")):
+        expected = Destination("default/canary", its_name, "default/chat", "chat", rule=rule)
+        assert resolve(model, x_team="testers") == expected
 
 
 def test_an_unknown_model_is_named_but_not_at_any_length() -> None:
