@@ -16,7 +16,17 @@ from extproc.admission.queue import weighted_tokens
 from extproc.api.used_tokens import Expected
 from extproc.core.breakers import check_server
 from extproc.core.demand import count_dispatch, count_refusal
-from extproc.core.effects import Broadcast, Decision, Effect, Fault, Held, RequestJudged, RequestRefused, with_fault
+from extproc.core.effects import (
+    Broadcast,
+    Decision,
+    Effect,
+    Fault,
+    Held,
+    RequestHistory,
+    RequestJudged,
+    RequestRefused,
+    with_fault,
+)
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
 from extproc.core.feedback import SWEEP_S, OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
@@ -65,7 +75,7 @@ def no_longer_served(server: str) -> NoEndpoint:
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """What a pick knows of its decision. ``whole``, ``mirror``: see Decision."""
+    """What a pick knows of its decision. ``whole``: see RequestHistory. ``mirror``: see Decision."""
 
     adds_usage: bool
     explanation: Explanation | None = None
@@ -316,8 +326,8 @@ class Dispatcher:
         is_leased: bool = False,
         request_id: str = "",
     ) -> Decision:
-        """The request goes to the engine that answers. ``body``: in place of the client's, None for that. ``leg``,
-        ``is_leased``, ``request_id``: see Decision.
+        """The request goes to the engine that answers. ``body``: in place of the client's, None for that. ``leg``:
+        see RequestHistory. ``is_leased``, ``request_id``: see Decision.
         """
         arrival = record.arrived
         run.expected = expected_of_run(run, arrival.request)
@@ -332,29 +342,35 @@ class Dispatcher:
             arrival.tenant,
             run.assignment,
             body,
-            pending.explanation,
-            record.queued,
-            record.was_held,
-            record.waits,
+            _history(record, arrival, pending, leg),
             record.grants,
-            pending.adds_usage,
-            bool(run.sent.checks_refusal),
-            run.pool.spec.traffic_policy.route,
-            usage,
-            "" if record.placement is None else record.placement.choice.reason,
-            leg,
-            is_leased,
-            request_id,
-            pending.whole,
-            len(arrival.body),
             run.attempts,
-            record.fell_back_for,
-            changed_path(arrival),
-            response_model(arrival, record.attachment, run.reserves),
+            adds_usage=pending.adds_usage,
+            checks_refusal=bool(run.sent.checks_refusal),
+            policy=run.pool.spec.traffic_policy.route,
+            usage=usage,
+            is_leased=is_leased,
+            request_id=request_id,
+            path=changed_path(arrival),
+            response_model=response_model(arrival, record.attachment, run.reserves),
             translation=_order_of(arrival),
             mirror=pending.mirror,
             cache_bytes=_cache_bytes(record, arrival),
         )
+
+
+def _history(record: Record, arrival: Arrival, pending: PendingDecision, leg: PrefillLeg | None) -> RequestHistory:
+    return RequestHistory(
+        explanation=pending.explanation,
+        queued=record.queued,
+        waits=record.waits,
+        was_held=record.was_held,
+        tier="" if record.placement is None else record.placement.choice.reason,
+        fell_back_for=record.fell_back_for,
+        leg=leg,
+        whole=pending.whole,
+        size_bytes=len(arrival.body),
+    )
 
 
 def _cache_bytes(record: Record, arrival: Arrival) -> int:

@@ -28,52 +28,24 @@ from extproc.translate.order import TranslationOrder
 _Result = TypeVar("_Result")
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """Answer: the request of ``tenant`` goes to these endpoints.
-
-    ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
-    None without flow control. ``was_held``: its stream waits for this. ``waits``: by state, the seconds that it waited.
-    ``adds_usage``: extproc requested usage that the client did not ask for, so it must be removed from the answer.
-    ``policy``: the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage
-    log, None without one. ``tier``: why it goes to its tier, empty if its rule has none. ``checks_refusal``: if the
-    first endpoint refuses it, Envoy tries the next one. ``leg``: the prefill that extproc has requested, None without.
-    ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other. ``request_id``: that
-    both engines must have in place of the client's, empty for that. ``whole``: why its prompt could not be prefilled by
-    another engine, empty if it could, or if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not
-    read. ``attempts``: all that Envoy may make, None if its rule has no fallbacks. ``fell_back_for``: why it goes to a
-    fallback at once. ``path``: in place of the client's, empty for that. ``response_model``: in answers, as JSON text;
-    empty: they stay as they come. ``translation``: of the request for its engines, without headers; None: they get it
-    as it is. ``mirror``: the order of a copy, empty: Envoy makes none. ``cache_bytes``: the longest answer that the
-    response cache keeps; 0: it keeps none.
+class RequestHistory(msgspec.Struct, frozen=True):
+    """What a request went through until its decision, for metrics and logs. ``explanation``: of its pick, None unless
+    it was asked for. ``queued``: its entry in its server's queue, None without flow control. ``waits``: by state, the
+    seconds that it waited. ``was_held``: its stream waits for the decision. ``tier``: why it goes to its tier, empty if
+    its rule has none. ``fell_back_for``: why it goes to a fallback at once. ``leg``: the prefill that extproc has
+    requested, None without. ``whole``: why its prompt could not be prefilled by another engine, empty if it could, or
+    if no leg is extproc's. ``size_bytes``: of the client's body, 0 if it is not read.
     """
 
-    ticket: str
-    server: str
-    tenant: str
-    assignment: Assignment
-    body: bytes | None
     explanation: Explanation | None = None
     queued: QueuedRequest | None = None
-    was_held: bool = False
     waits: Mapping[State, float] = NO_WAITS
-    grants: tuple[Grant, ...] = ()
-    adds_usage: bool = False
-    checks_refusal: bool = False
-    policy: str = ""
-    usage: UsageContext | None = None
+    was_held: bool = False
     tier: str = ""
+    fell_back_for: str = ""
     leg: PrefillLeg | None = None
-    is_leased: bool = False
-    request_id: str = ""
     whole: str = ""
     size_bytes: int = 0
-    attempts: Attempts | None = None
-    fell_back_for: str = ""
-    path: str = ""
-    response_model: str = ""
-    translation: TranslationOrder | None = None
-    mirror: str = ""
-    cache_bytes: int = 0
 
     @property
     def held_s(self) -> float:
@@ -81,22 +53,59 @@ class Decision(msgspec.Struct, frozen=True):
         return sum(self.waits.values())
 
     @property
+    def waited_s(self) -> float:
+        """All of its waits, until its engines were picked."""
+        return sum(waited_s for state, waited_s in self.waits.items() if state is not State.PREFILLING)
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Answer: the request of ``tenant`` goes to these endpoints.
+
+    ``body``: what to send instead of the client's body, None to send that. ``attempts``: all that Envoy may make, None
+    if its rule has no fallbacks. ``adds_usage``: extproc requested usage that the client did not ask for, so it must be
+    removed from the answer. ``checks_refusal``: if the first endpoint refuses it, Envoy tries the next one. ``policy``:
+    the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage log, None
+    without one. ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other.
+    ``request_id``: that both engines must have in place of the client's, empty for that. ``path``: in place of the
+    client's, empty for that. ``response_model``: in answers, as JSON text; empty: they stay as they come.
+    ``translation``: of the request for its engines, without headers; None: they get it as it is. ``mirror``: the order
+    of a copy, empty: Envoy makes none. ``cache_bytes``: the longest answer that the response cache keeps; 0: it keeps
+    none.
+    """
+
+    ticket: str
+    server: str
+    tenant: str
+    assignment: Assignment
+    body: bytes | None
+    history: RequestHistory = RequestHistory()
+    grants: tuple[Grant, ...] = ()
+    attempts: Attempts | None = None
+    adds_usage: bool = False
+    checks_refusal: bool = False
+    policy: str = ""
+    usage: UsageContext | None = None
+    is_leased: bool = False
+    request_id: str = ""
+    path: str = ""
+    response_model: str = ""
+    translation: TranslationOrder | None = None
+    mirror: str = ""
+    cache_bytes: int = 0
+
+    @property
     def prefilled_by(self) -> str:
         """The address of the engine that computes the prompt, if it is another one; else empty."""
-        if self.leg is not None:
-            return self.leg.address if self.leg.outcome in {"prefilled", "beside"} else ""
+        leg = self.history.leg
+        if leg is not None:
+            return leg.address if leg.outcome in {"prefilled", "beside"} else ""
         return self.prefiller
 
     @property
     def prefiller(self) -> str:
         """The address of the engine that a sidecar is to ask for the prefill; empty: none."""
         prefill = self.assignment.prefill
-        return "" if prefill is None or self.leg is not None else prefill.address
-
-    @property
-    def waited_s(self) -> float:
-        """All of its waits, until its engines were picked."""
-        return sum(waited_s for state, waited_s in self.waits.items() if state is not State.PREFILLING)
+        return "" if prefill is None or self.history.leg is not None else prefill.address
 
 
 class RequestRefused(msgspec.Struct, frozen=True):

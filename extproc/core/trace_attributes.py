@@ -42,7 +42,7 @@ def tags_of(arrival: Arrival) -> dict[str, str | int]:
 
 def decision_tags(decision: Decision) -> dict[str, str | int]:
     """What a decision adds to them."""
-    return {"server": decision.server, "queue_ms": round(1000 * decision.waited_s)}
+    return {"server": decision.server, "queue_ms": round(1000 * decision.history.waited_s)}
 
 
 def pick_attributes(decision: Decision) -> Attributes:
@@ -55,7 +55,7 @@ def pick_attributes(decision: Decision) -> Attributes:
     }
     if decision.prefilled_by:
         found["attache.pick.prefill"] = decision.prefilled_by
-    if decision.explanation is not None and (scores := best_scores(decision.explanation)):
+    if decision.history.explanation is not None and (scores := best_scores(decision.history.explanation)):
         found["attache.pick.best"] = scores
     return found
 

@@ -47,11 +47,12 @@ class DecisionLog:
 
     def log_decision(self, decision: Decision) -> None:
         """A decision with an explanation was sampled."""
-        if decision.explanation is None or (self._explains_all and not self.samples()):
+        history, why = decision.history, decision.history.explanation
+        if why is None or (self._explains_all and not self.samples()):
             return
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)))
-        assignment, why = decision.assignment, decision.explanation
+        assignment = decision.assignment
         self._open[decision.ticket] = {
             "tenant": why.tenant,
             "user": why.user,
@@ -68,11 +69,11 @@ class DecisionLog:
         }
         line |= {
             f"{STEP_NAMES[state]}_wait_s": waited_s
-            for state, waited_s in decision.waits.items()
+            for state, waited_s in history.waits.items()
             if waited_s and state is not State.QUEUED
         }
-        if decision.leg is not None:
-            line["prefill_leg"] = msgspec.to_builtins(decision.leg)
+        if history.leg is not None:
+            line["prefill_leg"] = msgspec.to_builtins(history.leg)
         self._write(line)
 
     def log_shadow(self, pick: ShadowPick) -> None:

@@ -304,13 +304,13 @@ class LlmdMetrics(PiecewiseCollector):
     def count_effect(self, effect: Effect) -> None:
         """What the core decided or learned."""
         match effect:
-            case Decision():
-                labels = self._request_labels(effect.server, _priority(effect.queued))
+            case Decision(history=history):
+                labels = self._request_labels(effect.server, _priority(history.queued))
                 self._requests.record(1, labels)
-                self._size.record(effect.size_bytes, labels)
-                if effect.held_s:
-                    self._processing.record(effect.held_s, ())
-                self._leave_queue(effect.server, effect.queued, "Dispatched", effect.waits.get(State.QUEUED, 0.0))
+                self._size.record(history.size_bytes, labels)
+                if history.held_s:
+                    self._processing.record(history.held_s, ())
+                self._leave_queue(effect.server, history.queued, "Dispatched", history.waits.get(State.QUEUED, 0.0))
             case RequestRefused() if not isinstance(effect.refusal, StoredAnswer):
                 labels = self._request_labels(effect.arrival.pool.name, effect.arrival.priority)
                 self._errors.record(1, (*labels, str(effect.refusal.status)))

@@ -206,7 +206,7 @@ class PrefillMetrics:
 
     def count_whole(self, decision: Decision) -> None:
         """A request goes to an engine whose prompt no other one may compute."""
-        self._whole.add(decision.server, decision.whole)
+        self._whole.add(decision.server, decision.history.whole)
 
 
 def _use_of_prefill(settled: RequestSettled) -> str:
@@ -348,23 +348,23 @@ class AdmissionMetrics:
 
     def count_dispatch(self, decision: Decision) -> None:
         """A request goes to an engine, at once or after a wait."""
-        tenant, queued = self._count_tenant(decision.tenant), decision.queued
+        history, tenant = decision.history, self._count_tenant(decision.tenant)
         for grant in decision.grants:
             for charge, level in zip(grant.charges, grant.levels, strict=True):
                 if charge.budget is not None and level <= charge.budget.soft:
                     self._warned.add(charge.budget.key)
         self._requests.add(tenant, "picked")
-        if decision.tier:
-            self._tiers.add(decision.server, decision.tier)
-        if decision.fell_back_for:
-            self._fallbacks.add(decision.server, decision.fell_back_for)
-        if decision.waited_s:
-            self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
-        if queued is None:
+        if history.tier:
+            self._tiers.add(decision.server, history.tier)
+        if history.fell_back_for:
+            self._fallbacks.add(decision.server, history.fell_back_for)
+        if history.waited_s:
+            self._tenant_wait.add_amount(history.waited_s, decision.server, tenant)
+        if history.queued is None:
             return
-        band = self._band(decision.server, queued)
-        self._waits.observe(decision.waits.get(State.QUEUED, 0.0), decision.server, band)
-        if decision.was_held:
+        band = self._band(decision.server, history.queued)
+        self._waits.observe(history.waits.get(State.QUEUED, 0.0), decision.server, band)
+        if history.was_held:
             self._ends.add(decision.server, band, "sent")
 
     def count_refusal(self, refused: RequestRefused) -> None:

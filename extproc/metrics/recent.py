@@ -263,8 +263,8 @@ def _decided(row: RecentRequest, decision: Decision) -> None:
     row.prefill = decision.prefilled_by
     row.input_tokens, row.expected_cached = round(assignment.input_tokens, 1), round(assignment.cached_tokens, 1)
     # a held request goes from one wait to the next without a message to its stream
-    row.waits_s = {**row.waits_s, **{STEP_NAMES[state]: waited_s for state, waited_s in decision.waits.items()}}
-    row.why = None if decision.explanation is None else _why(decision.explanation)
+    row.waits_s = {**row.waits_s, **{STEP_NAMES[state]: waited_s for state, waited_s in decision.history.waits.items()}}
+    row.why = None if decision.history.explanation is None else _why(decision.history.explanation)
 
 
 def _why(one: Explanation) -> Why:

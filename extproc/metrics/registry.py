@@ -325,10 +325,10 @@ class Metrics:
             self.decision_log.log_decision(decision)
         self._requests.add("picked")
         self._picks.add(decision.server)
-        if decision.whole:
+        if decision.history.whole:
             self._prefills.count_whole(decision)
         self.admission.count_dispatch(decision)
-        for state, waited_s in decision.waits.items():
+        for state, waited_s in decision.history.waits.items():
             if waited_s and state in self._waits:
                 self._waits[state].observe(waited_s, decision.server)
 

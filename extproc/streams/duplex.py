@@ -127,7 +127,7 @@ class Duplex:
     def decision_answers(self, decision: Decision) -> list[bytes]:
         """The answer to the headers, and the body in pieces behind it."""
         # outcomes count from the arrival, as an access log does
-        self._began_s = self._context.clock() - decision.held_s
+        self._began_s = self._context.clock() - decision.history.held_s
         if self._is_whole:
             has_body, self._body = self._body is not None, None
             answer = decision_answer(decision, on_headers=not has_body, removes_forged=True)

@@ -397,7 +397,7 @@ def scores_metadata(decision: Decision) -> bytes:
 
     Repeated metadata of one answer are one: of a namespace that both have, the later one counts.
     """
-    explanation = decision.explanation
+    explanation = decision.history.explanation
     if explanation is None or not explanation.profiles:
         return b""
     chosen = decision.assignment.endpoint.address

@@ -39,7 +39,9 @@ def test_requests_wait_for_the_first_engine_and_go_in_order_of_arrival() -> None
     zero.have(SMALL, engine(1))
     assert zero.order == tickets
     assert {zero.went(one) for one in tickets} == {"10.0.0.1:8000"}
-    assert {end.waits[State.AWAITING_ENGINE] for end in zero.ends.values() if isinstance(end, Decision)} == {20.0}
+    assert {end.history.waits[State.AWAITING_ENGINE] for end in zero.ends.values() if isinstance(end, Decision)} == {
+        20.0
+    }
     assert zero.waiting() == {}
     # and the next one goes at once
     (later,) = zero.ask()
@@ -379,7 +381,7 @@ def test_a_request_for_an_adapter_waits_for_the_engine_and_then_for_its_adapter(
     end = zero.ends[ticket]
     assert isinstance(end, Decision)
     assert end.assignment.adapter == "sql"
-    assert end.held_s == 10.0
+    assert end.history.held_s == 10.0
 
 
 def test_an_adapter_that_is_not_loaded_any_more_when_the_engines_are_gone_is_waited_for_again() -> None:
@@ -396,7 +398,7 @@ def test_an_adapter_that_is_not_loaded_any_more_when_the_engines_are_gone_is_wai
     assert zero.went(ticket) == "10.0.0.2:8000"
     end = zero.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.waits == {State.LOADING: 4.0, State.AWAITING_ENGINE: 20.0}
+    assert end.history.waits == {State.LOADING: 4.0, State.AWAITING_ENGINE: 20.0}
 
 
 def test_both_stages_are_waited_for() -> None:

@@ -148,7 +148,7 @@ def test_siblings_wait_for_one_load_and_go_with_it() -> None:
     shell.passes(2.0)
     shell.loaded()
     assert [shell.went(one) for one in tickets] == [A] * 3
-    assert {end.waits[State.LOADING] for end in shell.ends.values() if isinstance(end, Decision)} == {2.0}
+    assert {end.history.waits[State.LOADING] for end in shell.ends.values() if isinstance(end, Decision)} == {2.0}
     # it is there now: the next one goes at once
     assert shell.went(shell.ask("sql")[0]) == A
     assert shell.loads == []
@@ -392,7 +392,7 @@ def test_after_its_adapter_a_request_waits_for_its_turn() -> None:
     shell.finish(running)
     end = shell.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.waits[State.QUEUED] == pytest.approx(1.0)
+    assert end.history.waits[State.QUEUED] == pytest.approx(1.0)
 
 
 def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again() -> None:
@@ -409,7 +409,7 @@ def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again(
     assert shell.went(ticket) == A
     end = shell.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.waits == pytest.approx({State.LOADING: 1.0, State.QUEUED: 3.0})
+    assert end.history.waits == pytest.approx({State.LOADING: 1.0, State.QUEUED: 3.0})
 
 
 def test_when_the_pause_of_the_engine_with_the_adapter_ends_one_request_tries_it_and_the_others_wait_on() -> None:

@@ -115,8 +115,8 @@ def test_sessions_of_agents_are_flows_of_their_tenant() -> None:
     def part(**headers: str) -> str:
         own = asked(core, **headers)
         assert isinstance(own, Decision)
-        assert own.queued is not None
-        return own.queued.flow.part
+        assert own.history.queued is not None
+        return own.history.queued.flow.part
 
     first = part(x_claude_code_session_id="a")
     assert part(x_claude_code_session_id="b") != first

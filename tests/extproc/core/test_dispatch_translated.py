@@ -112,8 +112,8 @@ def test_all_attempts_have_one_body_so_a_fallback_of_another_api_is_skipped() ->
     decision = sent(core)
     assert decision.attempts is not None
     assert set(decision.attempts.servers) == {"default/a", "default/c"}
-    assert decision.explanation is not None
-    assert "it has other APIs, and an attempt after another is not translated" in to_text(decision.explanation)
+    assert decision.history.explanation is not None
+    assert "it has other APIs, and an attempt after another is not translated" in to_text(decision.history.explanation)
 
 
 def test_a_translated_request_has_no_further_attempt_elsewhere() -> None:
@@ -122,14 +122,14 @@ def test_a_translated_request_has_no_further_attempt_elsewhere() -> None:
     assert decision.attempts is None
     assert decision.translation is not None
     assert decision.translation.answer_headers == {"x-attache-served-by": "default/a"}
-    assert decision.explanation is not None
-    assert "the request is translated for its own ModelServer" in to_text(decision.explanation)
+    assert decision.history.explanation is not None
+    assert "the request is translated for its own ModelServer" in to_text(decision.history.explanation)
 
 
 def test_at_once_a_fallback_gets_a_request_that_is_translated_for_it() -> None:
     core = core_with(to("a", fallback=("b",)), a="endpoints: []\n", b=server(B, "ChatCompletions"))
     decision = sent(core)
-    assert (decision.server, decision.fell_back_for) == ("default/b", "no_endpoint")
+    assert (decision.server, decision.history.fell_back_for) == ("default/b", "no_endpoint")
     assert decision.translation is not None
     assert decision.translation.answer_headers == {
         "x-attache-served-by": "default/b",

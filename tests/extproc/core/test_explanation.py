@@ -347,7 +347,7 @@ def test_a_request_is_explained_by_its_best_thousand_endpoints_so_that_others_ne
     table = core.pools["default/llama"].table
     # the last endpoint costs the least
     table.in_flight[:-1] = 5
-    made = explained(core).explanation
+    made = explained(core).history.explanation
     assert made is not None
     (profile,) = made.profiles
     assert (profile.candidates, len(profile.endpoints)) == (3_000, 1_000)

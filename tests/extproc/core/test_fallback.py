@@ -227,16 +227,16 @@ def test_a_fallback_that_is_not_possible_is_skipped_and_named(
     assert decision.attempts is not None
     assert "default/b" not in decision.attempts.servers
     assert "default/c" in decision.attempts.servers
-    assert decision.explanation is not None
-    assert why in to_text(decision.explanation)
+    assert decision.history.explanation is not None
+    assert why in to_text(decision.history.explanation)
 
 
 def test_a_request_for_an_adapter_goes_to_no_fallback() -> None:
     decision = sent(core_with(route="loraAdapters: [sql]"), model="sql")
     assert decision.attempts is not None
     assert set(decision.attempts.servers) == {"default/a"}
-    assert decision.explanation is not None
-    assert "the request is for an adapter" in to_text(decision.explanation)
+    assert decision.history.explanation is not None
+    assert "the request is for an adapter" in to_text(decision.history.explanation)
 
 
 def test_it_goes_to_none_at_once_either() -> None:
@@ -263,15 +263,15 @@ def test_a_request_whose_server_has_no_usable_endpoint_goes_to_the_first_fallbac
     core = core_with()
     fail(core, "a")
     decision = sent(core)
-    assert (decision.server, decision.fell_back_for) == ("default/b", "no_endpoint")
+    assert (decision.server, decision.history.fell_back_for) == ("default/b", "no_endpoint")
     assert decision.body is not None
     assert json.loads(decision.body)["model"] == "smaller"
     assert decision.attempts is not None
     # those behind it, and none before it
     assert decision.attempts.servers == ("default/b", "default/b", "default/c")
     assert decision.attempts.degraded == ("default/b",)
-    assert decision.explanation is not None
-    assert "the fallback default/b at 10.0.1." in to_text(decision.explanation)
+    assert decision.history.explanation is not None
+    assert "the fallback default/b at 10.0.1." in to_text(decision.history.explanation)
     fail(core, "b")
     assert sent(core).server == "default/c"
     fail(core, "c")
@@ -286,7 +286,7 @@ def test_a_server_whose_breaker_is_open_is_left_to_its_probes() -> None:
     pool = core.pools["default/a"]
     pool.breaker = pool.breaker.opened(pool.name, 0.0, needed=1)
     decision = sent(core)
-    assert (decision.server, decision.fell_back_for) == ("default/b", "no_endpoint")
+    assert (decision.server, decision.history.fell_back_for) == ("default/b", "no_endpoint")
     assert core.explain(request(core), 0.0).server == "default/b"
     for outcome, is_closed in (({"served_by": "default/b", "attempts": 3, "served": B1}, False), ({}, True)):
         now = pool.breaker.reopen_at_s
@@ -336,7 +336,7 @@ def test_a_request_that_waits_while_the_breaker_opens_goes_to_a_fallback() -> No
     ]
     moved, refused = found
     assert isinstance(moved, Decision)
-    assert (moved.server, moved.fell_back_for) == ("default/b", "no_endpoint")
+    assert (moved.server, moved.history.fell_back_for) == ("default/b", "no_endpoint")
     assert isinstance(refused, RequestRefused)
     assert refused.refusal.code == "server_failing"
     core.on_stream_closed(moved.ticket, 1.0)
@@ -366,8 +366,8 @@ def test_a_request_that_waits_long_enough_goes_to_a_fallback_with_room() -> None
     assert not ends(core.tick(0.5))
     (moved,) = ends(core.tick(0.61))
     assert isinstance(moved, Decision)
-    assert (moved.ticket, moved.server, moved.fell_back_for) == (held[0].ticket, "default/b", "queue")
-    assert moved.waits[State.QUEUED] == pytest.approx(0.51)
+    assert (moved.ticket, moved.server, moved.history.fell_back_for) == (held[0].ticket, "default/b", "queue")
+    assert moved.history.waits[State.QUEUED] == pytest.approx(0.51)
     # the fallback has no room: the next one keeps its place, and gets the first that is free
     assert not ends(core.tick(1.0))
     core.on_stream_closed(first.ticket, 1.1)
@@ -738,18 +738,18 @@ def test_a_prompt_that_cannot_fit_goes_to_a_fallback_without_an_attempt() -> Non
     lists(core, "c", max_model_len=3000)
     decision = asked(core, [7] * 1001)
     # the fallback before it has not the class
-    assert (decision.server, decision.fell_back_for) == ("default/c", "context_window")
-    assert decision.explanation is not None
-    text = to_text(decision.explanation)
+    assert (decision.server, decision.history.fell_back_for) == ("default/c", "context_window")
+    assert decision.history.explanation is not None
+    text = to_text(decision.history.explanation)
     assert "default/c" in text
     assert "is taken: the prompt is longer than the ModelServer before it takes" in text
     assert core.explain(request(core, path="/v1/completions", prompt=[7] * 1001), 0.0).server == "default/c"
     assert asked(core, [7] * 1000).server == "default/a"
     # it fits nowhere: its own engines say so
     decision = asked(core, [7] * 3001)
-    assert (decision.server, decision.fell_back_for) == ("default/a", "")
-    assert decision.explanation is not None
-    assert "the fallback default/c: the prompt is longer than it takes" in to_text(decision.explanation)
+    assert (decision.server, decision.history.fell_back_for) == ("default/a", "")
+    assert decision.history.explanation is not None
+    assert "the fallback default/c: the prompt is longer than it takes" in to_text(decision.history.explanation)
 
 
 def test_an_estimate_must_be_far_beyond_what_fits() -> None:
@@ -844,8 +844,8 @@ def test_answers_of_a_fallback_may_be_shorter(
     assert edited(body, clamps.get("default/b", "")) == {**sent_body, **(shorter or {})}
     # its own engines are asked for what the client wants
     assert {name: sent_body.get(name) for name in fields} == {**fields}
-    assert own.explanation is not None
-    assert ("answers of at most 100 tokens" in to_text(own.explanation)) is (shorter is not None)
+    assert own.history.explanation is not None
+    assert ("answers of at most 100 tokens" in to_text(own.history.explanation)) is (shorter is not None)
     # sent there at once, its body has the limits, and those behind it get no more
     fail(core, "a")
     arrival = request(core, path=path, **fields)

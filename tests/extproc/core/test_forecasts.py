@@ -187,7 +187,7 @@ def test_what_would_be_late_at_all_targets_goes_to_a_fallback_that_is_in_time() 
     # both are as busy, so none is left
     assert abs(len(servers) - 2 * first) <= 1
     assert found == ["fallback"] * (len(servers) - first) + ["refused"]
-    assert {one.fell_back_for for one in decisions[first:]} == {"late"}
+    assert {one.history.fell_back_for for one in decisions[first:]} == {"late"}
     in_flight = [int(core.pools[f"default/{name}"].table.in_flight.sum()) for name in ("first", "other")]
     assert in_flight == [first, len(servers) - first]
     core.on_stream_closed(decisions[-1].ticket, 0.0)
@@ -312,9 +312,9 @@ def test_the_row_and_the_decision_have_the_reason() -> None:
     own, _ = core.arrive(request(core, stream=True), 0.0, wants_reasons=True)
     # nothing is known yet
     assert isinstance(own, Decision)
-    assert own.explanation is not None
-    assert own.explanation.forecast is not None
-    assert own.explanation.forecast.ttft_ms is None
+    assert own.history.explanation is not None
+    assert own.history.explanation.forecast is not None
+    assert own.history.explanation.forecast.ttft_ms is None
     core.pools["default/first"].table.rate_samples[:] = 100
     own, _ = ask(core)
     assert isinstance(own, RequestRefused)

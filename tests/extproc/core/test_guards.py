@@ -310,8 +310,8 @@ def test_an_explanation_has_what_the_guard_said() -> None:
     own, _ = core.arrive(request(core), 0.0, wants_reasons=True)
     own, _ = core.resume(own.ticket, reply(action="allow"), 0.0)
     assert isinstance(own, Decision)
-    assert own.explanation is not None
-    assert own.explanation.guard == "'pii' allowed it"
+    assert own.history.explanation is not None
+    assert own.history.explanation.guard == "'pii' allowed it"
 
 
 def test_usage_rows_name_the_guard_as_the_reason() -> None:

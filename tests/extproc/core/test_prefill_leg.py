@@ -202,13 +202,13 @@ def test_the_prefill_engine_computes_and_the_decode_engine_gets_the_parameters_u
     assert scene.load(P)[1] > scene.load(D)[1] == 0
 
     found = decision(scene.answer(asked.ticket, 0.5))
-    assert found.was_held
-    assert found.waits == {State.PREFILLING: 0.5}
+    assert found.history.was_held
+    assert found.history.waits == {State.PREFILLING: 0.5}
     assert found.assignment.addresses == (D,)
     assert found.assignment.prefill is None
     assert found.prefilled_by == P
-    assert found.leg is not None
-    assert (found.leg.outcome, found.leg.took_s) == ("prefilled", 0.5)
+    assert found.history.leg is not None
+    assert (found.history.leg.outcome, found.history.leg.took_s) == ("prefilled", 0.5)
     assert found.body is not None
     assert PARAMETERS in found.body
     assert fields(found.body)["stream_options"] == {"include_usage": True}
@@ -346,14 +346,19 @@ def test_after_a_failure_another_engine_prefills_within_the_same_time() -> None:
     assert scene.load(second.address)[0] == scene.load(D)[0] == 1
     assert scene.load(second.address)[1] > 0
     found = decision(scene.answer(second.ticket, 25.0))
-    assert found.leg is not None
-    assert (found.leg.address, found.leg.outcome, found.leg.took_s, found.leg.tries) == (
+    assert found.history.leg is not None
+    assert (
+        found.history.leg.address,
+        found.history.leg.outcome,
+        found.history.leg.took_s,
+        found.history.leg.tries,
+    ) == (
         second.address,
         "prefilled",
         5.0,
         2,
     )
-    assert found.waits == {State.PREFILLING: 25.0}
+    assert found.history.waits == {State.PREFILLING: 25.0}
     scene.core.on_stream_closed(found.ticket, 30.0)
     assert scene.is_free
 
@@ -404,8 +409,8 @@ def test_a_request_meets_three_prefill_engines_at_most() -> None:
         addresses += [one.address for one in effects if isinstance(one, Prefill)]
     found = decision(scene.answer(asked.ticket, 0.3, failure="unreachable"))
     assert len(set(addresses)) == len(addresses) == 3
-    assert found.leg is not None
-    assert (found.leg.outcome, found.leg.tries) == ("unreachable", 3)
+    assert found.history.leg is not None
+    assert (found.history.leg.outcome, found.history.leg.tries) == ("unreachable", 3)
     assert scene.load(D)[1] > 0
     scene.core.on_stream_closed(asked.ticket, 1.0)
     assert scene.is_free
@@ -889,8 +894,8 @@ def test_a_queue_and_its_account_are_as_if_the_refused_request_had_never_come() 
     (second,) = [one for one in scene.core.tick(0.5) if isinstance(one, Prefill)]
     assert second.ticket == waiting.ticket
     found = decision(scene.answer(second.ticket, 1.0))
-    assert found.waits == {State.QUEUED: pytest.approx(0.4), State.PREFILLING: 0.5}
-    assert found.waited_s == pytest.approx(0.4)
+    assert found.history.waits == {State.QUEUED: pytest.approx(0.4), State.PREFILLING: 0.5}
+    assert found.history.waited_s == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -905,16 +910,16 @@ def test_what_cannot_be_split_is_served_whole_and_says_why(changes: dict[str, ob
     scene = Scene(config())
     own, _ = scene.enter(**changes)
     assert isinstance(own, Decision)
-    assert own.whole == reason
+    assert own.history.whole == reason
     assert own.assignment.prefill is None
-    assert own.explanation is not None
-    assert own.explanation.stage.startswith("served whole: ")
+    assert own.history.explanation is not None
+    assert own.history.explanation.stage.startswith("served whole: ")
 
 
 def test_a_short_prompt_is_not_counted_as_one_that_cannot_be_split() -> None:
     own, _ = Scene(config()).enter(words=3)
     assert isinstance(own, Decision)
-    assert own.whole == ""
+    assert own.history.whole == ""
 
 
 def test_a_sidecar_makes_its_own_leg() -> None:
@@ -922,7 +927,7 @@ def test_a_sidecar_makes_its_own_leg() -> None:
     assert isinstance(own, Decision)
     assert own.assignment.prefill is not None
     assert own.prefilled_by == own.assignment.prefill.address == P
-    assert own.leg is None
+    assert own.history.leg is None
 
 
 class Pair:

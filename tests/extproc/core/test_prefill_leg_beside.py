@@ -72,9 +72,9 @@ def test_both_engines_have_the_request_at_once_and_count_it() -> None:
     for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"):
         assert told[name] == sent[name]
     assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("10.0.0.1", 9001)
-    assert (found.waits, found.was_held, found.prefilled_by) == ({}, False, P)
-    assert found.leg is not None
-    assert (found.leg.outcome, found.leg.address) == ("beside", P)
+    assert (found.history.waits, found.history.was_held, found.prefilled_by) == ({}, False, P)
+    assert found.history.leg is not None
+    assert (found.history.leg.outcome, found.history.leg.address) == ("beside", P)
     # the prefill engine meets the first one alone
     (decode,) = found.assignment.addresses
     assert scene.load(P)[0] == scene.load(decode)[0] == 1
@@ -256,7 +256,7 @@ def test_it_waits_for_its_turn_and_not_for_its_prefill() -> None:
     effects = scene.core.tick(0.5)
     (second,) = [one for one in effects if isinstance(one, Decision)]
     assert second.ticket == waiting.ticket
-    assert second.waits == {State.QUEUED: pytest.approx(0.4)}
+    assert second.history.waits == {State.QUEUED: pytest.approx(0.4)}
     (asked,) = [one for one in effects if isinstance(one, Prefill)]
     # all of its time, however long it has waited
     assert asked.timeout_s == 60

@@ -55,7 +55,7 @@ def test_the_second_request_waits_for_the_first_to_end() -> None:
     (released,) = scene.release(1.0)
     assert isinstance(released, Decision)
     assert released.ticket == second
-    assert released.waits[State.QUEUED] == 1.0
+    assert released.history.waits[State.QUEUED] == 1.0
 
 
 def test_who_leaves_while_waiting_frees_the_place_and_what_was_granted() -> None:

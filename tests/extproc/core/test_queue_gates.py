@@ -40,7 +40,7 @@ def decided(core: Core, text: str = "hello", now: float = 0.0, *, model: str = "
 
 
 def queued(core: Core, text: str = "hello", now: float = 0.0, *, model: str = "chat", **headers: str) -> QueuedRequest:
-    entry = decided(core, text, now, model=model, **headers).queued
+    entry = decided(core, text, now, model=model, **headers).history.queued
     assert entry is not None
     return entry
 
@@ -82,8 +82,11 @@ def test_what_the_caller_says_goes_before_the_rules_target(headers: dict[str, st
 def test_an_entry_says_how_much_of_the_prompt_is_cached_and_where() -> None:
     core, text = core_of(), "the same long beginning " * 300
     first = decided(core, text)
-    assert first.queued is not None
-    assert (first.queued.holders, first.queued.uncached_tokens) == ((), first.queued.input_tokens)
+    assert first.history.queued is not None
+    assert (first.history.queued.holders, first.history.queued.uncached_tokens) == (
+        (),
+        first.history.queued.input_tokens,
+    )
     again = queued(core, text, now=1.0)
     ((row, tokens),) = again.holders
     assert row == first.assignment.endpoint.row

@@ -59,7 +59,7 @@ def test_the_cheapest_is_taken_until_it_would_miss_the_objective() -> None:
     # the work is done: the cheapest again
     own = ask(core, 60.0)
     assert isinstance(own, Decision)
-    assert (own.server, own.tier) == ("default/cheap", "holds")
+    assert (own.server, own.history.tier) == ("default/cheap", "holds")
 
 
 def test_weights_do_not_count_and_costs_follow_the_prompt() -> None:
@@ -99,8 +99,8 @@ def test_a_request_waits_in_the_queue_of_its_home_and_then_spills() -> None:
     assert not ends(core.tick(1.0))
     (spilled,) = ends(core.tick(2.11))
     assert isinstance(spilled, Decision)
-    assert (spilled.server, spilled.tier, spilled.was_held) == ("default/dear", "up", True)
-    assert spilled.waits[State.QUEUED] == pytest.approx(2.01)
+    assert (spilled.server, spilled.history.tier, spilled.history.was_held) == ("default/dear", "up", True)
+    assert spilled.history.waits[State.QUEUED] == pytest.approx(2.01)
     # nothing of it is left at its home
     assert not len(core.admission.gates["default/cheap"].queue)
     assert core.pools["default/cheap"].table.in_flight.sum() == 1
@@ -116,7 +116,7 @@ def test_a_request_whose_home_gets_room_meanwhile_stays_there() -> None:
     core.on_stream_closed(first.ticket, 1.0)
     (own,) = ends(core.tick(1.0))
     assert isinstance(own, Decision)
-    assert (own.server, own.tier) == ("default/cheap", "waits")
+    assert (own.server, own.history.tier) == ("default/cheap", "waits")
     # its time comes, and it is gone
     assert not ends(core.tick(9.0))
 
@@ -204,15 +204,15 @@ def test_a_decision_has_its_reasons_for_the_log() -> None:
     core = core_with("ttft: 1s")
     own, _ = core.arrive(request(core, "a" * 4000), 0.0, wants_reasons=True)
     assert isinstance(own, Decision)
-    assert own.explanation is not None
-    assert [one.server for one in own.explanation.tiers] == ["default/cheap", "default/dear"]
+    assert own.history.explanation is not None
+    assert [one.server for one in own.history.explanation.tiers] == ["default/cheap", "default/dear"]
 
 
 def test_servers_without_engines_and_those_that_the_caller_may_not_use_are_no_tiers() -> None:
     core = core_with("ttft: 1s", cheap=CHEAP.replace('"10.0.0.1:8000"', '"10.0.0.1:8000", "draining": true'))
     own = ask(core, 0.0)
     assert isinstance(own, Decision)
-    assert (own.server, own.tier) == ("default/dear", "holds")
+    assert (own.server, own.history.tier) == ("default/dear", "holds")
     policy = """
 apiVersion: attache.dev/v1alpha1
 kind: ModelAccessPolicy
@@ -237,7 +237,7 @@ def test_mistakes_of_ours_leave_the_request_to_the_weights(monkeypatch: pytest.M
     monkeypatch.setattr("extproc.core.tiers.choose", fails)
     own, effects = core.arrive(request(core, "hi"), 0.0)
     assert isinstance(own, Decision)
-    assert own.tier == ""
+    assert own.history.tier == ""
     assert [one for one in effects if isinstance(one, Fault)]
 
 

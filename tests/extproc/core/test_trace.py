@@ -99,8 +99,8 @@ def test_the_core_notes_what_a_request_waits_for() -> None:
     assert isinstance(best, tuple)
     assert [one.partition(" ")[0] for one in best] == ["10.0.0.1:8000"]
     assert (trace.tags["name"], trace.tags["queue_ms"]) == ("chat m", 2500)
-    assert decision.explanation is not None
-    assert decision.explanation.trace_id == TRACE
+    assert decision.history.explanation is not None
+    assert decision.history.explanation.trace_id == TRACE
     assert "word" not in repr((trace.tags, trace.steps))
 
 

@@ -151,10 +151,10 @@ def test_the_sizes_of_requests_are_those_of_their_bodies() -> None:
     scene = scene_of()
     page = Page(scene)
     sent = scene.sent()
-    assert sent.size_bytes > 100
+    assert sent.history.size_bytes > 100
     page.count([sent])
-    assert page.value("llm_d_epp_request_size_bytes_sum", **REQUEST) == sent.size_bytes
-    assert page.value("inference_objective_request_sizes_sum", **MODELS) == sent.size_bytes
+    assert page.value("llm_d_epp_request_size_bytes_sum", **REQUEST) == sent.history.size_bytes
+    assert page.value("inference_objective_request_sizes_sum", **MODELS) == sent.history.size_bytes
 
 
 @pytest.mark.parametrize(("is_streamed", "ttft_s"), [(True, 0.5), (False, 1.0)])
