@@ -234,6 +234,7 @@ class Dispatcher:
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         # of the server that serves: the request may have moved since its limits were asked
+        estimate = None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant)
         price = pool.price_at(record.wall_s)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
@@ -267,7 +268,7 @@ class Dispatcher:
             math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             request.prompts.count,
             request.has_stored_prompt,
-            input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
+            input_estimate=estimate,
             is_for_model=arrival.destination.model == pool.spec.model,
             api=request.api,
             price=price,

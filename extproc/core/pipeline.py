@@ -462,7 +462,7 @@ class AdmissionPipeline:
 
     def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
         budgets = self._admission.budgets_of(arrival.destination.route)
-        if not budgets:
+        if not budgets.has_any:
             return ()
         wall_s = now + self._accounts.wall_offset_s
         usage = usage_to_reserve(arrival).priced(arrival.pool.price_at(wall_s))

@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
-from extproc.api.spec import STEPS_LISTENER, namespace_of
+from extproc.api.spec import STEPS_LISTENER
 from extproc.core.record import Arrival, Candidates, Head
 from extproc.core.usage import usage_of_unread
 from extproc.errors import (
@@ -558,7 +558,7 @@ class RequestBuilder:
         """Of a request that its caller may make; raises a Refusal."""
         caller = ANONYMOUS_CALLER
         if head.is_trusted:
-            caller = self._identities.caller(head.headers, namespace=namespace_of(destination.server))
+            caller = self._identities.caller(head.headers, server=destination.server)
         may_translate = candidates is not None
         pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
         found = Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)

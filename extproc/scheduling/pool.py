@@ -208,10 +208,7 @@ class Pool:
 
     def price_at(self, wall_s: float) -> Price | None:
         """What requests cost that arrive at ``wall_s``, seconds since 1970; None: there is no price."""
-        if not self._has_prices:
-            return None
-        stages = self.stages()
-        return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
+        return self.prices.at(wall_s, self.table, self.stages) if self._has_prices else None
 
     def context_tokens(self) -> int:
         """The most that a prompt may have at one of its engines, as they list it; 0 if one does not."""
