@@ -247,10 +247,9 @@ class AdmissionPipeline:
                 record.has_moved = record.state is State.ASKING_TOKENS
 
     def place(self, record: Record, now: float, out: list[Effect]) -> None:
-        """Choose the tier of a request that arrives, before anything of it is counted. If that fails, the rule's
-        weights have chosen.
+        """Choose the tier of a request that arrives, before anything of it is counted, or another ModelServer of its
+        rule where the breaker of its own has tripped. If that fails, the rule's weights have chosen.
         """
-        record.wall_s = now + self._accounts.wall_offset_s
         arrival = record.arrived
         if arrival.destination.rule.tiers is not None:
             found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
@@ -464,7 +463,7 @@ class AdmissionPipeline:
 
     def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
         budgets = self._admission.budgets_of(arrival.destination.route)
-        if not budgets:
+        if not budgets.has_any:
             return ()
         wall_s = now + self._accounts.wall_offset_s
         usage = usage_to_reserve(arrival).priced(arrival.pool.price_at(wall_s))

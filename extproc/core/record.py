@@ -21,7 +21,7 @@ from extproc.api.pricing import Price, cost_micros
 from extproc.api.usage import UsageCounts
 from extproc.api.used_tokens import Answer, Expected, used_tokens
 from extproc.core.demand_meter import ModelMeter
-from extproc.core.states import HELD, Event, IllegalEvent, State, successors
+from extproc.core.states import HELD, SUCCESSORS, Event, IllegalEvent, State
 from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Pin, Tail
@@ -515,7 +515,9 @@ class Record(msgspec.Struct):
 
     def happens(self, event: Event) -> bool:
         """``event`` begins. Returns whether it changes anything; raises IllegalEvent, with nothing changed."""
-        after = successors(self.state, event, self.ticket)
+        after = SUCCESSORS[self.state][event]
+        if after is None:
+            raise IllegalEvent(event.name, self.state.name, f"request {self.ticket}")
         if not after:
             return False
         self.event, self.successors = event, after

@@ -168,13 +168,6 @@ STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
     }
 )
 
-# TRANSITIONS by position, None where an event is illegal: the request path reads it at every event.
-_BY_POSITION: Final = tuple(tuple(TRANSITIONS[state].get(event) for event in Event) for state in State)
-
-
-def successors(state: State, event: Event, ticket: str) -> frozenset[State]:
-    """The states that ``event`` may lead to; empty if it is to be ignored. Raises IllegalEvent."""
-    found = _BY_POSITION[state][event]
-    if found is None:
-        raise IllegalEvent(event.name, state.name, f"request {ticket}")
-    return found
+# TRANSITIONS by the positions of a state and an event, None where the event is illegal: the request path reads it at
+# every event.
+SUCCESSORS: Final = tuple(tuple(TRANSITIONS[state].get(event) for event in Event) for state in State)
