@@ -41,10 +41,10 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     their statuses.
 
     ``resource``: a constant of ``resources`` where other modules name it. ``document``: the struct of its objects.
-    ``conditions``: what they mean, if its status has nothing else and thus
-    needs no struct of its own. ``scaled_by``: the paths of its replicas in spec and status, and of the
-    status' label selector, if it has a scale subresource. ``is_reviewed``: users write its objects, so a webhook checks
-    them. ``restricts_access``: its objects decide who may use what.
+    ``conditions``: what they mean, if its status has nothing else and thus needs no struct of its own. ``scaled_by``:
+    the paths of its replicas in spec and status, and of the status' label selector, if it has a scale subresource.
+    ``is_reviewed``: users write its objects, so a webhook checks them. ``restricts_access``: its objects decide who may
+    use what.
     """
 
     resource: Resource
