@@ -325,6 +325,10 @@ class QueueWait:
         """Whether no request waits here."""
         return not self._freed and not any(len(gate.queue) for gate in self._admission.gates.values())
 
+    def may_hold(self, pool: Pool) -> bool:
+        """Whether requests of the ModelServer may wait here."""
+        return pool.name in self._admission.gates
+
     def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
         """Hold the request at its server's gate, or let it through; None without a gate. Raises a Refusal."""
         arrival = record.arrived
