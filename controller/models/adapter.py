@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Untrusted gateways of a namespace: each answer is held in memory.
 _MOST_OWN: Final = 32
 Owned = Mapping[Resource, Sequence[Object]]
+"""The objects that an object owns, and others that are listed with them, by kind."""
 
 
 class WorkKey(NamedTuple):
@@ -30,8 +31,6 @@ class WorkKey(NamedTuple):
     kind: str
     key: str
 
-
-"""The objects that an object owns, and others that are listed with them, by kind."""
 
 Enqueue = Callable[[WorkKey], None]
 
