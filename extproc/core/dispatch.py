@@ -396,7 +396,13 @@ def _order_of(arrival: Arrival) -> TranslationOrder | None:
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
-    return TranslationOrder(NAMES[api], NAMES[engine], is_strict=is_strict, answer_headers=answer_headers)
+    return TranslationOrder(
+        NAMES[api],
+        NAMES[engine],
+        is_strict=is_strict,
+        answer_headers=answer_headers,
+        limit_s=float(arrival.pool.spec.traffic_policy.timeout),
+    )
 
 
 def _pending(

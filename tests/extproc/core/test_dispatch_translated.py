@@ -73,7 +73,8 @@ def test_an_order_is_read_as_it_is_written() -> None:
 def test_a_request_of_another_api_is_translated() -> None:
     for translation in ("Lenient", "Strict"):
         core = core_with(to("a"), a=server(A, "ChatCompletions", translation))
-        assert sent(core).translation == TranslationOrder("messages", "chat", is_strict=translation == "Strict")
+        order = TranslationOrder("messages", "chat", is_strict=translation == "Strict", limit_s=1800.0)
+        assert sent(core).translation == order
         assert sent(core, "/v1/chat/completions").translation is None
 
 
