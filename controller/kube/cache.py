@@ -45,6 +45,7 @@ class SharedInformers:
         self._taken: dict[_Wanted, Informer] = {}
         self._users: Counter[Informer] = Counter()
         self._optional: set[Informer] = set()
+        self._listeners: list[Callable[[], None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[Informer, asyncio.Task[None]] = {}
 
@@ -69,11 +70,13 @@ class SharedInformers:
             if self._group is not None:
                 self._start(informer, self._group)
         self._users[informer] += 1
+        self._notify()
         return informer
 
     def release(self, informer: Informer) -> None:
         """End an informer that nobody has taken besides."""
         self._users[informer] -= 1
+        self._notify()
         if self._users[informer]:
             return
         del self._users[informer]
@@ -82,6 +85,15 @@ class SharedInformers:
         task = self._tasks.pop(informer, None)
         if task is not None:
             task.cancel()
+
+    def users_of(self, resource: Resource, selection: Selection, transform: Transform) -> int:
+        """How many have taken the informer of these objects and not given it back."""
+        informer = self._taken.get((resource, selection, transform, False))
+        return 0 if informer is None else self._users[informer]
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when an informer is taken or given back."""
+        self._listeners.append(listener)
 
     def is_optional(self, informer: Informer) -> bool:
         """Whether the cluster may lack its kind."""
@@ -97,6 +109,10 @@ class SharedInformers:
                 await asyncio.Event().wait()
             finally:
                 self._group = None
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _start(self, informer: Informer, group: asyncio.TaskGroup) -> None:
         name = f"informer of {informer.resource.plural}"

@@ -14,13 +14,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.kube.client import BOOKMARK, DELETED
 from controller.kube.errors import Backoff, ClusterError, Expired, Forbidden, NotFound
-from controller.kube.resources import Object, key_of
+from controller.kube.resources import Object, identity_of, key_of
 
 if TYPE_CHECKING:
     from controller.kube.client import Client, WatchEvent
@@ -37,19 +37,6 @@ Transform = Callable[[Object], Object]
 Listener = Callable[[str], None]
 """Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
 """
-_POD_SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
-_POD_STATUS: Final = (
-    "phase",
-    "reason",
-    "message",
-    "podIP",
-    "conditions",
-    "containerStatuses",
-    "initContainerStatuses",
-    "startTime",
-)
-_CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastState")
-_NODE_CONDITIONS: Final = ("Ready",)
 Says = Callable[[Object], str]
 """What an object is found by; empty: not at all."""
 
@@ -301,44 +288,21 @@ class _Interrupted(Exception):
 
 def without_managed_fields(thing: Object) -> Object:
     """The object without ``managedFields``."""
-    return {**thing, "metadata": _without(thing["metadata"], ("managedFields",))}
+    return {**thing, "metadata": without(thing["metadata"], ("managedFields",))}
 
 
-def trimmed_pod(pod: Object) -> Object:
-    """Labels, annotations, owner, node, and what its containers do."""
-    status = _only(pod.get("status") or {}, _POD_STATUS)
-    for name in ("containerStatuses", "initContainerStatuses"):
-        if name in status:
-            status[name] = [_only(one, _CONTAINER) for one in status[name]]
-    return {
-        "apiVersion": pod["apiVersion"],
-        "kind": pod["kind"],
-        "metadata": _without(pod["metadata"], ("managedFields",)),
-        "spec": _only(pod.get("spec") or {}, _POD_SPEC),
-        "status": status,
-    }
+def viewed(read: Callable[[Object], object]) -> Transform:
+    """Of an object, what ``read`` makes of it is kept as ``view``, and its identity."""
+    return lambda thing: {"metadata": identity_of(thing), "view": read(thing)}
 
 
-def trimmed_node(node: Object) -> Object:
-    """Labels, taints, what can be allocated, and whether it is ready."""
-    status = node.get("status") or {}
-    conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]
-    # written every few minutes by the kubelet, and never read
-    conditions = [_without(one, ("lastHeartbeatTime",)) for one in conditions]
-    return {
-        "apiVersion": node["apiVersion"],
-        "kind": node["kind"],
-        "metadata": _without(node["metadata"], ("managedFields", "annotations")),
-        "spec": _only(node.get("spec") or {}, ("taints", "unschedulable")),
-        "status": {"allocatable": status.get("allocatable") or {}, "conditions": conditions},
-    }
-
-
-def _only(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def only(thing: Object, names: Iterable[str]) -> Object:
+    """These fields of it."""
     return {name: thing[name] for name in names if name in thing}
 
 
-def _without(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def without(thing: Object, names: Iterable[str]) -> Object:
+    """All but these fields of it."""
     left = set(names)
     return {name: value for name, value in thing.items() if name not in left}
 

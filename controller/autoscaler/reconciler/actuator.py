@@ -17,7 +17,7 @@ from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drained_
 from controller.audit import caused_by
 from controller.autoscaler.reconciler.resolver import servers_of
 from controller.autoscaler.reconciler.result import Result, ScaleEvent
-from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO, PodView
+from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.plan import Annotate
 from controller.kube.resources import PODS, split_key, timestamp_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.result import TargetAction
     from controller.autoscaler.reconciler.scalables import Scalable
     from controller.kube.client import Client
+    from controller.kube.pods import PodView
 
 log = logging.getLogger(__name__)
 SOON_S: Final = 0.2
