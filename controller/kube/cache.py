@@ -86,6 +86,12 @@ class SharedInformers:
         if task is not None:
             task.cancel()
 
+    def take_in(self, resource: Resource, thing: Object) -> None:
+        """The server has answered ``thing`` to a write of ours: informers that have the object have it so now."""
+        for informer in list(self._users):
+            if informer.resource == resource:
+                informer.take_in(thing)
+
     def users_of(self, resource: Resource, selection: Selection, transform: Transform) -> int:
         """How many have taken the informer of these objects and not given it back."""
         informer = self._taken.get((resource, selection, transform, False))
@@ -179,6 +185,10 @@ class InformerSet:
     def get(self, resource: Resource, key: str) -> Object | None:
         """An object as any informer of its kind has it; None if none does."""
         return next((one for each in self._by_kind.get(resource, ()) if (one := each.get(key)) is not None), None)
+
+    def take_in(self, resource: Resource, thing: Object) -> None:
+        """See ``SharedInformers``."""
+        self.shared.take_in(resource, thing)
 
     def serves(self, informer: Informer) -> bool:
         """Whether the cluster serves an optional kind, by the last probe."""

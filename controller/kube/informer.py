@@ -2,8 +2,10 @@
 """An informer keeps a copy of all objects of a kind up to date: by a list, then by a watch.
 
 Where the watch cannot go on, there is a new list. A deletion that happens while there is no watch is found by the next
-list, because a list replaces the whole copy. Transforms make objects smaller before they are kept; an ``Index`` finds
-them by a property, such as their owner, so that a reconcile costs what one owner has.
+list, because a list replaces the whole copy. What the server answers to a write of ours is taken in like an event: the
+event may come later, and nobody should decide from a copy without it. Events and lists from before it change nothing.
+Transforms make objects smaller before they are kept; an ``Index`` finds them by a property, such as their owner, so
+that a reconcile costs what one owner has.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import msgspec
 
 from controller.kube.client import BOOKMARK, DELETED
 from controller.kube.errors import Backoff, ClusterError, Expired, Forbidden, NotFound
-from controller.kube.resources import Object, identity_of, key_of
+from controller.kube.resources import Object, identity_of, is_older, key_of
 
 if TYPE_CHECKING:
     from controller.kube.client import Client, WatchEvent
@@ -55,7 +57,13 @@ class Store:
 
     def replace(self, items: Iterable[Object]) -> list[str]:
         """Replace all objects; returns the keys of those added, changed or deleted."""
-        new = {key: kept for item in items if (kept := self._transformed(key := key_of(item), item)) is not None}
+        new: dict[str, Object] = {}
+        for item in items:
+            key = key_of(item)
+            known = self._objects.get(key)
+            kept = known if _is_outdated(item, known) else self._transformed(key, item)
+            if kept is not None:
+                new[key] = kept
         gone = self._objects.keys() - new.keys()
         changed = [key for key, item in new.items() if _differs(self._objects.get(key), item)]
         self._objects.clear()
@@ -69,10 +77,22 @@ class Store:
         key = key_of(event.object)
         if event.type == DELETED:
             return [key] if self._objects.pop(key, None) is not None else []
-        if not _differs(self._objects.get(key), event.object):
+        return self._put(key, event.object)
+
+    def take_in(self, thing: Object) -> list[str]:
+        """What the server has answered to our write of an object; the key if that is news. One that is not here is left
+        to the watch: it may be gone since, or was never selected.
+        """
+        key = key_of(thing)
+        known = self._objects.get(key)
+        return self._put(key, thing) if known is not None and _is_outdated(known, thing) else []
+
+    def _put(self, key: str, thing: Object) -> list[str]:
+        known = self._objects.get(key)
+        if not _differs(known, thing) or _is_outdated(thing, known):
             return []
-        kept = self._transformed(key, event.object)
-        if kept is None or kept is self._objects.get(key):
+        kept = self._transformed(key, thing)
+        if kept is None or kept is known:
             return []
         self._objects[key] = kept
         return [key]
@@ -85,8 +105,16 @@ class Store:
             return self._objects.get(key)
 
 
+def _is_outdated(thing: Object, by: Object | None) -> bool:
+    """Whether ``by`` is a later state of the same object."""
+    if by is None:
+        return False
+    old, new = thing["metadata"], by["metadata"]
+    return old.get("uid") == new.get("uid") and is_older(old.get("resourceVersion", ""), new.get("resourceVersion", ""))
+
+
 def _differs(known: Object | None, item: Object) -> bool:
-    """Versions are opaque: they are compared for equality only. A new uid is another object of the same name."""
+    """A new uid is another object of the same name."""
     if known is None:
         return True
     old, new = known["metadata"], item["metadata"]
@@ -172,6 +200,10 @@ class Informer:
     def get(self, key: str) -> Object | None:
         """One object, None if there is none."""
         return self._store.objects.get(key)
+
+    def take_in(self, thing: Object) -> None:
+        """An object of the kind as the server has answered to our write of it."""
+        self._notify(self._store.take_in(thing))
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` with each key that changes from now on, and at each resync."""

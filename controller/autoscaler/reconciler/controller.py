@@ -100,7 +100,7 @@ class ScalingController:
                 demand=demand,
                 sources=self._sources,
                 decider=decider,
-                actuator=Actuator(scaler, demand, metrics.wrote, self._informers.other_kinds.anew),
+                actuator=Actuator(scaler, demand, self._informers, metrics.wrote),
                 clock=clock,
                 rng=self._rng,
                 use_servers=self._use_servers,

@@ -156,6 +156,10 @@ class NamespacedPods:
         """For how many seconds the watch of a namespace's pods has been broken; None if it is not."""
         return next((one.cut_off_for_s() for one in self._of(namespace) if one.synced.is_set()), None)
 
+    def wrote(self, pod: Object) -> None:
+        """What the server answered to a write of a pod."""
+        self._shared.take_in(PODS, pod)
+
     async def run(self) -> None:
         """Start and stop informers as ``set_wanted`` demands, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -307,6 +311,13 @@ class Informers:
         """As the informer has it."""
         found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
         return None if found is None else found["view"]
+
+    def wrote(self, place: ScalableRef, resource: Resource, thing: Object, scale: Object | None = None) -> None:
+        """A target was written: what the server answered, for the object and for its scale."""
+        if not is_foreign(place):
+            self._cache.take_in(resource, thing)
+        elif scale is not None:
+            self.other_kinds.wrote(place, thing, scale)
 
     def claims_on(self, place: ScalableRef) -> list[TargetClaim]:
         """Of all bindings that have this target."""

@@ -36,6 +36,8 @@ _LONGEST_NUMBERS: Final = 40
 _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
 """The selector and the template's labels of an object."""
+UnitOf = Callable[[PodView], str]
+"""Which replica a pod is a part of."""
 
 
 class Scalable(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +64,6 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     written_at_s: float = 0.0
     is_going: bool = False
     selects: str = ""
-
-
-UnitOf = Callable[[PodView], str]
-"""Which replica a pod is a part of."""
 
 
 def _always(_: PodView) -> bool:
