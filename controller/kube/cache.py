@@ -45,6 +45,7 @@ class SharedInformers:
         self._taken: dict[_Wanted, Informer] = {}
         self._users: Counter[Informer] = Counter()
         self._optional: set[Informer] = set()
+        self._listeners: list[Callable[[], None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[Informer, asyncio.Task[None]] = {}
 
@@ -69,11 +70,13 @@ class SharedInformers:
             if self._group is not None:
                 self._start(informer, self._group)
         self._users[informer] += 1
+        self._notify()
         return informer
 
     def release(self, informer: Informer) -> None:
         """End an informer that nobody has taken besides."""
         self._users[informer] -= 1
+        self._notify()
         if self._users[informer]:
             return
         del self._users[informer]
@@ -82,6 +85,21 @@ class SharedInformers:
         task = self._tasks.pop(informer, None)
         if task is not None:
             task.cancel()
+
+    def take_in(self, resource: Resource, thing: Object) -> None:
+        """The server has answered ``thing`` to a write of ours: informers that have the object have it so now."""
+        for informer in list(self._users):
+            if informer.resource == resource:
+                informer.take_in(thing)
+
+    def users_of(self, resource: Resource, selection: Selection, transform: Transform) -> int:
+        """How many have taken the informer of these objects and not given it back."""
+        informer = self._taken.get((resource, selection, transform, False))
+        return 0 if informer is None else self._users[informer]
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when an informer is taken or given back."""
+        self._listeners.append(listener)
 
     def is_optional(self, informer: Informer) -> bool:
         """Whether the cluster may lack its kind."""
@@ -97,6 +115,10 @@ class SharedInformers:
                 await asyncio.Event().wait()
             finally:
                 self._group = None
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _start(self, informer: Informer, group: asyncio.TaskGroup) -> None:
         name = f"informer of {informer.resource.plural}"
@@ -163,6 +185,10 @@ class InformerSet:
     def get(self, resource: Resource, key: str) -> Object | None:
         """An object as any informer of its kind has it; None if none does."""
         return next((one for each in self._by_kind.get(resource, ()) if (one := each.get(key)) is not None), None)
+
+    def take_in(self, resource: Resource, thing: Object) -> None:
+        """See ``SharedInformers``."""
+        self.shared.take_in(resource, thing)
 
     def serves(self, informer: Informer) -> bool:
         """Whether the cluster serves an optional kind, by the last probe."""

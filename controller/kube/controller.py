@@ -89,7 +89,7 @@ class Controller(Generic[Key]):
         shared = shared or SharedInformers(client, settings.informers, settings.probe_s)
         self.cache = InformerSet(shared, settings.namespace)
         self.queue = WorkQueue[Key](rng or Random(), settings.queue)
-        self.expectations = Expectations(self.cache.get, settings.patience_s)
+        self.expectations = Expectations(self.cache, settings.patience_s)
         self.synced = asyncio.Event()
         self._client = client
         self._reconcile = reconcile

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out a plan, one action after the other, and awaits that informers show what was written.
 
-A decision from a copy that lacks our last write would do it again, or count wrongly. So nothing is decided for an
-object until the informers show all that was written for it; after a while (an event may have been lost) a fresh list
-decides instead.
+A decision from a copy that lacks our last write would do it again, or count wrongly. Informers that have an object take
+in what the server answers to a write of it. What they cannot know from that, such as whether an object that was made
+is gone again, is awaited: until they show it nothing is decided for the work that wrote it; after a while (an event may
+have been lost) a fresh list decides instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from controller.kube.errors import AlreadyExists, BadRequest, ClusterError, Conflict, Forbidden, Invalid, NotFound
 from controller.kube.informer import owner_uid
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus, without_paths
-from controller.kube.resources import Object, Resource, key_of, split_key
+from controller.kube.resources import Object, Resource, is_older, key_of, split_key
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
@@ -43,11 +44,21 @@ class _Write(msgspec.Struct, frozen=True):
     until_s: float
 
 
-class Expectations:
-    """Writes by the key of the work that made them. ``copy`` is what they are awaited in, for ``patience_s``."""
+class Copies(Protocol):
+    """Informers."""
 
-    def __init__(self, copy: Copy, patience_s: float = 5.0) -> None:
-        self._copy = copy
+    def get(self, resource: Resource, key: str) -> Object | None:
+        """Their copy of an object."""
+
+    def take_in(self, resource: Resource, thing: Object) -> None:
+        """What the server has answered to a write."""
+
+
+class Expectations:
+    """Writes by the key of the work that made them. ``copies`` are what they are awaited in, for ``patience_s``."""
+
+    def __init__(self, copies: Copies, patience_s: float = 5.0) -> None:
+        self._copies = copies
         self._patience_s = patience_s
         self._writes: dict[Hashable, list[_Write]] = {}
         # work that waits for an object's event
@@ -63,6 +74,7 @@ class Expectations:
     def wrote(self, work: Hashable, resource: Resource, thing: Object, now_s: float) -> None:
         """``thing`` is what the server answered to a write."""
         metadata = thing["metadata"]
+        self._copies.take_in(resource, thing)
         self._add(work, resource, key_of(thing), metadata["uid"], metadata["resourceVersion"], now_s)
 
     def expect_deletion(self, work: Hashable, resource: Resource, key: str, uid: str, now_s: float) -> None:
@@ -95,25 +107,19 @@ class Expectations:
 
     def _add(self, work: Hashable, resource: Resource, key: str, uid: str, version: str, now_s: float) -> None:
         write = _Write(resource, key, uid, version, now_s + self._patience_s)
-        self._keep(work, [*self._writes.get(work, ()), write])
+        if not self._is_seen(write):
+            self._keep(work, [*self._writes.get(work, ()), write])
 
     def _is_seen(self, write: _Write) -> bool:
-        known = self._copy(write.resource, write.key)
+        known = self._copies.get(write.resource, write.key)
         if write.version:
-            return known is not None and known["metadata"]["uid"] == write.uid and _has_reached(known, write.version)
+            if known is None or known["metadata"]["uid"] != write.uid:
+                return False
+            seen = str(known["metadata"]["resourceVersion"])
+            return seen == write.version or is_older(write.version, seen)
         if known is None or known["metadata"]["uid"] != write.uid:
             return True
         return "deletionTimestamp" in known["metadata"]
-
-
-def _has_reached(known: Object, version: str) -> bool:
-    """Resource versions of a kind are comparable as numbers since Kubernetes 1.35; versions that are no numbers are
-    compared for equality.
-    """
-    seen = str(known["metadata"]["resourceVersion"])
-    if seen.isdecimal() and version.isdecimal():
-        return int(seen) >= int(version)
-    return seen == version
 
 
 class ObjectRefused(ClusterError):

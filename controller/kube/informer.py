@@ -2,8 +2,10 @@
 """An informer keeps a copy of all objects of a kind up to date: by a list, then by a watch.
 
 Where the watch cannot go on, there is a new list. A deletion that happens while there is no watch is found by the next
-list, because a list replaces the whole copy. Transforms make objects smaller before they are kept; an ``Index`` finds
-them by a property, such as their owner, so that a reconcile costs what one owner has.
+list, because a list replaces the whole copy. What the server answers to a write of ours is taken in like an event: the
+event may come later, and nobody should decide from a copy without it. Events and lists from before it change nothing.
+Transforms make objects smaller before they are kept; an ``Index`` finds them by a property, such as their owner, so
+that a reconcile costs what one owner has.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.kube.client import BOOKMARK, DELETED
 from controller.kube.errors import Backoff, ClusterError, Expired, Forbidden, NotFound
-from controller.kube.resources import Object, key_of
+from controller.kube.resources import Object, identity_of, is_older, key_of
 
 if TYPE_CHECKING:
     from controller.kube.client import Client, WatchEvent
@@ -37,19 +39,6 @@ Transform = Callable[[Object], Object]
 Listener = Callable[[str], None]
 """Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
 """
-_POD_SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
-_POD_STATUS: Final = (
-    "phase",
-    "reason",
-    "message",
-    "podIP",
-    "conditions",
-    "containerStatuses",
-    "initContainerStatuses",
-    "startTime",
-)
-_CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastState")
-_NODE_CONDITIONS: Final = ("Ready",)
 Says = Callable[[Object], str]
 """What an object is found by; empty: not at all."""
 
@@ -68,7 +57,13 @@ class Store:
 
     def replace(self, items: Iterable[Object]) -> list[str]:
         """Replace all objects; returns the keys of those added, changed or deleted."""
-        new = {key: kept for item in items if (kept := self._transformed(key := key_of(item), item)) is not None}
+        new: dict[str, Object] = {}
+        for item in items:
+            key = key_of(item)
+            known = self._objects.get(key)
+            kept = known if _is_outdated(item, known) else self._transformed(key, item)
+            if kept is not None:
+                new[key] = kept
         gone = self._objects.keys() - new.keys()
         changed = [key for key, item in new.items() if _differs(self._objects.get(key), item)]
         self._objects.clear()
@@ -82,10 +77,22 @@ class Store:
         key = key_of(event.object)
         if event.type == DELETED:
             return [key] if self._objects.pop(key, None) is not None else []
-        if not _differs(self._objects.get(key), event.object):
+        return self._put(key, event.object)
+
+    def take_in(self, thing: Object) -> list[str]:
+        """What the server has answered to our write of an object; the key if that is news. One that is not here is left
+        to the watch: it may be gone since, or was never selected.
+        """
+        key = key_of(thing)
+        known = self._objects.get(key)
+        return self._put(key, thing) if known is not None and _is_outdated(known, thing) else []
+
+    def _put(self, key: str, thing: Object) -> list[str]:
+        known = self._objects.get(key)
+        if not _differs(known, thing) or _is_outdated(thing, known):
             return []
-        kept = self._transformed(key, event.object)
-        if kept is None or kept is self._objects.get(key):
+        kept = self._transformed(key, thing)
+        if kept is None or kept is known:
             return []
         self._objects[key] = kept
         return [key]
@@ -98,8 +105,16 @@ class Store:
             return self._objects.get(key)
 
 
+def _is_outdated(thing: Object, by: Object | None) -> bool:
+    """Whether ``by`` is a later state of the same object."""
+    if by is None:
+        return False
+    old, new = thing["metadata"], by["metadata"]
+    return old.get("uid") == new.get("uid") and is_older(old.get("resourceVersion", ""), new.get("resourceVersion", ""))
+
+
 def _differs(known: Object | None, item: Object) -> bool:
-    """Versions are opaque: they are compared for equality only. A new uid is another object of the same name."""
+    """A new uid is another object of the same name."""
     if known is None:
         return True
     old, new = known["metadata"], item["metadata"]
@@ -185,6 +200,10 @@ class Informer:
     def get(self, key: str) -> Object | None:
         """One object, None if there is none."""
         return self._store.objects.get(key)
+
+    def take_in(self, thing: Object) -> None:
+        """An object of the kind as the server has answered to our write of it."""
+        self._notify(self._store.take_in(thing))
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` with each key that changes from now on, and at each resync."""
@@ -301,44 +320,21 @@ class _Interrupted(Exception):
 
 def without_managed_fields(thing: Object) -> Object:
     """The object without ``managedFields``."""
-    return {**thing, "metadata": _without(thing["metadata"], ("managedFields",))}
+    return {**thing, "metadata": without(thing["metadata"], ("managedFields",))}
 
 
-def trimmed_pod(pod: Object) -> Object:
-    """Labels, annotations, owner, node, and what its containers do."""
-    status = _only(pod.get("status") or {}, _POD_STATUS)
-    for name in ("containerStatuses", "initContainerStatuses"):
-        if name in status:
-            status[name] = [_only(one, _CONTAINER) for one in status[name]]
-    return {
-        "apiVersion": pod["apiVersion"],
-        "kind": pod["kind"],
-        "metadata": _without(pod["metadata"], ("managedFields",)),
-        "spec": _only(pod.get("spec") or {}, _POD_SPEC),
-        "status": status,
-    }
+def viewed(read: Callable[[Object], object]) -> Transform:
+    """Of an object, what ``read`` makes of it is kept as ``view``, and its identity."""
+    return lambda thing: {"metadata": identity_of(thing), "view": read(thing)}
 
 
-def trimmed_node(node: Object) -> Object:
-    """Labels, taints, what can be allocated, and whether it is ready."""
-    status = node.get("status") or {}
-    conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]
-    # written every few minutes by the kubelet, and never read
-    conditions = [_without(one, ("lastHeartbeatTime",)) for one in conditions]
-    return {
-        "apiVersion": node["apiVersion"],
-        "kind": node["kind"],
-        "metadata": _without(node["metadata"], ("managedFields", "annotations")),
-        "spec": _only(node.get("spec") or {}, ("taints", "unschedulable")),
-        "status": {"allocatable": status.get("allocatable") or {}, "conditions": conditions},
-    }
-
-
-def _only(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def only(thing: Object, names: Iterable[str]) -> Object:
+    """These fields of it."""
     return {name: thing[name] for name in names if name in thing}
 
 
-def _without(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def without(thing: Object, names: Iterable[str]) -> Object:
+    """All but these fields of it."""
     left = set(names)
     return {name: value for name, value in thing.items() if name not in left}
 

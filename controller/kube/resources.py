@@ -105,6 +105,13 @@ def timestamp_of(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def is_older(version: str, than: str) -> bool:
+    """Of two resource versions of an object. They are comparable as numbers since Kubernetes 1.35; of those that are no
+    numbers none is known to be older.
+    """
+    return version.isdecimal() and than.isdecimal() and int(version) < int(than)
+
+
 def our_resource(plural: str, kind: str, *, namespaced: bool = True) -> Resource:
     """A kind that we define."""
     group, _, version = API_VERSION.partition("/")

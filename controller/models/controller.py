@@ -11,8 +11,9 @@ import aiohttp
 from controller.audit import caused_by
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_s, wall_s
 from controller.kube.executor import ObjectRefused
-from controller.kube.informer import trimmed_pod, without_managed_fields
+from controller.kube.informer import without_managed_fields
 from controller.kube.plan import KubeEvent
+from controller.kube.pods import trimmed_pod
 from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
 from controller.models.adapter import GatewayLoads, KindAdapter, Loads, PodLoads, WorkKey
 from controller.models.agent_lists import AgentLists

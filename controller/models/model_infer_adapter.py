@@ -13,8 +13,9 @@ import msgspec
 
 from controller.kube.conditions import with_failure
 from controller.kube.errors import ClusterError
-from controller.kube.informer import Index, owner_key, owner_uid, trimmed_node, trimmed_pod, without_managed_fields
+from controller.kube.informer import Index, owner_key, owner_uid, without_managed_fields
 from controller.kube.plan import Plan
+from controller.kube.pods import POD_VIEW, trimmed_pod
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
@@ -32,7 +33,7 @@ from controller.models.adapter import WorkKey
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import ModelInferState, PodGroups
 from controller.models.model_infer.status import summarized
-from controller.models.node_capacity import LostNodes, node_capacities, not_ready_since_s, trimmed_to_requests
+from controller.models.node_capacity import LostNodes, node_capacities, not_ready_since_s, trimmed_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -232,7 +233,7 @@ class ModelInferAdapter:
             lost_nodes=self._lost.lost_of({name for one in pods if (name := _node_of(one))}, now_s),
             node_capacities=None
             if everything is None
-            else node_capacities(self._nodes.objects.values(), everything.objects.values()),
+            else node_capacities(self._nodes.objects.values(), (one["view"] for one in everything.objects.values())),
             loads=pod_loads.loads,
             loads_asked_of=pod_loads.pods,
             log_tails=self.log_tails.of(pods),
@@ -250,7 +251,7 @@ class ModelInferAdapter:
     def _all_pods(self) -> Informer:
         """The informer of all pods, as all of them use capacity; started when a gang first waits for it."""
         if self._everything is None:
-            self._everything = self._cache.add(PODS, transform=trimmed_to_requests, all_namespaces=True, private=True)
+            self._everything = self._cache.add(PODS, transform=POD_VIEW, all_namespaces=True, private=True)
         return self._everything
 
     def _owner_changed(self, informer: Informer) -> Callable[[str, str], None]:

@@ -6,36 +6,42 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from controller.api.pod_shapes import quantity, requests_of
-from controller.kube.resources import identity_of
+from controller.api.pod_shapes import quantity
+from controller.kube.informer import only, without
 from controller.models.model_infer.model_infer_state import NodeCapacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from controller.kube.pods import PodView
     from controller.kube.resources import Object
 
 _REMEMBERED: Final = 10_000
-_OVER: Final = ("Succeeded", "Failed")
+_NODE_CONDITIONS: Final = ("Ready",)
 
 
-def trimmed_to_requests(pod: Object) -> Object:
-    """Any pod, reduced to its node and its resource requests."""
-    spec = pod.get("spec") or {}
+def trimmed_node(node: Object) -> Object:
+    """Labels, taints, what can be allocated, and whether it is ready."""
+    status = node.get("status") or {}
+    conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]
+    # written every few minutes by the kubelet, and never read
+    conditions = [without(one, ("lastHeartbeatTime",)) for one in conditions]
     return {
-        "metadata": identity_of(pod),
-        "node": spec.get("nodeName", "") if (pod.get("status") or {}).get("phase") not in _OVER else "",
-        "requests": {**requests_of(spec), "pods": 1.0},
+        "apiVersion": node["apiVersion"],
+        "kind": node["kind"],
+        "metadata": without(node["metadata"], ("managedFields", "annotations")),
+        "spec": only(node.get("spec") or {}, ("taints", "unschedulable")),
+        "status": {"allocatable": status.get("allocatable") or {}, "conditions": conditions},
     }
 
 
-def node_capacities(nodes: Iterable[Object], pods: Iterable[Object]) -> list[NodeCapacity]:
-    """Nodes that take pods, ready and not cordoned. ``pods``: all of the cluster, by ``trimmed_to_requests``."""
+def node_capacities(nodes: Iterable[Object], pods: Iterable[PodView]) -> list[NodeCapacity]:
+    """Nodes that take pods, ready and not cordoned. ``pods``: all of the cluster."""
     taken: dict[str, dict[str, float]] = {}
     for pod in pods:
-        if pod["node"]:
-            node = taken.setdefault(pod["node"], {})
-            for name, asked in pod["requests"].items():
+        if pod.node and not pod.is_ended:
+            node = taken.setdefault(pod.node, {})
+            for name, asked in pod.requests.items():
                 node[name] = node.get(name, 0.0) + asked
     return [_capacity_of(one, taken.get(one["metadata"]["name"], {})) for one in nodes if _takes_pods(one)]
 

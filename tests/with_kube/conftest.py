@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -13,13 +12,12 @@ import pytest_asyncio
 from bench.cluster.assets import AssetsMissing, ClusterBinaries, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from controller.kube.client import Client, connect
-from controller.kube.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
+from controller.kube.resources import DEPLOYMENTS, NODES, PODS, key_of
 from extproc.api.status_pages import LOADS_LABEL
 from tests.fake_api.server import FakeServer, running_fake_api_server
 from tests.fork_server import forked_starts
 from tests.programs import not_tested
-from tests.waiting import eventually
-from tests.with_kube.kubes import Kube
+from tests.with_kube.kubes import Kube, make_namespace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -132,13 +130,4 @@ async def client(kube: Kube) -> AsyncIterator[Client]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def namespace(client: Client, kube: Kube) -> str:
     """A namespace of the test's own; it is never deleted."""
-    name = f"test-{uuid.uuid4().hex[:8]}"
-    await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    if kube.plane is not None:
-        # pods are refused until the controllers have made it
-        await eventually(lambda: has_account(client, name))
-    return name
-
-
-async def has_account(client: Client, namespace: str) -> bool:
-    return await client.find(SERVICE_ACCOUNTS, "default", namespace) is not None
+    return await make_namespace(client, kube)

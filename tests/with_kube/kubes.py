@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
-from typing import Final
+import uuid
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import pytest
 
 from bench.cluster.control_plane import ControlPlane
 from controller.kube.access import ClusterAccess
+from controller.kube.resources import NAMESPACES, SERVICE_ACCOUNTS
 from tests.fake_api.server import FakeServer
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from controller.kube.client import Client
 
 FAKE: Final = pytest.mark.parametrize("kube", ["fake"], indirect=True)
 """For faults that a real server does not have on demand."""
@@ -26,3 +32,17 @@ class Kube(msgspec.Struct, frozen=True):
     nobody: ClusterAccess
     fake: FakeServer | None = None
     plane: ControlPlane | None = None
+
+
+async def make_namespace(client: Client, kube: Kube) -> str:
+    """A namespace of a name of its own; it is never deleted."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+
+    async def has_account() -> bool:
+        return await client.find(SERVICE_ACCOUNTS, "default", name) is not None
+
+    if kube.plane is not None:
+        # pods are refused until the controllers have made it
+        await eventually(has_account)
+    return name

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
+from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.executor import Executor, Expectations, NameNotFree, ObjectRefused
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
 from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
@@ -25,7 +26,7 @@ class Doing:
 
     def __init__(self, client: Client) -> None:
         self.written: list[tuple[str, str]] = []
-        self.expectations = Expectations(lambda *_: None)
+        self.expectations = Expectations(InformerSet(SharedInformers(client)))
         clock = asyncio.get_running_loop().time
         self._executor = Executor(
             client, self.expectations, lambda *_: None, clock=clock, counted=lambda *one: self.written.append(one)

@@ -18,9 +18,9 @@ from controller.autoscaler.decision.allocation.accelerator_capacity import (
     headroom_of,
     left_for,
 )
-from controller.kube.informer import trimmed_node
+from controller.kube.pods import POD_VIEW
 from controller.kube.resources import NODES, PODS
-from controller.models.node_capacity import node_capacities, trimmed_to_requests
+from controller.models.node_capacity import node_capacities, trimmed_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.result import TargetAction
     from controller.kube.cache import SharedInformers
     from controller.kube.informer import Informer
+    from controller.kube.pods import PodView
 
 # Interval at which all pods of a cluster are summed at most.
 _EACH_S: Final = 2.0
@@ -141,7 +142,7 @@ class Accelerators:
 
     async def _follow(self) -> None:
         nodes = self._shared.take(NODES, transform=trimmed_node)
-        pods = self._shared.take(PODS, transform=trimmed_to_requests)
+        pods = self._shared.take(PODS, transform=POD_VIEW)
         for one in (nodes, pods):
             one.subscribe(self._changed)
         self._informers, self._is_old = (nodes, pods), True
@@ -168,8 +169,9 @@ class Accelerators:
         now_s = _now_s()
         if self._is_old and now_s >= self._read_at_s + _EACH_S:
             self._read_at_s, self._is_old = now_s, False
-            self._nodes = Nodes(node_capacities(nodes.objects.values(), pods.objects.values()))
-            self._placed = frozenset(key for key, pod in pods.objects.items() if pod["node"])
+            views: list[PodView] = [one["view"] for one in pods.objects.values()]
+            self._nodes = Nodes(node_capacities(nodes.objects.values(), views))
+            self._placed = frozenset(one.key for one in views if one.node and not one.is_ended)
         return True
 
     def _claim(self, ordered: AcceleratorOrder) -> AcceleratorClaim:

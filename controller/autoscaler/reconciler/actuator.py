@@ -17,7 +17,7 @@ from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drained_
 from controller.audit import caused_by
 from controller.autoscaler.reconciler.resolver import servers_of
 from controller.autoscaler.reconciler.result import Result, ScaleEvent
-from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO, PodView
+from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.plan import Annotate
 from controller.kube.resources import PODS, split_key, timestamp_of
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport
     from controller.autoscaler.reconciler.bindings import BindingView, ScalableRef, TargetClaim
     from controller.autoscaler.reconciler.demand import DemandSource
+    from controller.autoscaler.reconciler.informers import Informers
     from controller.autoscaler.reconciler.result import TargetAction
     from controller.autoscaler.reconciler.scalables import Scalable
     from controller.kube.client import Client
+    from controller.kube.pods import PodView
+    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 SOON_S: Final = 0.2
@@ -144,14 +147,6 @@ class DecideAgain(Exception):
     """A target is not what was decided about any more."""
 
 
-class LastWrite(msgspec.Struct, frozen=True):
-    """The last write, which the informer may not have delivered yet."""
-
-    uid: str
-    version: str
-    replicas: int
-
-
 class ActuationResult(msgspec.Struct, frozen=True, kw_only=True):
     """``result``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds
     more is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could
@@ -167,38 +162,20 @@ class ActuationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class Actuator:
     """Writes under our own manager's name. What is wrong with one target keeps no other one of its binding from being
-    scaled. ``counted``: called with kind and verb of each write. ``changed``: called with a target that is not as the
-    informer has it any more.
+    scaled. ``counted``: called with kind and verb of each write.
     """
 
     def __init__(
         self,
         client: Client,
         demand: DemandSource,
+        informers: Informers,
         counted: Callable[[str, str], None],
-        changed: Callable[[ScalableRef], None],
     ) -> None:
         self._client = client
         self._demand = demand
+        self._informers = informers
         self._counted = counted
-        self._changed = changed
-        self._wrote: dict[ScalableRef, LastWrite] = {}
-
-    def with_last_write(self, place: ScalableRef, found: Scalable) -> Scalable:
-        """A target as of our own last write, which the informer may not have delivered yet."""
-        wrote = self._wrote.get(place)
-        if wrote is None:
-            return found
-        if wrote.uid != found.uid or not is_older(found.version, wrote.version):
-            del self._wrote[place]
-            return found
-        return msgspec.structs.replace(
-            found,
-            replicas=wrote.replicas,
-            scaled_to=frozenset({wrote.replicas}),
-            is_ours=True,
-            version=wrote.version,
-        )
 
     async def actuate(self, view: BindingView, result: Result) -> ActuationResult:
         """All steps of a decision."""
@@ -212,7 +189,6 @@ class Actuator:
             name = step.target.spec.name
             try:
                 if await self._claimed(view, step):
-                    # its new state arrives by the informer
                     again_s = min(again_s, SOON_S)
                 if not step.writes or step.is_as_decided:
                     continue
@@ -280,9 +256,10 @@ class Actuator:
     async def _claim(self, place: ScalableRef, found: Scalable, mine: TargetClaim) -> None:
         """Write the claim ``mine`` to the target. Raises DecideAgain if it has changed since."""
         try:
-            await self._annotate(found, {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}, found.version)
+            claim = {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}
+            self._informers.wrote(place, found.resource, await self._annotate(found, claim, found.version))
         finally:
-            self._changed(place)
+            self._informers.other_kinds.anew(place)
 
     async def _scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
         """Write the replicas of a target, unless its replicas have changed since the decision; writes to other fields
@@ -294,7 +271,7 @@ class Actuator:
         try:
             await self._write_scale(place, found, replicas)
         finally:
-            self._changed(place)
+            self._informers.other_kinds.anew(place)
 
     async def _write_scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
         namespace, name = split_key(found.key)
@@ -302,9 +279,9 @@ class Actuator:
         for _ in range(3):
             try:
                 intended = {SCALED_TO: f"{replicas} from {found.replicas}"}
-                version = await self._patch(found, intended, version)
+                version = (await self._patch(found, intended, version))["metadata"]["resourceVersion"]
                 patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
-                written = await self._client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
+                scale = await self._client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
                 break
             except NotFound as error:
                 raise DecideAgain(f"{found.key} is gone") from error
@@ -316,10 +293,9 @@ class Actuator:
         else:
             raise DecideAgain(f"{found.key} changes all the time")
         self._counted(found.resource.kind, "scale")
-        self._wrote[place] = LastWrite(found.uid, written["metadata"]["resourceVersion"], replicas)
         # by this a later change by another writer is detected
-        version = await self._annotate(found, {SCALED_TO: str(replicas)})
-        self._wrote[place] = LastWrite(found.uid, version, replicas)
+        written = await self._annotate(found, {SCALED_TO: str(replicas)})
+        self._informers.wrote(place, found.resource, written, scale)
 
     async def _mark(self, marks: Sequence[Annotate]) -> None:
         """Pods that are gone, or others of the same name by now, need no marks."""
@@ -327,7 +303,7 @@ class Actuator:
             namespace, name = split_key(one.key)
             patch = {"metadata": {"uid": one.uid, "annotations": one.annotations}}
             try:
-                await self._client.merge_patch(PODS, name, namespace, patch)
+                self._informers.pods.wrote(await self._client.merge_patch(PODS, name, namespace, patch))
             except (NotFound, Conflict):
                 continue
             self._counted(PODS.kind, "mark")
@@ -339,28 +315,21 @@ class Actuator:
         except NotFound as error:
             raise DecideAgain(f"{found.key} is gone") from error
 
-    async def _annotate(self, found: Scalable, annotations: dict[str, str], version: str = "") -> str:
-        """The version of the object after that. Raises DecideAgain."""
+    async def _annotate(self, found: Scalable, annotations: dict[str, str], version: str = "") -> Object:
+        """The object after that. Raises DecideAgain."""
         try:
             return await self._patch(found, annotations, version)
         except (NotFound, Conflict) as error:
             raise DecideAgain(f"{found.key} has changed") from error
 
-    async def _patch(self, found: Scalable, annotations: dict[str, str], version: str) -> str:
+    async def _patch(self, found: Scalable, annotations: dict[str, str], version: str) -> Object:
         namespace, name = split_key(found.key)
         metadata: dict[str, object] = {"uid": found.uid, "annotations": annotations}
         if version:
             metadata["resourceVersion"] = version
         written = await self._client.merge_patch(found.resource, name, namespace, {"metadata": metadata})
         self._counted(found.resource.kind, "claim")
-        return str(written["metadata"]["resourceVersion"])
-
-
-def is_older(version: str, than: str) -> bool:
-    """Of two versions of one object. Where a server does not count, any other one is taken for newer."""
-    if version.isdecimal() and than.isdecimal():
-        return int(version) < int(than)
-    return version == than
+        return written
 
 
 def _is_refusal(error: ClusterError) -> bool:

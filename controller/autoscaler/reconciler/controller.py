@@ -19,7 +19,8 @@ from controller.autoscaler.reconciler.reconcile import Decider, Parts, Reconcile
 from controller.autoscaler.reconciler.resolver import Resolver
 from controller.autoscaler.reconciler.scalables import SCALER
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_s, wall_s
-from controller.kube.informer import Selection, trimmed_pod
+from controller.kube.informer import Selection
+from controller.kube.pods import trimmed_pod
 from controller.kube.queue import QueueTiming
 from controller.kube.resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, PODS
 from controller.models.adapter import WorkKey
@@ -99,7 +100,7 @@ class ScalingController:
                 demand=demand,
                 sources=self._sources,
                 decider=decider,
-                actuator=Actuator(scaler, demand, metrics.wrote, self._informers.other_kinds.anew),
+                actuator=Actuator(scaler, demand, self._informers, metrics.wrote),
                 clock=clock,
                 rng=self._rng,
                 use_servers=self._use_servers,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from controller.autoscaler.reconciler.bindings import (
@@ -18,8 +19,9 @@ from controller.autoscaler.reconciler.bindings import (
     trimmed_policy,
 )
 from controller.autoscaler.reconciler.other_kinds import OtherKinds
-from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, reader, trimmed_pod_view
-from controller.kube.informer import Selection
+from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, scalable_of
+from controller.kube.informer import Selection, viewed
+from controller.kube.pods import POD_VIEW
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
@@ -31,15 +33,16 @@ from controller.kube.resources import (
     key_of,
 )
 from controller.models.adapter import WorkKey
+from extproc.api.spec import namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from controller.autoscaler.reconciler.bindings import ScalableRef, TargetClaim
-    from controller.autoscaler.reconciler.scalables import PodView
     from controller.kube.cache import InformerSet, SharedInformers
     from controller.kube.client import Client
     from controller.kube.informer import Informer
+    from controller.kube.pods import PodView
 
 _Bucket = tuple[str, str, str]
 _Query = tuple[str, tuple[tuple[str, str], ...]]
@@ -65,8 +68,10 @@ class PodIndex:
 
     def put(self, key: str, pod: PodView | None) -> None:
         """Add or replace a pod; None removes it."""
-        self.version += 1
         before = self._pods.pop(key, None)
+        if before is None and pod is None:
+            return
+        self.version += 1
         if before is not None:
             for bucket in self._buckets(before, self._labels):
                 found = self._keys[bucket]
@@ -118,56 +123,77 @@ class PodIndex:
 
 
 class NamespacedPods:
-    """Informers of pods in the namespaces given to ``set_wanted``. ``index``: all of their pods."""
+    """Pods of the namespaces given to ``set_wanted``; ``index`` has them. Where others of this leader watch the pods of
+    all namespaces, or there are many namespaces, that one informer is read.
+    """
 
     def __init__(self, shared: SharedInformers, synced: Callable[[], None]) -> None:
         self._shared = shared
         self._synced = synced
         self._informers: dict[str | None, Informer] = {}
+        self._listeners: dict[str | None, Callable[[str], None]] = {}
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
-        self._wanted: frozenset[str | None] = frozenset()
+        self._namespaces: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
         self.index = PodIndex()
+        shared.on_change(self._wake.set)
 
     def set_wanted(self, namespaces: Collection[str]) -> None:
-        """Replace the namespaces that are watched."""
-        wanted: frozenset[str | None] = frozenset(namespaces) if len(namespaces) <= _MOST else frozenset({None})
-        if wanted != self._wanted:
-            self._wanted = wanted
-            self._wake.set()
+        """Replace the namespaces whose pods are indexed."""
+        before, self._namespaces = self._namespaces, frozenset(namespaces)
+        changed = before ^ self._namespaces
+        for name, informer in self._informers.items() if changed else ():
+            for key in informer.objects:
+                if namespace_of(key) in changed:
+                    self._listeners[name](key)
+        self._wake.set()
 
     def has_synced(self, namespace: str) -> bool:
         """Whether all pods of a namespace have been listed."""
-        found = self._informers.get(namespace) or self._informers.get(None)
-        return found is not None and found.synced.is_set()
+        return any(one.synced.is_set() for one in self._of(namespace))
 
     def cut_off_s(self, namespace: str) -> float | None:
         """For how many seconds the watch of a namespace's pods has been broken; None if it is not."""
-        found = self._informers.get(namespace) or self._informers.get(None)
-        return None if found is None else found.cut_off_for_s()
+        return next((one.cut_off_for_s() for one in self._of(namespace) if one.synced.is_set()), None)
+
+    def wrote(self, pod: Object) -> None:
+        """What the server answered to a write of a pod."""
+        self._shared.take_in(PODS, pod)
 
     async def run(self) -> None:
         """Start and stop informers as ``set_wanted`` demands, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
-                for one in self._wanted - self._informers.keys():
-                    self._informers[one] = self._made(one)
+                wanted = self._wanted()
+                for one in wanted - self._informers.keys():
+                    self._take(one)
                     self._tasks[one] = tasks.create_task(self._follow(one), name=f"informer of pods in {one or 'all'}")
                 # informers that are no longer needed stop once all needed ones have synced: no pod is missed in between
-                if all(self._informers[one].synced.is_set() for one in self._wanted):
-                    self._drop(self._informers.keys() - self._wanted)
+                if all(self._informers[one].synced.is_set() for one in wanted):
+                    self._drop(self._informers.keys() - wanted)
                 await self._wake.wait()
 
-    def _made(self, namespace: str | None) -> Informer:
-        informer = self._shared.take(PODS, Selection(namespace), trimmed_pod_view)
+    def _of(self, namespace: str) -> list[Informer]:
+        return [self._informers[one] for one in (namespace, None) if one in self._informers]
+
+    def _wanted(self) -> frozenset[str | None]:
+        others = self._shared.users_of(PODS, Selection(), POD_VIEW) - (None in self._informers)
+        is_wide = len(self._namespaces) > _MOST or others > 0
+        return frozenset({None} if is_wide and self._namespaces else self._namespaces)
+
+    def _take(self, namespace: str | None) -> None:
+        informer = self._shared.take(PODS, Selection(namespace), POD_VIEW)
 
         def changed(key: str) -> None:
-            found = informer.get(key)
+            found = informer.get(key) if namespace_of(key) in self._namespaces else None
             self.index.put(key, None if found is None else found["view"])
 
+        self._informers[namespace], self._listeners[namespace] = informer, changed
         informer.subscribe(changed)
-        return informer
+        # others may have taken it before
+        for key in informer.objects:
+            changed(key)
 
     async def _follow(self, namespace: str | None) -> None:
         await self._informers[namespace].synced.wait()
@@ -179,10 +205,11 @@ class NamespacedPods:
         for name in list(namespaces):
             self._tasks.pop(name).cancel()
             informer = self._informers.pop(name)
-            self._shared.release(informer)
+            informer.unsubscribe(self._listeners.pop(name))
             for key in informer.objects:
                 if not any(key in one.objects for one in kept):
                     self.index.put(key, None)
+            self._shared.release(informer)
 
 
 class Informers:
@@ -196,7 +223,8 @@ class Informers:
         self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=trimmed_binding)
         self._servers = add(MODEL_SERVERS, transform=_trimmed_server)
         self._scalables: Mapping[Resource, Informer] = {
-            one.resource: add(one.resource, transform=reader(one), optional=one.optional) for one in KINDS
+            one.resource: add(one.resource, transform=viewed(partial(scalable_of, one)), optional=one.optional)
+            for one in KINDS
         }
         # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
         self._others = [
@@ -283,6 +311,13 @@ class Informers:
         """As the informer has it."""
         found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
         return None if found is None else found["view"]
+
+    def wrote(self, place: ScalableRef, resource: Resource, thing: Object, scale: Object | None = None) -> None:
+        """A target was written: what the server answered, for the object and for its scale."""
+        if not is_foreign(place):
+            self._cache.take_in(resource, thing)
+        elif scale is not None:
+            self.other_kinds.wrote(place, thing, scale)
 
     def claims_on(self, place: ScalableRef) -> list[TargetClaim]:
         """Of all bindings that have this target."""

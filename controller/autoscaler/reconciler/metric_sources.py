@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from controller.autoscaler.decision.situation import EngineState, Metric
+from controller.autoscaler.decision.situation import Metric
 from controller.autoscaler.reconciler.fair_shares import FairShares
 from controller.autoscaler.reconciler.source_http import (
     AddressForbidden,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
-    from controller.autoscaler.reconciler.scalables import PodView
     from controller.kube.client import Client
+    from controller.kube.pods import PodView
 
 POD_METRICS: Final = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
 # Bad Request and Unprocessable Entity: the body has Prometheus' error about the query.
@@ -75,7 +75,7 @@ def entry_pods(target: ResolvedTarget) -> list[tuple[str, PodView]]:
         if not pod.is_ended:
             units[target.kind.unit_of(pod)].append(pod)
     entries = [min(pods, key=lambda pod: pod.name) for pods in units.values()]
-    return [(one.name, one) for one in entries if one.ip and one.state is EngineState.READY]
+    return [(one.name, one) for one in entries if one.ip and one.is_ready and not one.is_leaving]
 
 
 def shares_of(

@@ -17,7 +17,7 @@ import msgspec
 from controller.autoscaler.reconciler.fair_shares import FairShares
 from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind, foreign_kind, scalable_of
 from controller.kube.errors import ClusterError, Forbidden, NotFound, Unreachable
-from controller.kube.resources import Object, Resource, required_labels
+from controller.kube.resources import Object, Resource, is_older, required_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -162,6 +162,13 @@ class OtherKinds:
             self._due_at_s[place] = 0.0
             self._wake.set()
 
+    def wrote(self, place: ScalableRef, thing: Object, scale: Object) -> None:
+        """What the server answered to a write of a target and of its scale."""
+        kind = self.of(place).kind
+        now = TargetRead() if kind is None else read_of(kind, place, thing, scale)
+        if now.found is not None:
+            self._take(place, now)
+
     def cut_off_s(self, namespace: str) -> float | None:
         """For how long targets of a namespace could not be read; None if they could."""
         since_s = [at_s for place, at_s in self._failing_since_s.items() if place[0] == namespace]
@@ -233,7 +240,8 @@ class OtherKinds:
             raise Unreachable(f"the API server has not answered within {self._deadline_s:g} s") from None
 
     def _take(self, place: ScalableRef, now: TargetRead) -> None:
-        if place in self._wanted and (place not in self._read or now != self._read[place]):
+        before = self.of(place)
+        if place in self._wanted and (place not in self._read or now != before) and not _is_outdated(now, before):
             self._read[place] = now
             self.version += 1
             self._changed(place)
@@ -323,6 +331,12 @@ class OtherKinds:
             scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
             thing["metadata"]["resourceVersion"] = scale["metadata"].get("resourceVersion", "")
         return read_of(kind, place, thing, scale)
+
+
+def _is_outdated(read: TargetRead, by: TargetRead) -> bool:
+    """Whether a read began before our write that ``by`` has."""
+    old, new = read.found, by.found
+    return old is not None and new is not None and old.uid == new.uid and is_older(old.version, new.version)
 
 
 def _loop_s() -> float:

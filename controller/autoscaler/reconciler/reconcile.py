@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.actuator import ActuationResult
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.resolver import ResolvedTarget
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +107,9 @@ class Reconciler:
         if view is None:
             self._forget(key)
             return ReconcileResult("gone")
-        if not self._parts.informers.has_synced(view):
-            return ReconcileResult("waiting", SOON_S)
+        lacks_s = self._lacks_s(view)
+        if lacks_s:
+            return ReconcileResult("waiting", lacks_s)
         state = self._state(view)
         result = self._resolve(view, state)
         if result.policy is None:
@@ -148,6 +148,16 @@ class Reconciler:
         view = self._parts.informers.binding(key)
         return None if view is None or view.thing["metadata"].get("deletionTimestamp") else view
 
+    def _lacks_s(self, view: BindingView) -> float | None:
+        """How long to wait for what informers do not show yet; None or 0: no longer."""
+        if not self._parts.informers.has_synced(view):
+            return SOON_S
+        work, expectations = work_of(view.key), self._parts.controller.expectations
+        left_s = expectations.left_s(work, loop_s())
+        if not left_s:
+            expectations.forget(work)
+        return left_s
+
     def _state(self, view: BindingView) -> BindingState:
         """The state of a binding; a recreated binding gets a new one."""
         state = self.states.get(view.key)
@@ -162,7 +172,7 @@ class Reconciler:
         if view.binding is None:
             return Result(now_s=now_s, problem=("Invalid", view.problem))
         state.resolution = parts.resolver.resolve_targets(view, state.resolution)
-        resolved = tuple(self._latest(one) for one in state.resolution.targets)
+        resolved = state.resolution.targets
         parts.use_servers(view.key, servers_of(resolved))
         policy = parts.informers.policy(view.policy_key)
         if policy is None:
@@ -171,13 +181,6 @@ class Reconciler:
         if policy.policy is None:
             return Result(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
         return Result(now_s=now_s, policy=policy.policy.spec, bad_schedules=policy.bad_schedules, resolved=resolved)
-
-    def _latest(self, target: ResolvedTarget) -> ResolvedTarget:
-        """As it is after our own last write, which the informer may not have yet."""
-        if target.found is None:
-            return target
-        found = self._parts.actuator.with_last_write(target.place, target.found)
-        return target if found is target.found else msgspec.structs.replace(target, found=found)
 
     def _situate(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
         """With manual overrides and a situation for each stage."""
@@ -236,19 +239,14 @@ class Reconciler:
         state.remember(view, result)
         if result.decision is not None:
             state.log.add(DecisionRecord(decision=result.decision, acts=acts_of(result)))
-        written_to, written = state.status
-        # nothing has changed since, or the informer has not delivered that write yet
-        is_latest = view is written_to or parts.controller.expectations.left_s(work, loop_s()) is not None
-        before = written if is_latest else view.thing["status"]
+        before = view.thing["status"]
         status = status_of(result, before)
-        if is_latest and status == before:
-            return
         if not await state.status_retry.attempt(
             view.key,
             lambda: parts.controller.write_status(work, AUTOSCALING_POLICY_BINDINGS, view.thing, status),
         ):
             return
-        state.status, state.unreported = (view, status), ()
+        state.unreported = ()
         await parts.controller.record(view.thing, events_of(result, status, before))
 
     async def _keep_learned(self, view: BindingView, state: BindingState, now_s: float) -> None:

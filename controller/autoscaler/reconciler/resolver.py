@@ -11,7 +11,8 @@ import msgspec
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.autoscaler.reconciler.bindings import ScalableRef, other_owner, rival
 from controller.autoscaler.reconciler.informers import is_foreign
-from controller.autoscaler.reconciler.scalables import PodView, Scalable, ScalableKind
+from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind
+from controller.kube.pods import PodView
 from controller.kube.resources import selector
 
 if TYPE_CHECKING:

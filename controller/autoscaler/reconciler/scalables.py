@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 
-from controller.api.drain_mark import DELETION_COST, DRAIN, DRAINING
-from controller.api.pod_shapes import quantity
-from controller.autoscaler.decision.situation import EngineState
+from controller.kube.pods import PodView
 from controller.kube.resources import (
     DEPLOYMENTS,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
     Object,
     Resource,
-    identity_of,
     key_of,
     seconds_of,
 )
 from controller.models.model_infer import names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PREFIX: Final = "attache.dev/"
 # Our managers of replicas, in managedFields.
@@ -35,21 +29,6 @@ SCALED_BY: Final = PREFIX + "scaled-by"
 SCALED_TO: Final = PREFIX + "scaled-to"
 # Annotation of a binding: what was learned of its targets, JSON.
 LEARNED: Final = PREFIX + "learned"
-_ENDED: Final = ("Failed", "Succeeded")
-# Why a container waits that will not start by itself, or not soon.
-_FAILING: Final = frozenset(
-    {
-        "CrashLoopBackOff",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "ErrImageNeverPull",
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "RunContainerError",
-    }
-)
-_NO_NODE: Final = frozenset({"Unschedulable", "SchedulingGated"})
 STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
 LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
 # Two of 32 bits, and the words between them.
@@ -57,100 +36,8 @@ _LONGEST_NUMBERS: Final = 40
 _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
 """The selector and the template's labels of an object."""
-
-
-class PodView(msgspec.Struct, frozen=True, kw_only=True):
-    """``key``: ``namespace/name``. ``ip``: empty until it has one. ``state``: of the engine in it. ``created_at_s`` and
-    ``ready_at_s``: since the epoch. ``draining_at_s``: since when it has our drain mark; None without.
-    ``deletion_cost``: of its annotation; None without one. ``cpu`` and ``memory``: requests of its containers, in cores
-    and bytes; 0 if any of them requests none.
-    """
-
-    key: str
-    uid: str
-    labels: Mapping[str, str]
-    ip: str
-    state: EngineState
-    created_at_s: float
-    ready_at_s: float | None = None
-    draining_at_s: float | None = None
-    deletion_cost: str | None = None
-    is_ended: bool = False
-    is_going: bool = False
-    is_ready: bool = False
-    cpu: float = 0.0
-    memory: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Without its namespace."""
-        return self.key.rpartition("/")[2]
-
-
-def trimmed_pod_view(pod: Object) -> Object:
-    """A pod as an informer keeps it: ``view`` is all that is left of it."""
-    return {"metadata": identity_of(pod), "view": view_of(pod)}
-
-
-def view_of(pod: Object) -> PodView:
-    """A pod as the API server has it."""
-    metadata, status = pod["metadata"], pod.get("status") or {}
-    annotations = metadata.get("annotations") or {}
-    conditions = {one.get("type"): one for one in status.get("conditions") or ()}
-    ready = conditions.get("Ready") or {}
-    is_ended = status.get("phase") in _ENDED
-    is_going = "deletionTimestamp" in metadata
-    is_ready = ready.get("status") == "True" and not is_ended and not is_going
-    draining_at_s = seconds_of(annotations.get(DRAINING))
-    return PodView(
-        key=key_of(pod),
-        uid=metadata.get("uid", ""),
-        labels=metadata.get("labels") or {},
-        ip=status.get("podIP") or "",
-        state=_state(
-            pod,
-            conditions.get("PodScheduled") or {},
-            is_ready=is_ready,
-            leaves=is_going or draining_at_s is not None or annotations.get(DRAIN) == "true",
-        ),
-        created_at_s=seconds_of(metadata.get("creationTimestamp")) or 0.0,
-        ready_at_s=seconds_of(ready.get("lastTransitionTime")) if is_ready else None,
-        draining_at_s=draining_at_s,
-        deletion_cost=annotations.get(DELETION_COST),
-        is_ended=is_ended,
-        is_going=is_going,
-        is_ready=is_ready,
-        cpu=_requested(pod, "cpu"),
-        memory=_requested(pod, "memory"),
-    )
-
-
-def _requested(pod: Object, name: str) -> float:
-    containers = (pod.get("spec") or {}).get("containers") or ()
-    amounts = [quantity(((one.get("resources") or {}).get("requests") or {}).get(name, 0)) for one in containers]
-    return sum(amounts) if all(amounts) else 0.0
-
-
-def _state(pod: Object, scheduled: Mapping[str, Any], *, is_ready: bool, leaves: bool) -> EngineState:
-    if leaves:
-        return EngineState.DRAINING
-    if is_ready:
-        return EngineState.READY
-    if not (pod.get("spec") or {}).get("nodeName"):
-        return EngineState.UNSCHEDULABLE if scheduled.get("reason") in _NO_NODE else EngineState.STARTING
-    return EngineState.FAILING if any(_fails(one) for one in _containers(pod)) else EngineState.STARTING
-
-
-def _containers(pod: Object) -> Iterator[Mapping[str, Any]]:
-    status = pod.get("status") or {}
-    found: Sequence[Mapping[str, Any]] = status.get("initContainerStatuses") or ()
-    yield from found
-    yield from status.get("containerStatuses") or ()
-
-
-def _fails(container: Mapping[str, Any]) -> bool:
-    state = container.get("state") or {}
-    return (state.get("waiting") or {}).get("reason") in _FAILING
+UnitOf = Callable[[PodView], str]
+"""Which replica a pod is a part of."""
 
 
 class Scalable(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,10 +66,6 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     selects: str = ""
 
 
-UnitOf = Callable[[PodView], str]
-"""Which replica a pod is a part of."""
-
-
 def _always(_: PodView) -> bool:
     return True
 
@@ -200,12 +83,6 @@ class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
     drains_itself: bool = False
     is_ordered: bool = False
     optional: bool = False
-
-
-def reader(kind: ScalableKind) -> Callable[[Object], Object]:
-    """Makes an object as an informer keeps it: ``view`` is the ``Scalable``."""
-
-    return lambda thing: {"metadata": identity_of(thing), "view": scalable_of(kind, thing)}
 
 
 def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:

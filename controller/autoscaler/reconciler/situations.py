@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import ManualOverride
     from controller.autoscaler.reconciler.demand import DemandView
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
-    from controller.autoscaler.reconciler.scalables import PodView, ScalableKind
+    from controller.autoscaler.reconciler.scalables import ScalableKind
+    from controller.kube.pods import PodView
 
 # A replica of several pods is what the worst of them is.
 _WORST_FIRST: Final = (
@@ -59,12 +60,23 @@ def engines_of(kind: ScalableKind, pods: Iterable[PodView], reports: Mapping[str
     return tuple([_engine(units[one], reports) for one in sorted(units)])
 
 
+def engine_state(pod: PodView) -> EngineState:
+    """Of the engine in it."""
+    if pod.is_leaving:
+        return EngineState.DRAINING
+    if pod.is_ready:
+        return EngineState.READY
+    if not pod.node:
+        return EngineState.UNSCHEDULABLE if pod.is_unschedulable else EngineState.STARTING
+    return EngineState.FAILING if pod.is_failing else EngineState.STARTING
+
+
 def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Engine:
     if len(pods) == 1:
         pod = pods[0]
         report = reports.get(pod.ip) if pod.ip else None
-        return Engine(pod.name, pod.state, pod.created_at_s, pod.ready_at_s, report)
-    states = {one.state for one in pods}
+        return Engine(pod.name, engine_state(pod), pod.created_at_s, pod.ready_at_s, report)
+    states = {engine_state(one) for one in pods}
     found = [report for one in pods if one.ip and (report := reports.get(one.ip)) is not None]
     ready_at_s = [one.ready_at_s for one in pods if one.ready_at_s is not None]
     return Engine(

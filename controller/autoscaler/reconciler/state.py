@@ -121,9 +121,9 @@ def decode_annotation(text: str) -> bytes:
 class BindingState(msgspec.Struct, kw_only=True):
     """``memory``: of the decision. ``first_decided_s``: when this process first decided. ``changed_s``: when replicas
     set by another writer were first observed, by target. ``resolution``: of its targets. ``ordered``: accelerators.
-    ``status``: as written last, and to what. ``unreported``: replicas written since then. ``conflicts``: of targets
-    that others write repeatedly. The rest is for the metrics: ``view`` and ``result`` of the last reconciliation, the
-    last ``stages``, the last known ``desired`` replicas, ``blocked``, and ``writes`` by target.
+    ``unreported``: replicas written since the last status. ``conflicts``: of targets that others write repeatedly. The
+    rest is for the metrics: ``view`` and ``result`` of the last reconciliation, the last ``stages``, the last known
+    ``desired`` replicas, ``blocked``, and ``writes`` by target.
     """
 
     uid: str
@@ -137,7 +137,6 @@ class BindingState(msgspec.Struct, kw_only=True):
     changed_s: dict[str, float] = {}
     resolution: Resolution | None = None
     ordered: AcceleratorOrder | None = None
-    status: tuple[BindingView | None, Mapping[str, Any]] = (None, {})
     unreported: tuple[ScaleEvent, ...] = ()
     view: BindingView | None = None
     result: Result | None = None

@@ -13,11 +13,17 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """What informers have."""
+    """What informers have, which have not had the objects that are written."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[Resource, str], Object] = {}
-        self.expectations = Expectations(lambda resource, key: self.objects.get((resource, key)), patience_s=5.0)
+        self.expectations = Expectations(self, patience_s=5.0)
+
+    def get(self, resource: Resource, key: str) -> Object | None:
+        return self.objects.get((resource, key))
+
+    def take_in(self, resource: Resource, thing: Object) -> None:
+        """Left to the watch."""
 
     def hear(self, thing: Object, resource: Resource = PODS) -> None:
         self.objects[resource, key_of(thing)] = thing

@@ -14,14 +14,14 @@ from controller.api.pod_shapes import quantity, requests_of
 from controller.kube.conditions import status_to_write, with_failure
 from controller.kube.errors import Conflict, ServerError
 from controller.kube.executor import yielded_fields
-from controller.kube.informer import trimmed_node, trimmed_pod
 from controller.kube.plan import KubeEvent, without_paths
+from controller.kube.pods import trimmed_pod, view_of
 from controller.kube.recorder import Recorder
 from controller.kube.resources import key_of
 from controller.models.adapter import GatewayLoads
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer_adapter import crash_of
-from controller.models.node_capacity import LostNodes, node_capacities, trimmed_to_requests
+from controller.models.node_capacity import LostNodes, node_capacities, trimmed_node
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def test_room_is_what_running_pods_leave_on_nodes_that_take_pods() -> None:
     running = pod(spec={"nodeName": "one", "containers": [container(cpu="1")]}, status={"phase": "Running"})
     ended = pod(spec={"nodeName": "one", "containers": [container(cpu="1")]}, status={"phase": "Succeeded"})
     nodes = [trimmed_node(one) for one in (node(), node("bad", ready="Unknown"), node("shut", unschedulable=True))]
-    (found,) = node_capacities(nodes, [trimmed_to_requests(running), trimmed_to_requests(ended)])
+    (found,) = node_capacities(nodes, [view_of(running), view_of(ended)])
     assert (found.name, found.free) == ("one", {"cpu": 3.0, "memory": 8 * 2.0**30, "pods": 9.0})
 
 

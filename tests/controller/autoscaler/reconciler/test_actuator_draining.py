@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S
-from controller.autoscaler.decision.situation import EngineReport, EngineState
+from controller.autoscaler.decision.situation import EngineReport
 from controller.autoscaler.reconciler.actuator import drain, undone, victims
-from controller.autoscaler.reconciler.scalables import PodView
+from controller.kube.pods import PodView
 
 NOW_S = 1_800_000_000.0
 
@@ -14,10 +14,10 @@ NOW_S = 1_800_000_000.0
 def pod(name: str, *, ready: bool = True, since_s: float | None = None, created_at_s: float = 0.0) -> PodView:
     return PodView(
         key=f"default/{name}",
+        name=name,
         uid=name,
         labels={},
         ip=name,
-        state=EngineState.READY if ready else EngineState.STARTING,
         created_at_s=created_at_s,
         draining_at_s=since_s,
         deletion_cost=None if since_s is None else "-1000000",

@@ -11,12 +11,12 @@ from aiohttp import web
 from controller.api.autoscaling import MetricTarget
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
-from controller.autoscaler.decision.situation import EngineState
 from controller.autoscaler.reconciler.controller import wall_s
 from controller.autoscaler.reconciler.fair_shares import FairShares
 from controller.autoscaler.reconciler.metric_sources import Sources, SourceSettings
 from controller.autoscaler.reconciler.resolver import ResolvedTarget
-from controller.autoscaler.reconciler.scalables import PodView, kind_of
+from controller.autoscaler.reconciler.scalables import kind_of
+from controller.kube.pods import PodView
 from controller.kube.resources import MODEL_INFERS
 from controller.models.model_infer import names
 from tests.scaling_scenes import situation
@@ -84,10 +84,11 @@ def engines(namespace: str, number: int, count: int) -> ResolvedTarget:
     pods = [
         PodView(
             key=f"{namespace}/llama-{index}",
+            name=f"llama-{index}",
             uid=f"{index}",
             labels={names.GROUP: f"{index}"},
             ip=f"127.{number}.{index // 250}.{index % 250 + 1}",
-            state=EngineState.READY,
+            is_ready=True,
             created_at_s=0.0,
         )
         for index in range(count)

@@ -25,12 +25,15 @@ SLOW = "slow.com/v1"
 
 
 class FakeClient:
-    """Serves Fleets with a scale. ``objects``: by name. ``asked``: of which versions the kinds were asked for. What is
-    in the group ``slow.com`` is answered once ``gate`` is set; ``begun``: names that were asked for there.
+    """Serves Fleets with a scale. ``objects``: by name, all at ``version``; ``reads``: of them so far. ``asked``: of
+    which versions the kinds were asked for. What is in the group ``slow.com`` is answered once ``gate`` is set;
+    ``begun``: names that were asked for there.
     """
 
     def __init__(self, **objects: Object) -> None:
         self.objects = objects
+        self.version = "1"
+        self.reads = 0
         self.asked: list[str] = []
         self.gate = asyncio.Event()
         self.begun: list[str] = []
@@ -48,9 +51,10 @@ class FakeClient:
         if resource.group == "slow.com":
             self.begun.append(name)
             await self.gate.wait()
+        self.reads += 1
         if name not in self.objects:
             raise NotFound(404, "NotFound", name)
-        metadata = {"name": name, "namespace": namespace, "uid": name, "resourceVersion": "1"}
+        metadata = {"name": name, "namespace": namespace, "uid": name, "resourceVersion": self.version}
         if subresource == "scale":
             return {"metadata": metadata, "spec": {"replicas": 2}, "status": {"selector": "app=llama"}}
         return {"metadata": metadata, **self.objects[name]}
@@ -182,6 +186,29 @@ async def test_a_change_during_a_read_is_read_again() -> None:
         client.gate.set()
         # two reads of scale and object, without waiting for the next time
         await eventually(lambda: len(client.begun) >= 3)
+
+
+async def test_a_write_of_ours_is_known_at_once_and_a_read_from_before_it_changes_nothing() -> None:
+    client, target = FakeClient(a={"spec": {}}), place("a")
+    scale: Object = {"spec": {"replicas": 5}, "status": {"selector": "app=llama"}}
+    metadata = {"name": "a", "namespace": "default", "uid": "a", "resourceVersion": "3"}
+    async with reading(client, {target: SERVED}, each_s=0.1) as kinds:
+
+        def replicas() -> int | None:
+            found = kinds.of(target).found
+            return None if found is None else found.replicas
+
+        # what is unknown is left to the read
+        kinds.wrote(target, {"metadata": metadata}, scale)
+        assert not kinds.is_read(target)
+        await eventually(lambda: replicas() == 2)
+        kinds.wrote(target, {"metadata": metadata}, scale)
+        assert replicas() == 5
+        at = client.reads
+        await eventually(lambda: client.reads > at + 4)
+        assert replicas() == 5
+        client.version = "4"
+        await eventually(lambda: replicas() == 2)
 
 
 async def test_a_target_that_is_not_wanted_any_more_is_read_no_more() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from controller.autoscaler.decision.situation import EngineReport, EngineState
-from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind, view_of
-from controller.autoscaler.reconciler.situations import engines_of
+from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind
+from controller.autoscaler.reconciler.situations import engine_state, engines_of
+from controller.kube.pods import view_of
 from controller.kube.resources import DEPLOYMENTS, MODEL_INFERS
 from controller.models.model_infer import names
 
@@ -50,7 +51,7 @@ def waiting(reason: str) -> dict[str, Any]:
     ],
 )
 def test_a_pod_says_what_its_engine_does(given: dict[str, Any], state: EngineState) -> None:
-    assert view_of(given).state is state
+    assert engine_state(view_of(given)) is state
 
 
 def test_a_pod_that_has_ended_is_no_engine() -> None:

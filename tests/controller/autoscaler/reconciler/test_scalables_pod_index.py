@@ -7,14 +7,13 @@ from random import Random
 
 import msgspec
 
-from controller.autoscaler.decision.situation import EngineState
 from controller.autoscaler.reconciler.informers import PodIndex
-from controller.autoscaler.reconciler.scalables import PodView
+from controller.kube.pods import PodView
 
 
 def pod(namespace: str, name: str, **labels: str) -> PodView:
     key = f"{namespace}/{name}"
-    return PodView(key=key, uid=key, labels=labels, ip="", state=EngineState.READY, created_at_s=0.0)
+    return PodView(key=key, name=name, uid=key, labels=labels, ip="", created_at_s=0.0)
 
 
 def test_it_finds_what_a_look_at_all_pods_finds() -> None:
@@ -43,3 +42,13 @@ def test_nothing_is_selected_by_nothing() -> None:
     assert index.of("a", {"app": "x"}) == []
     index.put("a/1", msgspec.structs.replace(pod("a", "1"), labels={"app": "x"}))
     assert [one.name for one in index.of("a", {"app": "x"})] == ["1"]
+
+
+def test_what_is_not_in_it_changes_nothing_when_it_goes() -> None:
+    index = PodIndex()
+    index.put("a/1", pod("a", "1", app="x"))
+    version = index.version
+    index.put("b/1", None)
+    assert index.version == version
+    index.put("a/1", None)
+    assert (index.version, index.of("a", {"app": "x"})) == (version + 1, [])

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
-from controller.autoscaler.decision.situation import EngineState
 from controller.autoscaler.reconciler.metric_sources import MetricSample, entry_pods, shares_of, total_of
 from controller.autoscaler.reconciler.resolver import ResolvedTarget
-from controller.autoscaler.reconciler.scalables import PodView, kind_of
+from controller.autoscaler.reconciler.scalables import kind_of
 from controller.autoscaler.reconciler.source_http import (
     AddressForbidden,
     AddressPolicy,
@@ -33,6 +32,7 @@ from controller.autoscaler.reconciler.source_http import (
     query_request,
     usage_by_pod,
 )
+from controller.kube.pods import PodView
 from controller.kube.resources import MODEL_INFERS
 from controller.models.model_infer import names
 
@@ -210,7 +210,7 @@ async def test_many_askers_share_a_fetch_and_a_slow_one_holds_nobody_up() -> Non
 def pod(name: str, *, cpu: float, group: str) -> PodView:
     labels_ = {names.GROUP: group}
     return PodView(
-        key=f"shop/{name}", uid=name, labels=labels_, ip="10.0.0.1", state=EngineState.READY, created_at_s=0.0, cpu=cpu
+        key=f"shop/{name}", name=name, uid=name, labels=labels_, ip="10.0.0.1", is_ready=True, created_at_s=0.0, cpu=cpu
     )
 
 
