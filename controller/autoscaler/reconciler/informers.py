@@ -30,7 +30,7 @@ from controller.kube.resources import (
     identity_of,
     key_of,
 )
-from controller.models.adapter import WorkKey
+from controller.models.kind_reconciler import WorkKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
