@@ -46,7 +46,7 @@ from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
-from extproc.translate.order import NAMES, TranslationOrder
+from extproc.translate.directive import NAMES, TranslationDirective
 
 if TYPE_CHECKING:
     import random
@@ -101,7 +101,7 @@ class DrawsCopies(Protocol):
     """Draws copies of requests."""
 
     def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
-        """The order of one, for Envoy; empty: there is none."""
+        """The directive for one, for Envoy; empty: there is none."""
         ...
 
     def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
@@ -353,7 +353,7 @@ class Dispatcher:
             request_id=request_id,
             path=changed_path(arrival),
             response_model=response_model(arrival, record.attachment, run.reserves),
-            translation=_order_of(arrival),
+            translation=_directive_of(arrival),
             mirror=pending.mirror,
             cache_bytes=_cache_bytes(record, arrival),
         )
@@ -381,7 +381,7 @@ def _cache_bytes(record: Record, arrival: Arrival) -> int:
     return wanted.most_bytes
 
 
-def _order_of(arrival: Arrival) -> TranslationOrder | None:
+def _directive_of(arrival: Arrival) -> TranslationDirective | None:
     """Without the headers by which the engine is found. None: the request is not translated."""
     api, to, engine = arrival.request.api, arrival.destination, arrival.engine_api
     if api is None or engine is None:
@@ -393,7 +393,7 @@ def _order_of(arrival: Arrival) -> TranslationOrder | None:
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
-    return TranslationOrder(NAMES[api], NAMES[engine], is_strict=is_strict, answer_headers=answer_headers)
+    return TranslationDirective(NAMES[api], NAMES[engine], is_strict=is_strict, answer_headers=answer_headers)
 
 
 def _pending(

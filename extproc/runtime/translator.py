@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The translator, a process beside Envoy: requests into the API of their engines, and answers into the client's.
 
-Envoy sends it each request that extproc has decided so, at one socket, with an order in a header. It sends the
+Envoy sends it each request that extproc has decided so, at one socket, with a directive in a header. It sends the
 translated request to another socket, where Envoy listens again: Envoy finds the engine, tries again and writes keys as
 for all others. A client that leaves ends the request of the engine.
 """
@@ -47,7 +47,7 @@ from extproc.protocol import (
 )
 from extproc.relay import HOP_BY_HOP, is_text, relay_session
 from extproc.runtime.translator_metrics import TranslatorMetrics, showing
-from extproc.translate.order import TranslationOrder, decode_order
+from extproc.translate.directive import TranslationDirective, decode_directive
 from extproc.translate.translation import translation
 
 if TYPE_CHECKING:
@@ -89,49 +89,49 @@ class Translator:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The client's answer to one request."""
         try:
-            order = decode_order(request.headers.get(TRANSLATE, ""))
+            directive = decode_directive(request.headers.get(TRANSLATE, ""))
         except msgspec.MsgspecError:
             return _refused(InternalError(), "chat")
-        between = translation(order.client, order.engine)
+        between = translation(directive.client, directive.engine)
         if between is None:
-            return _refused(InternalError(), order.client)
+            return _refused(InternalError(), directive.client)
         ended = "left"
         with self._metrics.in_flight.track_inprogress():
             try:
-                answer, ended = await self._answer(request, order, between)
+                answer, ended = await self._answer(request, directive, between)
             finally:
-                self._metrics.on_request_ended(order, ended)
+                self._metrics.on_request_ended(directive, ended)
         return answer
 
     async def _answer(
-        self, request: web.Request, order: TranslationOrder, between: Translation
+        self, request: web.Request, directive: TranslationDirective, between: Translation
     ) -> tuple[web.StreamResponse, str]:
         """The answer, and how it has ended."""
         try:
             path = between.path(request.path_qs)
-            asked = await self._in_turn(partial(between.request, strict=order.is_strict), await request.read())
-            headers = _request_headers(request.headers, order, between)
+            asked = await self._in_turn(partial(between.request, strict=directive.is_strict), await request.read())
+            headers = _request_headers(request.headers, directive, between)
             async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
-                return await self._translated(request, found, order, between, asked)
+                return await self._translated(request, found, directive, between, asked)
         except Refusal as refusal:
-            return _refused(refusal, order.client), "refused"
+            return _refused(refusal, directive.client), "refused"
         except aiohttp.ClientConnectionError:
             no_engine = NoEndpoint("The gateway is not ready for this request; try again soon.")
-            return _refused(no_engine, order.client), "no_engine"
+            return _refused(no_engine, directive.client), "no_engine"
         except aiohttp.ClientResponseError:
             no_http = UntranslatableAnswer("The engine's answer is not HTTP.")
-            return _refused(no_http, order.client), "untranslatable"
+            return _refused(no_http, directive.client), "untranslatable"
 
     async def _translated(
         self,
         request: web.Request,
         found: aiohttp.ClientResponse,
-        order: TranslationOrder,
+        directive: TranslationDirective,
         between: Translation,
         asked: Translated,
     ) -> tuple[web.StreamResponse, str]:
         headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
-        headers.update(order.answer_headers)
+        headers.update(directive.answer_headers)
         if asked.dropped:
             headers[DROPPED_FIELDS] = ", ".join(asked.dropped)
         if found.status == 200 and asked.stream and found.content_type == _EVENTS:
@@ -144,7 +144,7 @@ class Translator:
         try:
             body = await self._in_turn(partial(between.answer, found.status), await _whole(found))
         except Refusal as refusal:
-            return _refused(refusal, order.client, headers), "untranslatable"
+            return _refused(refusal, directive.client, headers), "untranslatable"
         return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON}), "answered"
 
     async def _relay(
@@ -187,9 +187,9 @@ class Translator:
 
 
 def _request_headers(
-    given: CIMultiDictProxy[str], order: TranslationOrder, between: Translation
+    given: CIMultiDictProxy[str], directive: TranslationDirective, between: Translation
 ) -> list[tuple[str, str]]:
-    changed = {**dict(between.headers()), **order.headers}
+    changed = {**dict(between.headers()), **directive.headers}
     kept = [
         (name, value)
         for name, value in given.items()
