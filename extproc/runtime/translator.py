@@ -30,6 +30,7 @@ from extproc.errors import (
     to_anthropic_body,
     to_openai_body,
 )
+from extproc.http_headers import HOP_BY_HOP
 from extproc.notify import ALIVE, READY, notify, watchdog_s
 from extproc.page_server import PageLimits, PageServer
 from extproc.ports import listen
@@ -45,7 +46,7 @@ from extproc.protocol import (
     TRANSLATED_SOCKET,
     TRANSLATOR_SOCKET,
 )
-from extproc.relay import HOP_BY_HOP, is_text, relay_session
+from extproc.relay import is_text, relay_session
 from extproc.runtime.translator_metrics import TranslatorMetrics, showing
 from extproc.translate.directive import TranslationDirective, decode_directive
 from extproc.translate.translation import translation
