@@ -112,15 +112,15 @@ SERVED_BY: Final = "x-attache-served-by"
 DEGRADED: Final = "x-attache-degraded"
 # Of an answer of an engine, between two filters of Envoy: the class of refusals for which it makes the next attempt.
 REFUSED_FOR: Final = "x-attache-refused-for"
-# Of a request that another process translates for its engines: how, as JSON (``extproc.translate.order``). It goes to
-# this cluster of Envoy, and comes back to a listener of Envoy's own; each has a socket in the bundle's directory.
+# Of a request that another process translates for its engines: how, as JSON (``extproc.translate.directive``). It goes
+# to this cluster of Envoy, and comes back to a listener of Envoy's own; each has a socket in the bundle's directory.
 TRANSLATE: Final = "x-attache-translate"
 TRANSLATOR_CLUSTER: Final = "attache-translator"
 TRANSLATOR_SOCKET: Final = "translator.sock"
 TRANSLATED_SOCKET: Final = "translated.sock"
 # Of a request of which Envoy sends a copy to an engine of another ModelServer: what the copy is to be, as JSON
-# (``extproc.core.mirror``). The copy goes to a listener of Envoy's own, with a socket in the bundle's directory; gRPC
-# metadata of its streams, which clients cannot write, are what makes extproc believe the header.
+# (``extproc.routing.mirror``). The copy goes to a listener of Envoy's own, with a socket in the bundle's directory;
+# gRPC metadata of its streams, which clients cannot write, are what makes extproc believe the header.
 MIRROR: Final = "x-attache-mirror"
 MIRROR_KEY: Final = "x-attache-mirrored"
 MIRROR_CLUSTER: Final = "attache-mirror"

@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import aiohttp
 
 if TYPE_CHECKING:
     from extproc.page_server import PageLimits
-
-# Headers of a connection, not of a message.
-HOP_BY_HOP: Final = frozenset(
-    {"connection", "expect", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
-)
 
 
 def is_text(value: str) -> bool:

@@ -27,7 +27,7 @@ from controller.usage.metrics import UsageSeries
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
-from extproc.translate.order import TranslationOrder
+from extproc.translate.directive import TranslationDirective
 from tests.docs_examples import EXAMPLES
 from tests.programs import program
 from tests.test_metric_families import BINDING
@@ -55,7 +55,7 @@ def exported(folder: Path) -> dict[str, set[str]]:
     observe_api_calls(manager)
     found: dict[str, set[str]] = {}
     translator = TranslatorMetrics()
-    translator.on_request_ended(TranslationOrder("messages", "chat"), "answered")
+    translator.on_request_ended(TranslationDirective("messages", "chat"), "answered")
     for registry in (extproc, follower, gateway.registry, manager, translator.registry):
         for collector in list(registry._collector_to_names):
             families: list[Any] = list(collector.collect())

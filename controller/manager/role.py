@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.lease import LeaderElection
     from controller.kube.metrics import ManagerMetrics
-    from controller.models.adapter import Loads
     from controller.models.controller import DecisionFunctions, ModelControllerSettings, Source
+    from controller.models.kind_reconciler import Loads
     from controller.models.metrics import Objects
     from controller.webhooks.role import WebhookRole
 

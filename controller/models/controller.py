@@ -15,11 +15,11 @@ from controller.kube.informer import without_managed_fields
 from controller.kube.plan import KubeEvent
 from controller.kube.pods import trimmed_pod
 from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
-from controller.models.adapter import GatewayLoads, KindAdapter, Loads, PodLoads, WorkKey
 from controller.models.agent_lists import AgentLists
+from controller.models.kind_reconciler import GatewayLoads, KindReconciler, Loads, PodLoads, WorkKey
 from controller.models.model.model_state import ModelSettings
-from controller.models.model_adapter import ModelAdapter, SharedNamespaces
-from controller.models.model_infer_adapter import ModelInferAdapter
+from controller.models.model_infer_reconciler import ModelInferReconciler
+from controller.models.model_reconciler import ModelReconciler, SharedNamespaces
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
     from controller.kube.plan import Plan
-    from controller.models.model_adapter import DecideModel
-    from controller.models.model_infer_adapter import Decide
+    from controller.models.kind_reconciler import Owned
+    from controller.models.model_infer_reconciler import Decide
+    from controller.models.model_reconciler import DecideModel
 
 # Of a message: an error may repeat a user's text.
 _LONGEST: Final = 1000
@@ -90,10 +91,10 @@ class ModelController:
             shared=shared,
         )
         cache, enqueue = self._controller.cache, self._controller.enqueue_soon
-        infers = ModelInferAdapter(
+        infers = ModelInferReconciler(
             client, cache, enqueue, decisions.model_infer, hasten=self._controller.enqueue_changed
         )
-        models = ModelAdapter(
+        models = ModelReconciler(
             client,
             cache,
             enqueue,
@@ -105,10 +106,10 @@ class ModelController:
         )
         self._gateways = cache.add(PODS, labels=LOADS_LABEL, transform=trimmed_pod, all_namespaces=True)
         self._infer_pods = infers.pods
-        self._adapters: Mapping[str, KindAdapter] = {one.resource.kind: one for one in (infers, models)}
+        self._reconcilers: Mapping[str, KindReconciler] = {one.resource.kind: one for one in (infers, models)}
         self._states: dict[WorkKey, _State] = {}
-        for adapter in self._adapters.values():
-            adapter.informer.subscribe(self._on_change(adapter))
+        for reconciler in self._reconcilers.values():
+            reconciler.informer.subscribe(self._on_change(reconciler))
         self._controller.add_source("logs of crashed containers", infers.log_tails.run)
         if source is not None:
             self._controller.add_source("kopf", lambda: source(self.enqueue))
@@ -126,36 +127,36 @@ class ModelController:
 
     def objects(self) -> tuple[Collection[Object], Collection[Object]]:
         """All Models and ModelInfers, as the informers have them now."""
-        models, infers = (self._adapters[one.kind].informer.objects.values() for one in (MODELS, MODEL_INFERS))
+        models, infers = (self._reconcilers[one.kind].informer.objects.values() for one in (MODELS, MODEL_INFERS))
         return models, infers
 
     def enqueue(self, kind: str, key: str) -> None:
         """An object of a kind may have changed."""
-        for adapter in self._adapters.values():
-            for work in adapter.keys_to_reconcile(kind, key):
+        for reconciler in self._reconcilers.values():
+            for work in reconciler.keys_to_reconcile(kind, key):
                 self._controller.enqueue(work)
 
     async def _reconcile(self, work: WorkKey) -> ReconcileResult:
-        adapter, expectations = self._adapters[work.kind], self._controller.expectations
+        reconciler, expectations = self._reconcilers[work.kind], self._controller.expectations
         left_s = expectations.left_s(work, loop_s())
         if left_s:
             return ReconcileResult("early", left_s)
         # an event was lost, or our copies are old: list the children again
         is_late = left_s is not None
-        thing = await self._fetch(adapter, work.key) if is_late else adapter.informer.get(work.key)
+        thing = await self._fetch(reconciler, work.key) if is_late else reconciler.informer.get(work.key)
         if thing is None or "deletionTimestamp" in thing["metadata"]:
             # what it owns is collected by Kubernetes
             expectations.forget(work)
             self._states.pop(work, None)
             return ReconcileResult("gone")
-        owned = await adapter.list_children(thing) if is_late else adapter.cached_children(thing)
+        owned = await reconciler.list_children(thing) if is_late else reconciler.cached_children(thing)
         if is_late:
             expectations.forget(work)
             self._metrics.count_relist(work.kind)
         state = self._states.setdefault(work, _State())
-        loads = await self._ask(work.kind, state.asks)
-        plan = await self._decide(work, adapter, thing, lambda: adapter.decide(thing, owned, loads, self._clock()))
-        await self._carry_out(work, adapter, thing, plan)
+        pod_loads = await self._ask(work.kind, state.asks)
+        plan = await self._plan(work, thing, owned, pod_loads)
+        await self._carry_out(work, reconciler, thing, plan)
         is_new = bool(plan.asks_loads_of - state.asks)
         state.asks = plan.asks_loads_of
         if is_new or len(plan.actions) > self._settings.most_actions:
@@ -163,19 +164,20 @@ class ModelController:
         again_s = None if plan.requeue_at_s is None else plan.requeue_at_s - self._clock()
         return ReconcileResult("planned" if plan.actions else "settled", again_s)
 
-    async def _decide(self, work: WorkKey, adapter: KindAdapter, thing: Object, decide: Callable[[], Plan]) -> Plan:
+    async def _plan(self, work: WorkKey, thing: Object, owned: Owned, pod_loads: PodLoads) -> Plan:
         """The plan. A defect of ours about one object is reported in its status, where its owner sees it."""
+        reconciler = self._reconcilers[work.kind]
         try:
-            return decide()
+            return reconciler.plan(thing, owned, pod_loads, self._clock())
         except Exception as error:
             message = (
                 f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
             )
             event = KubeEvent("Warning", "InternalError", message[:_LONGEST])
-            await self._report_failure(work, adapter, thing, None, event)
+            await self._report_failure(work, reconciler, thing, None, event)
             raise
 
-    async def _carry_out(self, work: WorkKey, adapter: KindAdapter, thing: Object, plan: Plan) -> None:
+    async def _carry_out(self, work: WorkKey, reconciler: KindReconciler, thing: Object, plan: Plan) -> None:
         """After any of the actions, the next reconcile can continue from the state reached, as after a failure."""
         try:
             reasons = " ".join(one.reason for one in plan.events)
@@ -183,23 +185,28 @@ class ModelController:
                 await self._controller.execute(work, plan.actions[: self._settings.most_actions])
         except ObjectRefused as refused:
             event = KubeEvent("Warning", refused.reason, refused.message)
-            await self._report_failure(work, adapter, thing, plan.status, event)
+            await self._report_failure(work, reconciler, thing, plan.status, event)
             raise
         if plan.status is not None:
-            await self._controller.write_status(work, adapter.resource, thing, plan.status)
+            await self._controller.write_status(work, reconciler.resource, thing, plan.status)
         await self._controller.record(thing, plan.events)
 
     async def _report_failure(
-        self, work: WorkKey, adapter: KindAdapter, thing: Object, status: Mapping[str, Any] | None, event: KubeEvent
+        self,
+        work: WorkKey,
+        reconciler: KindReconciler,
+        thing: Object,
+        status: Mapping[str, Any] | None,
+        event: KubeEvent,
     ) -> None:
         before = thing.get("status") or {}
-        failed = adapter.status_of_failure(status, before, reason=event.reason, message=event.message)
-        await self._controller.write_status(work, adapter.resource, thing, failed)
+        failed = reconciler.status_of_failure(status, before, reason=event.reason, message=event.message)
+        await self._controller.write_status(work, reconciler.resource, thing, failed)
         await self._controller.record(thing, [event])
 
-    async def _fetch(self, adapter: KindAdapter, key: str) -> Object | None:
+    async def _fetch(self, reconciler: KindReconciler, key: str) -> Object | None:
         namespace, name = split_key(key)
-        found = await self._client.find(adapter.resource, name, namespace)
+        found = await self._client.find(reconciler.resource, name, namespace)
         return None if found is None else without_managed_fields(found)
 
     async def _ask(self, kind: str, pods: frozenset[str]) -> PodLoads:
@@ -210,9 +217,9 @@ class ModelController:
             return PodLoads(pods, models=await self._lists.ask(pods))
         return PodLoads(pods, await self._loads.ask(pods))
 
-    def _on_change(self, adapter: KindAdapter) -> Callable[[str], None]:
+    def _on_change(self, reconciler: KindReconciler) -> Callable[[str], None]:
         def changed(key: str) -> None:
-            work, thing = WorkKey(adapter.resource.kind, key), adapter.informer.get(key)
+            work, thing = WorkKey(reconciler.resource.kind, key), reconciler.informer.get(key)
             generation = None if thing is None else (thing["metadata"]["uid"], thing["metadata"].get("generation"))
             state = self._states.setdefault(work, _State())
             if state.generation == generation:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration directory: types, decoding, checks; imports nothing else of extproc."""
+"""The configuration directory: types, decoding, checks; of extproc it imports http_headers alone."""

@@ -18,6 +18,7 @@ from extproc.api.matches import check_header_name
 from extproc.api.payload_log import parse_url
 from extproc.api.quantities import Duration, check_duration
 from extproc.api.spec import Name, NonEmpty, Rule, Spec
+from extproc.http_headers import HOP_BY_HOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,11 +26,8 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
 
 # Of what frames the call, and of what it says itself.
-_OWN_HEADERS: Final = frozenset(
-    {
-        *("accept-encoding", "authorization", "connection", "content-encoding", "content-length", "content-type"),
-        *("expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
-    }
+_OWN_HEADERS: Final = HOP_BY_HOP.union(
+    ("accept-encoding", "authorization", "content-encoding", "content-length", "content-type", "host")
 )
 _OWN_PREFIX: Final = "ce-"
 

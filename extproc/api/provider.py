@@ -12,6 +12,7 @@ import msgspec
 from extproc.api import spec as patterns
 from extproc.api.addresses import is_hostname, join_host_port
 from extproc.api.spec import Rule, Spec
+from extproc.http_headers import HOP_BY_HOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,9 +25,8 @@ _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
 
 AwsName = Annotated[str, msgspec.Meta(pattern=patterns.AWS_NAME, max_length=64)]
 # A key in one of these would change what a request is, or where it goes.
-_NOT_FOR_KEYS: Final = (
-    *("accept", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "keep-alive"),
-    *("proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "user-agent"),
+_NOT_FOR_KEYS: Final = sorted(
+    HOP_BY_HOP | {"accept", "content-encoding", "content-length", "content-type", "host", "user-agent"}
 )
 
 

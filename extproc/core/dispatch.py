@@ -28,7 +28,7 @@ from extproc.core.effects import (
     with_fault,
 )
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
-from extproc.core.feedback import SWEEP_S, OverdueRequests
+from extproc.core.feedback import OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
 from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
@@ -45,7 +45,7 @@ from extproc.request.prefill import Changes
 from extproc.request.rewrite import fields_of, is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
-from extproc.translate.order import NAMES, TranslationOrder
+from extproc.translate.directive import NAMES, TranslationDirective
 
 if TYPE_CHECKING:
     import random
@@ -100,7 +100,7 @@ class DrawsCopies(Protocol):
     """Draws copies of requests."""
 
     def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
-        """The order of one, for Envoy; empty: there is none."""
+        """The directive for one, for Envoy; empty: there is none."""
         ...
 
     def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
@@ -313,8 +313,7 @@ class Dispatcher:
         count_dispatch(record, run)
         if record.grants:
             self._accounts.report_soft(record.grants, out)
-        if now >= self._overdue.sweep_at_s.get(run.pool.name, SWEEP_S):
-            self._overdue.sweep(run.pool, now, out)
+        self._overdue.sweep(run.pool, now, out)
         if self._has_peers:
             out.append(Broadcast(started(record, run)))
 
@@ -356,7 +355,7 @@ class Dispatcher:
             request_id=request_id,
             path=changed_path(arrival),
             response_model=response_model(arrival, record.attachment, run.reserves),
-            translation=_order_of(arrival),
+            translation=_directive_of(arrival),
             mirror=pending.mirror,
             cache_bytes=_cache_bytes(record, arrival),
         )
@@ -384,7 +383,7 @@ def _cache_bytes(record: Record, arrival: Arrival) -> int:
     return wanted.most_bytes
 
 
-def _order_of(arrival: Arrival) -> TranslationOrder | None:
+def _directive_of(arrival: Arrival) -> TranslationDirective | None:
     """Without the headers by which the engine is found. None: the request is not translated."""
     api, to, engine = arrival.request.api, arrival.destination, arrival.engine_api
     if api is None or engine is None:
@@ -396,7 +395,7 @@ def _order_of(arrival: Arrival) -> TranslationOrder | None:
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
-    return TranslationOrder(
+    return TranslationDirective(
         NAMES[api],
         NAMES[engine],
         is_strict=is_strict,

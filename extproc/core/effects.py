@@ -23,7 +23,7 @@ from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
-from extproc.translate.order import TranslationOrder
+from extproc.translate.directive import TranslationDirective
 
 _Result = TypeVar("_Result")
 
@@ -68,9 +68,9 @@ class Decision(msgspec.Struct, frozen=True):
     without one. ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other.
     ``request_id``: that both engines must have in place of the client's, empty for that. ``path``: in place of the
     client's, empty for that. ``response_model``: in answers, as JSON text; empty: they stay as they come.
-    ``translation``: of the request for its engines, without headers; None: they get it as it is. ``mirror``: the order
-    of a copy, empty: Envoy makes none. ``cache_bytes``: the longest answer that the response cache keeps; 0: it keeps
-    none.
+    ``translation``: of the request for its engines, without headers; None: they get it as it is. ``mirror``: the
+    directive for a copy, empty: Envoy makes none. ``cache_bytes``: the longest answer that the response cache keeps; 0:
+    it keeps none.
     """
 
     ticket: str
@@ -89,7 +89,7 @@ class Decision(msgspec.Struct, frozen=True):
     request_id: str = ""
     path: str = ""
     response_model: str = ""
-    translation: TranslationOrder | None = None
+    translation: TranslationDirective | None = None
     mirror: str = ""
     cache_bytes: int = 0
 

@@ -34,11 +34,11 @@ class Mirrors:
         self._builder = builder
 
     def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
-        """The order of a copy, for Envoy; empty: there is none."""
+        """The directive for a copy, for Envoy; empty: there is none."""
         mirror = arrival.destination.rule.mirror
         if mirror is None or not attachment.is_bundle or self._rng.random() * 100 >= mirror.percent:
             return ""
-        return "" if any(self._reasons_against(arrival, considered, now)) else mirror.order
+        return "" if any(self._reasons_against(arrival, considered, now)) else mirror.directive
 
     def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
         """What becomes of a copy of the request, in words; empty if its rule has no mirror."""

@@ -46,9 +46,9 @@ from extproc.request.model_call import api_of_call, check_headers, read_call, re
 from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
 from extproc.request.overrides import Overrides, changes_by
 from extproc.request.rewrite import fields_of, with_changes
-from extproc.routing.mirror import read_order
+from extproc.routing.mirror import read_directive
 from extproc.routing.resolve import Destination, RoutingTable, RuleTerms
-from extproc.translate.order import engine_api
+from extproc.translate.directive import engine_api
 
 if TYPE_CHECKING:
     import random
@@ -288,21 +288,23 @@ class RequestBuilder:
         return self._direct(request, server, head, body)
 
     def copy(self, head: Head, body: bytes) -> Arrival:
-        """A copy of a request, to the ModelServer that its order names; raises a Refusal. Nobody waits for its answer,
-        and nobody is charged.
+        """A copy of a request, to the ModelServer that its directive names; raises a Refusal. Nobody waits for its
+        answer, and nobody is charged.
         """
         admitted = self.check_head(head)
         try:
-            order = read_order(head.headers.get(MIRROR, ""))
+            directive = read_directive(head.headers.get(MIRROR, ""))
         except ValueError:
             raise BadRequest("This listener has copies of requests alone.") from None
         if isinstance(admitted, ModelPath) or admitted.spec.calls is not None:
             raise BadRequest("The body of a copy must be JSON.")
-        request, pool = parse_body(admitted, body, head.headers), self.pools.get(order.server)
+        request, pool = parse_body(admitted, body, head.headers), self.pools.get(directive.server)
         if pool is None:
-            raise NoEndpoint(f"The ModelServer '{order.server}' is not configured any more.")
-        overrides = None if order.most is None else Overrides(max_output_tokens=order.most)
-        destination = Destination(order.server, pool.spec.model, rule=_COPY_TERMS, overrides=overrides, is_copy=True)
+            raise NoEndpoint(f"The ModelServer '{directive.server}' is not configured any more.")
+        overrides = None if directive.most is None else Overrides(max_output_tokens=directive.most)
+        destination = Destination(
+            directive.server, pool.spec.model, rule=_COPY_TERMS, overrides=overrides, is_copy=True
+        )
         place, salt, _ = self._place(request, destination, head, _NOBODY, may_translate=False)
         found = Arrival(request, destination, place, head, body, _NOBODY, salt)
         return found if overrides is None else _with_overrides(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rule's mirror, compiled, and the order of a copy, which Envoy carries from a request's decision to its copy's."""
+"""A rule's mirror, compiled, and the directive that Envoy carries from a request's decision to that of its copy."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class CompiledMirror(msgspec.Struct, frozen=True):
     most: int | None = None
 
     @property
-    def order(self) -> str:
+    def directive(self) -> str:
         """Of a copy: a header's value, in ASCII, as names of objects are."""
-        return msgspec.json.encode(MirrorOrder(self.server, self.most)).decode()
+        return msgspec.json.encode(MirrorDirective(self.server, self.most)).decode()
 
 
-class MirrorOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """As in CompiledMirror."""
+class MirrorDirective(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a copy is to be; fields as in CompiledMirror."""
 
     server: str
     most: int | None = None
 
 
-_orders: Final = msgspec.json.Decoder(MirrorOrder)
+_directives: Final = msgspec.json.Decoder(MirrorDirective)
 
 
-def read_order(text: str) -> MirrorOrder:
-    """The order in ``text``; raises ValueError."""
-    return _orders.decode(text)
+def read_directive(text: str) -> MirrorDirective:
+    """The directive in ``text``; raises ValueError."""
+    return _directives.decode(text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The translator, a process beside Envoy: requests into the API of their engines, and answers into the client's.
 
-Envoy sends it each request that extproc has decided so, at one socket, with an order in a header. It sends the
+Envoy sends it each request that extproc has decided so, at one socket, with a directive in a header. It sends the
 translated request to another socket, where Envoy listens again: Envoy finds the engine, tries again and writes keys as
 for all others. A client that leaves ends the request of the engine.
 """
@@ -31,6 +31,7 @@ from extproc.errors import (
     to_anthropic_body,
     to_openai_body,
 )
+from extproc.http_headers import HOP_BY_HOP
 from extproc.notify import ALIVE, READY, notify, watchdog_s
 from extproc.page_server import PageLimits, PageServer
 from extproc.ports import listen
@@ -48,9 +49,9 @@ from extproc.protocol import (
     TRANSLATED_SOCKET,
     TRANSLATOR_SOCKET,
 )
-from extproc.relay import HOP_BY_HOP, is_text, relay_session
+from extproc.relay import is_text, relay_session
 from extproc.runtime.translator_metrics import TranslatorMetrics, showing
-from extproc.translate.order import TranslationOrder, decode_order
+from extproc.translate.directive import TranslationDirective, decode_directive
 from extproc.translate.translation import translation
 
 if TYPE_CHECKING:
@@ -94,52 +95,52 @@ class Translator:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The client's answer to one request."""
         try:
-            order = decode_order(request.headers.get(TRANSLATE, ""))
+            directive = decode_directive(request.headers.get(TRANSLATE, ""))
         except msgspec.MsgspecError:
             return _refused(InternalError(), "chat")
-        between = translation(order.client, order.engine)
+        between = translation(directive.client, directive.engine)
         if between is None:
-            return _refused(InternalError(), order.client)
+            return _refused(InternalError(), directive.client)
         ended = "left"
         with self._metrics.in_flight.track_inprogress():
             try:
-                answer, ended = await self._answer(request, order, between)
+                answer, ended = await self._answer(request, directive, between)
             finally:
-                self._metrics.on_request_ended(order, ended)
+                self._metrics.on_request_ended(directive, ended)
         return answer
 
     async def _answer(
-        self, request: web.Request, order: TranslationOrder, between: Translation
+        self, request: web.Request, directive: TranslationDirective, between: Translation
     ) -> tuple[web.StreamResponse, str]:
         """The answer, and how it has ended."""
         try:
             path = between.path(request.path_qs)
-            asked = await self._in_turn(partial(between.request, strict=order.is_strict), await request.read())
-            headers = _request_headers(request.headers, order, between)
-            is_late = partial(_is_late, order.limit_s, asyncio.get_running_loop().time())
+            asked = await self._in_turn(partial(between.request, strict=directive.is_strict), await request.read())
+            headers = _request_headers(request.headers, directive, between)
+            is_late = partial(_is_late, directive.limit_s, asyncio.get_running_loop().time())
             async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
-                return await self._translated(request, found, order, between, asked, is_late)
+                return await self._translated(request, found, directive, between, asked, is_late)
         except Refusal as refusal:
-            return _refused(refusal, order.client), "refused"
+            return _refused(refusal, directive.client), "refused"
         except aiohttp.ClientConnectionError:
             no_engine = NoEndpoint("The gateway is not ready for this request; try again soon.")
-            return _refused(no_engine, order.client), "no_engine"
+            return _refused(no_engine, directive.client), "no_engine"
         except aiohttp.ClientResponseError:
             no_http = UntranslatableAnswer("The engine's answer is not HTTP.")
-            return _refused(no_http, order.client), "untranslatable"
+            return _refused(no_http, directive.client), "untranslatable"
 
     async def _translated(
         self,
         request: web.Request,
         found: aiohttp.ClientResponse,
-        order: TranslationOrder,
+        directive: TranslationDirective,
         between: Translation,
         asked: Translated,
         is_late: Callable[[], bool],
     ) -> tuple[web.StreamResponse, str]:
         """``is_late``: whether the time limit of Envoy's second listener is over, which then is what cut an answer."""
         headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
-        headers.update(order.answer_headers)
+        headers.update(directive.answer_headers)
         if asked.dropped:
             headers[DROPPED_FIELDS] = ", ".join(asked.dropped)
         if found.status == 200 and asked.stream and found.content_type == _EVENTS:
@@ -151,13 +152,13 @@ class Translator:
         try:
             whole = await _whole(found, is_late)
         except OutOfTime as refusal:
-            return _refused(refusal, order.client, {**headers, ENGINE_ANSWERED: OUT_OF_TIME}), "timeout"
+            return _refused(refusal, directive.client, {**headers, ENGINE_ANSWERED: OUT_OF_TIME}), "timeout"
         except Refusal as refusal:
-            return _refused(refusal, order.client, headers), "untranslatable"
+            return _refused(refusal, directive.client, headers), "untranslatable"
         try:
             body = await self._in_turn(partial(between.answer, found.status), whole)
         except Refusal as refusal:
-            return _refused(refusal, order.client, headers), "untranslatable"
+            return _refused(refusal, directive.client, headers), "untranslatable"
         return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON}), "answered"
 
     async def _relay(
@@ -201,9 +202,9 @@ class Translator:
 
 
 def _request_headers(
-    given: CIMultiDictProxy[str], order: TranslationOrder, between: Translation
+    given: CIMultiDictProxy[str], directive: TranslationDirective, between: Translation
 ) -> list[tuple[str, str]]:
-    changed = {**dict(between.headers()), **order.headers}
+    changed = {**dict(between.headers()), **directive.headers}
     kept = [
         (name, value)
         for name, value in given.items()

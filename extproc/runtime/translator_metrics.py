@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator
 
-    from extproc.translate.order import TranslationOrder
+    from extproc.translate.directive import TranslationDirective
 
 # How a translation ends: with an answer of the engine, with a refusal of the client's request, with an answer that is
 # none of the engine's API, with a stream that was cut, at a time limit in the middle of an answer, without an engine,
@@ -39,9 +39,9 @@ class TranslatorMetrics:
             "attache_translations_in_flight", "Requests that are being translated.", registry=self.registry
         )
 
-    def on_request_ended(self, order: TranslationOrder, ended: str) -> None:
+    def on_request_ended(self, directive: TranslationDirective, ended: str) -> None:
         """One of ``ENDS``."""
-        self._ended.labels(order.client, order.engine, ended).inc()
+        self._ended.labels(directive.client, directive.engine, ended).inc()
 
 
 @contextlib.asynccontextmanager

@@ -76,7 +76,7 @@ from extproc.streams.messages import (
     Value,
 )
 from extproc.streams.order import BodyMode
-from extproc.translate.order import encode_order
+from extproc.translate.directive import encode_directive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
     from extproc.streams.messages import ProcessingRequest
-    from extproc.translate.order import TranslationOrder
+    from extproc.translate.directive import TranslationDirective
 
 # The value of the field that varies, in the message that a Template is made of.
 MARK: Final = "<varies>"
@@ -314,7 +314,7 @@ def _decision_answer(
     server = (SERVER_CLUSTER + decision.server).encode()
     headers = b"".join((*_SERVER.fill(server), *_routing_headers(decision, destination), forged))
     if decision.translation is not None:
-        headers += b"".join(_TRANSLATE.fill(encode_order(_complete(decision.translation, decision))))
+        headers += b"".join(_TRANSLATE.fill(encode_directive(_complete(decision.translation, decision))))
     policy = decision.policy if attempts is None else attempts.policy
     if policy:
         headers += b"".join(_POLICY.fill(policy.encode()))
@@ -338,7 +338,7 @@ def _decision_answer(
     return b"".join((_metadata(decision, destination), route, answer, body or b""))
 
 
-def _complete(order: TranslationOrder, decision: Decision) -> TranslationOrder:
+def _complete(directive: TranslationDirective, decision: Decision) -> TranslationDirective:
     """With the headers of this answer that the request has lost when it comes back translated."""
     headers = {
         DESTINATION: ",".join(decision.assignment.addresses),
@@ -346,7 +346,7 @@ def _complete(order: TranslationOrder, decision: Decision) -> TranslationOrder:
         POLICY_HEADER: decision.policy,
         PREFILLER: decision.prefiller,
     }
-    return msgspec.structs.replace(order, headers={name: value for name, value in headers.items() if value})
+    return msgspec.structs.replace(directive, headers={name: value for name, value in headers.items() if value})
 
 
 @lru_cache(maxsize=4096)

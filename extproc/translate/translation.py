@@ -14,9 +14,9 @@ import msgspec
 from extproc.errors import BadRequest, UnknownPath
 from extproc.protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION
 from extproc.translate import chat, forms, messages, responses
+from extproc.translate.directive import NAMES
 from extproc.translate.events import DONE, EventReader
 from extproc.translate.forms import Dropped, Malformed, Object
-from extproc.translate.order import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

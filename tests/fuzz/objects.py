@@ -30,12 +30,12 @@ from controller.kube.client import ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming, Store
 from controller.kube.kinds import KINDS, definition_of
 from controller.kube.resources import Object, key_of, selector
-from controller.models.adapter import PodLoads
+from controller.models.kind_reconciler import PodLoads
 from controller.models.model.model_state import ModelSettings
 from controller.models.model.reconcile import reconcile as reconcile_model
-from controller.models.model_adapter import ModelAdapter, SharedNamespaces
 from controller.models.model_infer.reconcile import reconcile as reconcile_model_infer
-from controller.models.model_infer_adapter import ModelInferAdapter
+from controller.models.model_infer_reconciler import ModelInferReconciler
+from controller.models.model_reconciler import ModelReconciler, SharedNamespaces
 from controller.webhooks.admission.checks import read_review, review_object
 from extproc.api.load import load_snapshot
 from extproc.llmd.files import InstalledPlugins
@@ -537,8 +537,8 @@ def _models() -> Attempt:
     cluster = _Cluster(_objects(_MANAGER_OBJECTS, HONEST))
     client = cast("Client", cluster)
     cache = InformerSet(SharedInformers(client, InformerTiming(resync_s=0)))
-    infers = ModelInferAdapter(client, cache, _ignore, reconcile_model_infer, hasten=_ignore)
-    models = ModelAdapter(
+    infers = ModelInferReconciler(client, cache, _ignore, reconcile_model_infer, hasten=_ignore)
+    models = ModelReconciler(
         client,
         cache,
         _ignore,
@@ -552,9 +552,11 @@ def _models() -> Attempt:
 
     def plans(namespace: str) -> dict[tuple[str, str], object]:
         return {
-            (adapter.resource.kind, key): adapter.decide(thing, adapter.cached_children(thing), PodLoads(), _NOW_S)
-            for adapter in (infers, models)
-            for key, thing in adapter.informer.objects.items()
+            (reconciler.resource.kind, key): reconciler.plan(
+                thing, reconciler.cached_children(thing), PodLoads(), _NOW_S
+            )
+            for reconciler in (infers, models)
+            for key, thing in reconciler.informer.objects.items()
             if key.startswith(namespace)
         }
 

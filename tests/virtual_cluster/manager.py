@@ -26,7 +26,7 @@ from controller.kube.resources import (
     key_of,
 )
 from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity, PodGroups, PodLoad
-from controller.models.model_infer_adapter import OWNED, POD_GROUPS
+from controller.models.model_infer_reconciler import OWNED, POD_GROUPS
 from tests.fake_api.answers import ApiError
 from tests.virtual_cluster.clock import rfc3339, seconds
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.controller import Scaling
     from controller.kube.access import ClusterAccess
     from controller.kube.resources import Object, Resource
-    from controller.models.adapter import Loads
     from controller.models.controller import Source
-    from controller.models.model_infer_adapter import Decide
+    from controller.models.kind_reconciler import Loads
+    from controller.models.model_infer_reconciler import Decide
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.5, resync_s=2.0)
 QUICK_QUEUE = QueueTiming(backoff_s=0.05, backoff_max_s=1.0)

@@ -21,8 +21,9 @@ from yarl import URL
 
 from controller.agents.runtime.batching.joining import Unsplittable, is_joinable_path, joined, part_of, split
 from controller.agents.runtime.batching.queue import BatchQueue
+from extproc.http_headers import HOP_BY_HOP
 from extproc.page_server import PageLimits, PageServer
-from extproc.relay import HOP_BY_HOP, is_text, relay_session
+from extproc.relay import is_text, relay_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

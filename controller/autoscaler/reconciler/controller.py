@@ -23,7 +23,7 @@ from controller.kube.informer import Selection
 from controller.kube.pods import trimmed_pod
 from controller.kube.queue import QueueTiming
 from controller.kube.resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, PODS
-from controller.models.adapter import WorkKey
+from controller.models.kind_reconciler import WorkKey
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from controller.kube.resources import (
     identity_of,
     key_of,
 )
-from controller.models.adapter import WorkKey
+from controller.models.kind_reconciler import WorkKey
 from extproc.api.spec import namespace_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from controller.autoscaler.reconciler.status import acts_of, events_of, status_o
 from controller.kube.client import Client
 from controller.kube.controller import Controller, ReconcileResult, loop_s
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
-from controller.models.adapter import WorkKey
+from controller.models.kind_reconciler import WorkKey
 
 if TYPE_CHECKING:
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding

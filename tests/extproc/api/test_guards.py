@@ -39,6 +39,7 @@ def files(guard: dict[str, Any] | None, *guards: dict[str, Any], **fields: Any) 
         ({"headers": ["Authorization"]}, "'Authorization' of the call is extproc's own; leave it out"),
         ({"headers": ["ce-id"]}, "'ce-id' of the call is extproc's own; leave it out"),
         ({"headers": ["content-length"]}, "is extproc's own"),
+        ({"headers": ["Proxy-Connection"]}, "'Proxy-Connection' of the call is extproc's own"),
         ({"apiKeyFile": "a", "apiKeyEnv": "B"}, "write apiKeyFile or apiKeyEnv, not both"),
         ({"caFile": "ca.crt"}, "the url has no TLS; write https, or leave it out"),
         ({"name": "A b"}, "name"),

@@ -15,7 +15,7 @@ from extproc.core.explanation import to_text
 from extproc.core.record import Attachment, Outcome
 from extproc.errors import UnknownPath
 from extproc.protocol import Api
-from extproc.translate.order import TranslationOrder, decode_order, encode_order, engine_api
+from extproc.translate.directive import TranslationDirective, decode_directive, encode_directive, engine_api
 from tests.extproc.scenes import configuration, endpoints, request
 
 A, B, C = "10.0.0.1:8000", "10.0.1.1:8000", "10.0.2.1:8000"
@@ -65,15 +65,17 @@ def test_the_engines_api_is_the_nearest(client: Api | None, served: list[str], e
     assert engine_api(client, served) is engine
 
 
-def test_an_order_is_read_as_it_is_written() -> None:
-    order = TranslationOrder("chat", "messages", is_strict=True, headers={"x-a": "ä"}, answer_headers={"x-b": "1"})
-    assert decode_order(encode_order(order)) == order
+def test_a_directive_is_read_as_it_is_written() -> None:
+    directive = TranslationDirective(
+        "chat", "messages", is_strict=True, headers={"x-a": "ä"}, answer_headers={"x-b": "1"}
+    )
+    assert decode_directive(encode_directive(directive)) == directive
 
 
 def test_a_request_of_another_api_is_translated() -> None:
     for translation in ("Lenient", "Strict"):
         core = core_with(to("a"), a=server(A, "ChatCompletions", translation))
-        order = TranslationOrder("messages", "chat", is_strict=translation == "Strict", limit_s=1800.0)
+        order = TranslationDirective("messages", "chat", is_strict=translation == "Strict", limit_s=1800.0)
         assert sent(core).translation == order
         assert sent(core, "/v1/chat/completions").translation is None
 

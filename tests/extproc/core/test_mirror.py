@@ -17,7 +17,7 @@ from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from extproc.errors import BadRequest, NoEndpoint, Refusal
 from extproc.protocol import MIRROR, MIRRORED_TENANT
-from extproc.routing.mirror import MirrorOrder, read_order
+from extproc.routing.mirror import MirrorDirective, read_directive
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ def mirrored(core: Core, arrival: Arrival, attachment: Attachment | None = None)
     return own.mirror
 
 
-def copy(core: Core, order: str, body: dict[str, Any] | bytes = BODY, path: str = PATH) -> Arrival:
-    head = Head("POST", path, {MIRROR: order}, has_body=True, is_trusted=True)
+def copy(core: Core, directive: str, body: dict[str, Any] | bytes = BODY, path: str = PATH) -> Arrival:
+    head = Head("POST", path, {MIRROR: directive}, has_body=True, is_trusted=True)
     return core.builder.copy(head, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 def test_every_request_has_a_copy_or_a_share_of_them() -> None:
     core = core_of(servers=SERVERS, routes=routes(maxOutputTokens=64))
-    assert read_order(mirrored(core, request(core))) == MirrorOrder("default/shadow", 64)
+    assert read_directive(mirrored(core, request(core))) == MirrorDirective("default/shadow", 64)
     for percent in (0, 25, 100):
         core = core_of(servers=SERVERS, routes=routes(percent=percent))
         drawn = sum(bool(mirrored(core, request(core))) for _ in range(400))
@@ -80,8 +80,8 @@ def test_engines_without_spare_capacity_get_no_copy() -> None:
     # its own queue's limits count where it has one
     control = "flowControl: {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}}\n"
     core = core_of(servers={**SERVERS, "shadow": control + SERVERS["shadow"]}, routes=routes())
-    order = mirrored(core, request(core))
-    own, _ = core.arrive(copy(core, order), 0.0)
+    directive = mirrored(core, request(core))
+    own, _ = core.arrive(copy(core, directive), 0.0)
     assert isinstance(own, Decision)
     assert not mirrored(core, request(core))
 
@@ -126,7 +126,7 @@ def test_a_copy_is_sent_once_and_comes_behind_all_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "body", "path", "refusal"),
+    ("directive", "body", "path", "refusal"),
     [
         ("", BODY, PATH, BadRequest),
         ("{}", BODY, PATH, BadRequest),
@@ -140,10 +140,10 @@ def test_a_copy_is_sent_once_and_comes_behind_all_others() -> None:
         ('{"server":"default/shadow"}', BODY, "/elsewhere", Refusal),
     ],
 )
-def test_a_copy_that_cannot_be_read_is_refused(order: str, body: Any, path: str, refusal: type[Refusal]) -> None:  # noqa: ANN401
+def test_a_copy_that_cannot_be_read_is_refused(directive: str, body: Any, path: str, refusal: type[Refusal]) -> None:  # noqa: ANN401
     core = core_of(servers=SERVERS, routes=routes())
     with pytest.raises(refusal):
-        copy(core, order, body, path)
+        copy(core, directive, body, path)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 MESSAGES = "/v1/messages"
-ORDER = json.dumps({"client": "messages", "engine": "chat", "headers": {"x-gateway-destination-endpoint": "a:1"}})
+DIRECTIVE = json.dumps({"client": "messages", "engine": "chat", "headers": {"x-gateway-destination-endpoint": "a:1"}})
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 ANSWER = {
     "id": "chatcmpl-1",
@@ -75,20 +75,20 @@ async def good(_: web.Request) -> web.StreamResponse:
 async def post(
     http: aiohttp.ClientSession,
     path: str = MESSAGES,
-    order: str = ORDER,
+    directive: str = DIRECTIVE,
     body: object = BODY,
     **more: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    async with http.post(path, json=body, headers={TRANSLATE: order, **more}) as answer:
+    async with http.post(path, json=body, headers={TRANSLATE: directive, **more}) as answer:
         return answer.status, answer.headers, json.loads(await answer.read())
 
 
 @pytest.mark.parametrize(
-    "order", ["", "{}", "nonsense", '{"client": "messages", "engine": "messages"}', '{"client": 1}']
+    "directive", ["", "{}", "nonsense", '{"client": "messages", "engine": "messages"}', '{"client": 1}']
 )
-async def test_without_an_order_nothing_is_sent(tmp_path: Path, order: str) -> None:
+async def test_without_a_directive_nothing_is_sent(tmp_path: Path, directive: str) -> None:
     async with envoy(tmp_path, good) as got, client(tmp_path) as http:
-        status, _, body = await post(http, order=order)
+        status, _, body = await post(http, directive=directive)
     assert (status, got) == (500, [])
     assert "error" in body
 
@@ -96,8 +96,8 @@ async def test_without_an_order_nothing_is_sent(tmp_path: Path, order: str) -> N
 async def test_while_envoy_does_not_listen_clients_are_told_to_try_again(tmp_path: Path) -> None:
     async with client(tmp_path) as http:
         for one, is_anthropic in (("messages", True), ("responses", False)):
-            order = json.dumps({"client": one, "engine": "chat"})
-            status, _, body = await post(http, f"/v1/{one}", order)
+            directive = json.dumps({"client": one, "engine": "chat"})
+            status, _, body = await post(http, f"/v1/{one}", directive)
             assert status in {503, 400}
             assert (body.get("type") == "error") is is_anthropic
         status, _, body = await post(http)
@@ -174,7 +174,7 @@ async def test_an_engine_that_goes_on_after_an_error_is_ended(tmp_path: Path) ->
 
     async with envoy(tmp_path, goes_on), client(tmp_path) as http, asyncio.timeout(10):
         body = {**BODY, "stream": True}
-        async with http.post(MESSAGES, json=body, headers={TRANSLATE: ORDER}) as answer:
+        async with http.post(MESSAGES, json=body, headers={TRANSLATE: DIRECTIVE}) as answer:
             assert (await answer.read()).startswith(b"event: error\n")
         await left.wait()
 
@@ -204,7 +204,7 @@ async def test_a_long_body_keeps_nobody_else_waiting(
         if is_answer:
             await eventually(lambda: bool(got))
         await asyncio.sleep(0.2)
-        assert (await post(http, order=""))[0] == 500
+        assert (await post(http, directive=""))[0] == 500
         others.set()
         assert (await task)[0] == 200
 
@@ -225,9 +225,9 @@ async def test_a_long_event_keeps_nobody_else_waiting(tmp_path: Path, monkeypatc
         return answer
 
     monkeypatch.setattr(forms, "decode", slow)
-    asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: ORDER}}
+    asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: DIRECTIVE}}
     async with envoy(tmp_path, streams), client(tmp_path) as http, http.post(MESSAGES, **asked) as answer:
-        assert (await post(http, order=""))[0] == 500
+        assert (await post(http, directive=""))[0] == 500
         others.set()
         whole = await answer.read()
     assert text.encode() in whole
@@ -249,7 +249,7 @@ async def test_a_stream_that_an_engine_cuts_is_marked_behind_its_error(tmp_path:
         async for piece in answer.content.iter_any():
             pieces.append(piece)
 
-    asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: ORDER}}
+    asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: DIRECTIVE}}
     async with envoy(tmp_path, cuts), client(tmp_path) as http, http.post(MESSAGES, **asked) as answer:
         with pytest.raises(aiohttp.ClientPayloadError):
             await read(answer)

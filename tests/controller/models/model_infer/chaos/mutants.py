@@ -12,7 +12,7 @@ from controller.kube.plan import Create, Delete, Plan
 from controller.kube.resources import PODS
 from controller.models.model_infer import changes as holds
 from controller.models.model_infer import child_objects as owned
-from controller.models.model_infer import drain as draining
+from controller.models.model_infer import removal as draining
 from controller.models.model_infer import groups as sizing
 from controller.models.model_infer import pod_state, reconcile
 from tests.controller.models.model_infer.chaos import events, specs

@@ -27,7 +27,7 @@ from controller.kube.resources import (
     Resource,
     split_key,
 )
-from controller.models.adapter import WorkKey
+from controller.models.kind_reconciler import WorkKey
 from controller.models.model.model_state import CHILDREN, MODEL, ModelSettings, ModelState
 from controller.models.model_infer import names
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.informer import Informer
-    from controller.models.adapter import Enqueue, Owned, PodLoads
+    from controller.models.kind_reconciler import Enqueue, Owned, PodLoads
 
 DecideModel = Callable[[ModelState, float], Plan]
 # Kinds that others use, too: only objects with our label are watched.
@@ -53,9 +53,9 @@ class SharedNamespaces(NamedTuple):
     gateways: tuple[str, ...]
 
 
-class ModelAdapter:
-    """See ``Adapter``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``enqueue``: called for a Model
-    when something that it is decided from changes.
+class ModelReconciler:
+    """See ``KindReconciler``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``enqueue``: called for
+    a Model when something that it is decided from changes.
     """
 
     resource = MODELS
@@ -137,7 +137,7 @@ class ModelAdapter:
         found[PODS] = [trimmed_pod(each) for each in pods.items]
         return found
 
-    def decide(self, thing: Object, owned: Owned, loads: PodLoads, now_s: float) -> Plan:
+    def plan(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
         namespace = thing["metadata"]["namespace"]
         observed = ModelState(
             thing=thing,
@@ -152,7 +152,7 @@ class ModelAdapter:
                 key=_worth,
             ),
             policies=self._by_namespace[AUTOSCALING_POLICIES].of(namespace),
-            lists=loads.models,
+            lists=pod_loads.models,
             settings=self._settings,
         )
         return self._decide(observed, now_s)

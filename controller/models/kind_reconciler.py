@@ -45,8 +45,8 @@ class PodLoads(msgspec.Struct, frozen=True):
     models: Mapping[str, Sequence[ReportedModel]] = {}
 
 
-class KindAdapter(Protocol):
-    """One kind: its informers, what is owned, and the decision."""
+class KindReconciler(Protocol):
+    """One kind: its informers, what its objects own, and the plan for each of them."""
 
     informer: Informer
 
@@ -65,12 +65,12 @@ class KindAdapter(Protocol):
         """Which of its objects to reconcile when an object of any kind has changed."""
 
     def cached_children(self, thing: Object) -> Owned:
-        """As informers have it."""
+        """What it owns, as informers have it."""
 
     async def list_children(self, thing: Object) -> Owned:
         """The same, read from the API server now."""
 
-    def decide(self, thing: Object, owned: Owned, loads: PodLoads, now_s: float) -> Plan:
+    def plan(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
         """What to do. ``now_s``: seconds since the epoch."""
 
 

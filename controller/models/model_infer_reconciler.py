@@ -29,7 +29,7 @@ from controller.kube.resources import (
     Resource,
     key_of,
 )
-from controller.models.adapter import WorkKey
+from controller.models.kind_reconciler import WorkKey
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import ModelInferState, PodGroups
 from controller.models.model_infer.status import summarized
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.informer import Informer, Transform
-    from controller.models.adapter import Enqueue, Owned, PodLoads
+    from controller.models.kind_reconciler import Enqueue, Owned, PodLoads
 
 log = logging.getLogger(__name__)
 _LINES: Final = 10
@@ -146,8 +146,8 @@ def _is_crash(terminated: Object) -> bool:
     return int(terminated.get("exitCode") or 0) != 0
 
 
-class ModelInferAdapter:
-    """See ``Adapter``. ``enqueue``: called for a ModelInfer when something that it owns, or a node of its pods,
+class ModelInferReconciler:
+    """See ``KindReconciler``. ``enqueue``: called for a ModelInfer when something that it owns, or a node of its pods,
     changes; ``hasten``: when something that it owned is gone.
     """
 
@@ -216,7 +216,7 @@ class ModelInferAdapter:
             found[one] = [lean(each) for each in listed.items if owner_uid(each) == metadata["uid"]]
         return found
 
-    def decide(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
+    def plan(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
         gang = self._gang()
         waits = ((thing.get("spec") or {}).get("template") or {}).get("gang") is not None and gang == PodGroups()
         everything = self._all_pods() if waits else None

@@ -25,10 +25,10 @@ _ENGINE_APIS: Final[Mapping[Api, tuple[Api, ...]]] = MappingProxyType(
 NAMES: Final[Mapping[Api, str]] = MappingProxyType(
     {Api.CHAT: "chat", Api.MESSAGES: "messages", Api.RESPONSES: "responses"}
 )
-encode_order: Final = msgspec.json.Encoder().encode
+encode_directive: Final = msgspec.json.Encoder().encode
 
 
-class TranslationOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+class TranslationDirective(msgspec.Struct, frozen=True, omit_defaults=True):
     """``client``, ``engine``: APIs, as ``translation`` calls them. ``is_strict``: a request with fields that have no
     counterpart is refused. ``headers``: of the request, for Envoy. ``answer_headers``: for the client. ``limit_s``: for
     so long Envoy lets the engine answer.
@@ -42,7 +42,7 @@ class TranslationOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     limit_s: float | None = None
 
 
-decode_order: Final = msgspec.json.Decoder(TranslationOrder).decode
+decode_directive: Final = msgspec.json.Decoder(TranslationDirective).decode
 
 
 def engine_api(client: Api | None, served: Collection[str]) -> Api | None:

@@ -18,9 +18,9 @@ from controller.kube.plan import KubeEvent, without_paths
 from controller.kube.pods import trimmed_pod, view_of
 from controller.kube.recorder import Recorder
 from controller.kube.resources import key_of
-from controller.models.adapter import GatewayLoads
+from controller.models.kind_reconciler import GatewayLoads
 from controller.models.model_infer.model_infer_state import PodLoad
-from controller.models.model_infer_adapter import crash_of
+from controller.models.model_infer_reconciler import crash_of
 from controller.models.node_capacity import LostNodes, node_capacities, trimmed_node
 from extproc.api.status_pages import LOADS_LABEL
 
