@@ -254,8 +254,8 @@ class RequestBuilder:
         try:
             protocols = [api.spec.protocol for api in path.apis]
             candidates = self._candidates(path.model, protocols, head)
-            drawn = candidates.targets.draw(self._rng, partial(self._split_key, head))
-            destination = self._serving(drawn, candidates.targets, head)
+            targets, key_of = candidates.targets, partial(self._split_key, head)
+            destination = self._serving(targets.draw(self._rng, key_of), targets, key_of)
             request = path_request(path, destination.protocol)
             return self._arrival(request, destination, head, b"", candidates)
         except Refusal as refusal:
@@ -427,8 +427,8 @@ class RequestBuilder:
         try:
             protocols = (_protocol_of(request),)
             candidates = self._candidates(request.model, protocols, head, request, body)
-            drawn = candidates.targets.draw(self._rng, partial(self._split_key, head))
-            destination = self._serving(drawn, candidates.targets, head, request.api)
+            targets, key_of = candidates.targets, partial(self._split_key, head)
+            destination = self._serving(targets.draw(self._rng, key_of), targets, key_of, request.api)
             return self._arrival(request, destination, head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
@@ -501,17 +501,19 @@ class RequestBuilder:
         subject = self._subject_of(head)
         return sticky.key_of(head.headers, subject.tenant, subject.user)
 
-    def _serving(self, drawn: Destination, targets: Targets, head: Head, api: Api | None = None) -> Destination:
+    def _serving(
+        self, drawn: Destination, targets: Targets, key_of: Callable[[StickySplit], bytes], api: Api | None = None
+    ) -> Destination:
         """The one that was drawn of ``targets``, or another one of them. Where it is a server without engines whose
         requests wait for one, that is one that has some. Where it does not take ``api``, one that does, or else one for
         which it is translated.
         """
-        pool, key_of = self.pools.get(drawn.server), partial(self._split_key, head)
+        pool = self.pools.get(drawn.server)
         if pool is not None and api is not None and not _takes(pool.spec, api):
             for suits in (_takes, _engine_api):
                 others = targets.among(partial(self._suits, api, suits))
                 if others is not None:
-                    return self._serving(others.draw(self._rng, key_of), others, head)
+                    return self._serving(others.draw(self._rng, key_of), others, key_of)
             return drawn
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return drawn
