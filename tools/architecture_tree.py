@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree of packages in ARCHITECTURE.md, from the first lines of their docstrings."""
+"""What ARCHITECTURE.md has from docstrings: the tree of packages, from their first lines, and a request's states."""
 
 from __future__ import annotations
 
 import ast
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -12,26 +13,31 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parent.parent
 PAGE: Final = ROOT / "ARCHITECTURE.md"
-BEGIN: Final = "<!-- the tree: written by make generate -->"
-END: Final = "<!-- end of the tree -->"
+_STATES: Final = ROOT / "extproc" / "core" / "states.py"
 _PACKAGES: Final = ("attache", "extproc", "controller", "bench")
 _COLUMN: Final = 26
 _WIDTH: Final = 120
 
 
-def package_tree() -> str:
-    """All packages, one line each, in a block of text."""
-    lines = [line for package in _PACKAGES for line in _lines(ROOT / package, depth=0)]
-    return "\n".join([BEGIN, "```text", *lines, "```", END])
+def with_parts(page: str) -> str:
+    """The page with its tree and its states written anew; raises ValueError if it has no place for one."""
+    tree = "\n".join(line for package in _PACKAGES for line in _lines(ROOT / package, depth=0))
+    return _with_part(_with_part(page, "tree", tree), "states", _drawing(_STATES))
 
 
-def with_tree(page: str) -> str:
-    """The page with its tree written anew; raises ValueError if it has no place for one."""
-    before, found, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+def _with_part(page: str, name: str, text: str) -> str:
+    begin, end = f"<!-- the {name}: written by make generate -->", f"<!-- end of the {name} -->"
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
     if not (found and ended):
-        raise ValueError(f"{PAGE.name} needs the lines '{BEGIN}' and '{END}'")
-    return before + package_tree() + after
+        raise ValueError(f"{PAGE.name} needs the lines '{begin}' and '{end}'")
+    return f"{before}{begin}\n```text\n{text}\n```\n{end}{after}"
+
+
+def _drawing(path: Path) -> str:
+    """The paragraph of the module's docstring that is indented."""
+    (found,) = (one for one in _docstring(path).split("\n\n") if one.startswith("    "))
+    return textwrap.dedent(found)
 
 
 def _lines(folder: Path, depth: int) -> Iterator[str]:
@@ -46,5 +52,8 @@ def _line(name: str, summary: str, depth: int) -> str:
 
 
 def _summary(path: Path) -> str:
-    said = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return said.split("\n\n")[0].replace("\n", " ").replace("``", "").rstrip(".")
+    return _docstring(path).split("\n\n")[0].replace("\n", " ").replace("``", "").rstrip(".")
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -42,7 +42,7 @@ def generated_files() -> dict[Path, bytes]:
     texts = {
         **{_CRDS / name: text for name, text in crd_files().items()},
         **{_PAGES / name: text for name, text in pages.pages().items()},
-        architecture_tree.PAGE: architecture_tree.with_tree(architecture_tree.PAGE.read_text()),
+        architecture_tree.PAGE: architecture_tree.with_parts(architecture_tree.PAGE.read_text()),
         dashboard.FILE: dashboard.dashboard(),
         **{path: with_lists(path.read_text(), lists) for path, lists in _LISTS.items()},
         **helm_chart.files(),

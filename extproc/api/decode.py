@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 Object = DirectoryObject | PickerFile
 _Decoded = DirectoryObject | EndpointPickerConfig
 
-_CLUSTER_KINDS: Final = frozenset({"Model", "ModelInfer", "AutoscalingPolicy", "AutoscalingPolicyBinding"})
+_CLUSTER_KINDS: Final = frozenset(
+    {
+        *("Model", "ModelTemplate", "ModelInfer", "ModelInferRole", "ServingRuntime", "ClusterServingRuntime"),
+        *("AutoscalingPolicy", "AutoscalingPolicyBinding"),
+    }
+)
 _KINDS: Final[Mapping[str, DocumentKind]] = MappingProxyType({kind.name: kind for kind in DOCUMENT_KINDS})
 # Of every object of Kubernetes. Users write the first; a cluster's objects may lie in a directory with all of them.
 _WRITTEN_METADATA: Final = ("name", "namespace", "labels", "annotations")

@@ -183,13 +183,6 @@ class Holdings:
         return self.requests - len(without) < bounds.requests and size <= bounds.bytes
 
 
-class ZeroDemand(msgspec.Struct, frozen=True):
-    """The requests that wait for an engine of one server. ``since_s``: when the first of them began to."""
-
-    requests: int
-    since_s: float
-
-
 class _Group(msgspec.Struct):
     """All that wait for one server. ``soonest_s``: none of their deadlines is before that. ``is_sorted``: the records
     stand in order of arrival.
@@ -245,14 +238,6 @@ class EngineWait:
     def may_hold(self, pool: Pool) -> bool:
         """Whether requests of the ModelServer may wait here."""
         return pool.spec.activation is not None
-
-    def at_zero(self) -> dict[str, ZeroDemand]:
-        """By server: how many wait because it has no engine."""
-        return {
-            name: ZeroDemand(len(group.records), min(one.since_s for one in group.records.values()))
-            for name, group in self._groups.items()
-            if group.records
-        }
 
     def holds(self, pool: Pool) -> bool:
         """Whether a request for ``pool`` would wait for an engine now."""

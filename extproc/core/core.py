@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
     from extproc.core.accounts import RecentGrants
-    from extproc.core.activation import ZeroDemand
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.guards import GuardFailed, GuardReply
@@ -546,10 +545,6 @@ class Core:
             # of response caches
             "route": {*self._caches.routes},
         }
-
-    def at_zero(self) -> dict[str, ZeroDemand]:
-        """The requests that wait for an engine, by server."""
-        return self._pipeline.engines.at_zero()
 
     def loads(self) -> dict[str, EndpointLoad]:
         """The load that this process puts on each engine, by address."""

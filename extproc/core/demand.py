@@ -81,12 +81,16 @@ class DemandMeter:
             return
         server, awaits_engine = meter.server, state is State.AWAITING_ENGINE
         is_first = (
-            not any(one.awaits_engine for one in server.waiting.values()) if awaits_engine else not server.waiting
+            not any(one.state is state for one in server.waiting.values()) if awaits_engine else not server.waiting
         )
         if is_first and (awaits_engine or not pool.readiness.can_serve):
             self.alarms += 1
         uncached = _count_work(meter, record)
-        server.begin_wait(record.ticket, WaitingRequest(record.arrived_at_s, uncached, awaits_engine))
+        server.begin_wait(record.ticket, WaitingRequest(record.arrived_at_s, uncached, state))
+
+    def waiting_in(self, state: State) -> dict[str, int]:
+        """By ModelServer: how many requests wait in ``state``, where any does."""
+        return {name: count for name, one in self._servers.items() if one.waiting and (count := one.waiting_in(state))}
 
     def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
         """All of it. ``began_at_s``: when the process began."""
@@ -240,7 +244,7 @@ def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> Server
     at_zero = len(server.waiting)
     if pool.readiness.can_serve:
         # of two stages, both are awaited once one of them was
-        at_zero = sum(one.awaits_engine for one in server.waiting.values())
+        at_zero = server.waiting_in(State.AWAITING_ENGINE)
     return _counts(server, engines, now, model=pool.spec.model or "", at_zero=at_zero)
 
 

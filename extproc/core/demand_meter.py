@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, is_news_at
+from extproc.core.states import State
 
 NEVER: Final = sys.maxsize
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.
@@ -24,13 +25,11 @@ class InFlight(msgspec.Struct):
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has
-    none.
-    """
+    """A request that waits here, in ``state``. ``tokens``: uncached ones of its prompt."""
 
     since_s: float
     tokens: float
-    awaits_engine: bool = False
+    state: State
 
 
 class ServerMeter(msgspec.Struct):
@@ -57,6 +56,10 @@ class ServerMeter(msgspec.Struct):
     def is_busy(self) -> bool:
         """Whether requests wait here or are at engines."""
         return bool(self.in_flight or self.waiting)
+
+    def waiting_in(self, state: State) -> int:
+        """Requests that wait in ``state``."""
+        return sum(one.state is state for one in self.waiting.values())
 
     def begin_wait(self, ticket: str, wait: WaitingRequest) -> None:
         """The request waits, or waits for something else than before."""

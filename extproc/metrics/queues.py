@@ -7,6 +7,7 @@ Tenants are named by those that a trusted hop has authenticated; the largest of 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from heapq import heappush, heappushpop
 from typing import TYPE_CHECKING, Final
 
@@ -25,14 +26,13 @@ from extproc.metrics.exposition import (
 from extproc.metrics.largest import LargestNames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
 
     from extproc.admission.buckets import BucketLevel
     from extproc.admission.flows import QueuedRequest
     from extproc.admission.queue import Gate
-    from extproc.core.activation import ZeroDemand
     from extproc.core.effects import (
         Decision,
         EngineStarted,
@@ -45,11 +45,15 @@ if TYPE_CHECKING:
     from extproc.core.record import AdapterLoadResult
     from extproc.scheduling.pool import Pool
 
+# How many requests wait in a state, by ModelServer.
+WaitingIn = Callable[[State], Mapping[str, int]]
 _START_BUCKETS: Final = (1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600)
-_WAITING_FOR_ENGINE: Final = MetricFamily(
-    "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
-)
-
+# Adapters and queues have families of their own: with zeros, and by band.
+_BY_STATE: Final = {
+    State.AWAITING_ENGINE: MetricFamily(
+        "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
+    ),
+}
 _PREFILLS_IN_FLIGHT: Final = MetricFamily(
     "attache_prefill_legs_in_flight", "Prefills requested of other engines that have not ended.", ("server",)
 )
@@ -96,7 +100,7 @@ _LEVELS_AT_ONCE: Final = 2_000
 class ActivationMetrics:
     """No series before the first request has waited for an engine."""
 
-    def __init__(self, registry: CollectorRegistry, at_zero: Callable[[], Mapping[str, ZeroDemand]]) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._starts = DeferredHistograms(
             "attache_engine_start_seconds",
             "From the first request that waited for an engine to the first engine.",
@@ -104,7 +108,6 @@ class ActivationMetrics:
             ["server"],
             registry,
         )
-        registry.register(_WaitingSeries(at_zero))
 
     def observe_start(self, effect: EngineStarted) -> None:
         """A ModelServer has an engine again."""
@@ -114,16 +117,15 @@ class ActivationMetrics:
 class _WaitingSeries(PiecewiseCollector):
     """Read from the core at each scrape."""
 
-    families = (_WAITING_FOR_ENGINE,)
+    families = tuple(_BY_STATE.values())
 
-    def __init__(self, at_zero: Callable[[], Mapping[str, ZeroDemand]]) -> None:
-        self._at_zero = at_zero
+    def __init__(self, waiting_in: WaitingIn) -> None:
+        self._waiting_in = waiting_in
 
     def pieces(self) -> Iterator[str]:
         """Of ModelServers that requests wait for now."""
-        return _WAITING_FOR_ENGINE.pieces(
-            _WAITING_FOR_ENGINE.line((server,), one.requests) for server, one in list(self._at_zero().items())
-        )
+        for state, family in _BY_STATE.items():
+            yield from family.pieces(family.line((server,), count) for server, count in self._waiting_in(state).items())
 
 
 class AdapterMetrics:
@@ -266,15 +268,15 @@ class _AdapterSeries(PiecewiseCollector):
 
 
 class AdmissionMetrics:
-    """Series of one extproc process. ``gates``: by ModelServer. ``at_zero``: those that wait before them for
-    engines. ``clock``: that of endpoint tables.
+    """Series of one extproc process. ``gates``: by ModelServer. ``waiting_in``: how many wait in a state, by
+    ModelServer. ``clock``: that of endpoint tables.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         gates: Callable[[], Mapping[str, Gate]],
-        at_zero: Callable[[], Mapping[str, ZeroDemand]],
+        waiting_in: WaitingIn,
         clock: Callable[[], float],
     ) -> None:
         self._gates = gates
@@ -303,7 +305,8 @@ class AdmissionMetrics:
         self._redis_seconds = DeferredHistogram(
             "attache_limits_redis_seconds", "Round trips to Redis for limits.", _REDIS_BUCKETS, registry
         )
-        registry.register(_QueueSeries(gates, at_zero, clock))
+        registry.register(_QueueSeries(gates, waiting_in, clock))
+        registry.register(_WaitingSeries(waiting_in))
         self._cost = Counters(
             "attache_cost_micros",
             "What requests cost by the prices of ModelServers, in millionths of the currency.",
@@ -475,11 +478,11 @@ class _QueueSeries(PiecewiseCollector):
     def __init__(
         self,
         gates: Callable[[], Mapping[str, Gate]],
-        at_zero: Callable[[], Mapping[str, ZeroDemand]],
+        waiting_in: WaitingIn,
         clock: Callable[[], float],
     ) -> None:
         self._gates = gates
-        self._at_zero = at_zero
+        self._waiting_in = waiting_in
         self._clock = clock
 
     def pieces(self) -> Iterator[str]:
@@ -494,6 +497,6 @@ class _QueueSeries(PiecewiseCollector):
         yield from _FULL.pieces(_FULL.line((name,), gate.saturation) for name, gate in gates)
         yield from _STALE.pieces(_STALE.line((name,), gate.stale_endpoints) for name, gate in gates)
         wanted = {name: len(gate.queue) if gate.wants_engines else 0 for name, gate in gates}
-        for name, one in self._at_zero().items():
-            wanted[name] = wanted.get(name, 0) + one.requests
+        for name, count in self._waiting_in(State.AWAITING_ENGINE).items():
+            wanted[name] = wanted.get(name, 0) + count
         yield from _WANTED.pieces(_WANTED.line((name,), count) for name, count in wanted.items())

@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
     from extproc.admission.buckets import BucketLevel
     from extproc.admission.queue import Gate
-    from extproc.core.activation import ZeroDemand
     from extproc.core.effects import Effect
     from extproc.core.shadow import ShadowPick
     from extproc.errors import Refusal
     from extproc.line_file import LineResult
     from extproc.metrics.decision_log import DecisionLog
+    from extproc.metrics.queues import WaitingIn
     from extproc.scheduling.pool import Pool
 
 _PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
@@ -102,24 +102,24 @@ class Metrics:
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
         gates: Callable[[], Mapping[str, Gate]] = dict,
-        at_zero: Callable[[], Mapping[str, ZeroDemand]] = dict,
+        waiting_in: WaitingIn = lambda _: {},
         *,
         budget_levels: Callable[[], Iterable[BucketLevel]] = tuple,
         has_llm_d_names: bool = False,
         decision_log: DecisionLog | None = None,
     ) -> None:
-        """``clock``: that of endpoint tables. ``gates``: by ModelServer, where there is flow control. ``at_zero``:
-        requests held at zero. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names
-        of llm-d's picker, too. ``decision_log``: gets the same effects.
+        """``clock``: that of endpoint tables. ``gates``: by ModelServer, where there is flow control. ``waiting_in``:
+        the core's meter's. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names of
+        llm-d's picker, too. ``decision_log``: gets the same effects.
         """
         self.recent, self.shadow, self.decision_log = RecentRequests(), ShadowShare(), decision_log
         self.registry = Registry()
-        self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
+        self.admission = AdmissionMetrics(self.registry, gates, waiting_in, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock, self.registry.names))
         self.objectives = ObjectiveSeries(self.registry, wall_clock)
         self._answer_times = AnswerTimes(self.registry, gates, clock)
         self._adapters, self._prefills = AdapterMetrics(self.registry, pools), PrefillMetrics(self.registry)
-        self._activation, self.caches = ActivationMetrics(self.registry, at_zero), ResponseCacheMetrics(self.registry)
+        self._activation, self.caches = ActivationMetrics(self.registry), ResponseCacheMetrics(self.registry)
         # those in queues count by band, and with requests that need not wait
         self._waits = {
             state: DeferredHistograms(

@@ -294,7 +294,7 @@ class App:
             self._wall_clock,
             self._clock,
             lambda: core.admission.gates,
-            core.at_zero,
+            core.meter.waiting_in,
             budget_levels=self._budget_levels,
             has_llm_d_names=settings.has_llm_d_names,
             decision_log=decision_log,

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tools import generated
+from extproc.core.states import State
+from tools import architecture_tree, generated
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +63,17 @@ def test_files_that_never_agree_are_named(
     monkeypatch.setattr(generated, "generated_files", lambda: {page: page.read_bytes() + b"x"})
     assert generated.main([]) == 1
     assert capsys.readouterr().out == "page.md is made of itself, and never the same: mend what makes it\n"
+
+
+def test_the_states_of_a_request_are_drawn_as_their_module_draws_them() -> None:
+    page = "a\n<!-- the tree: written by make generate -->\n<!-- end of the tree -->\nb\n"
+    with pytest.raises(ValueError, match="needs the lines '<!-- the states: written by make generate -->'"):
+        architecture_tree.with_parts(page)
+    page += "<!-- the states: written by make generate -->\nold\n<!-- end of the states -->\nc\n"
+    _, _, drawn = architecture_tree.with_parts(page).partition("b\n")
+    assert "old" not in drawn
+    assert drawn.endswith("```\n<!-- end of the states -->\nc\n")
+    assert {state.name for state in State} <= set(re.findall(r"[A-Z_]{2,}", drawn))
 
 
 def test_a_list_below_its_comment_is_written_anew_and_what_stands_around_it_stays() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from controller.kube.crd_files import files
-from controller.kube.kinds import KINDS, Kind, definition_of
+from controller.kube.kinds import GATEWAY_KINDS, KINDS, Kind, definition_of
 from extproc.api.decode import decode
 from extproc.api.documents import split_documents
 from tests.rule_cases import CASES, Case
@@ -59,6 +59,14 @@ def rules(kind: str) -> set[str]:
 def test_get_shows_the_condition_that_says_why_an_object_is_not_served(name: str, conditions: list[str]) -> None:
     (kind,) = (one for one in KINDS if one.name == name)
     assert [column.name for column in kind.columns if ".conditions[" in column.path] == conditions
+
+
+@pytest.mark.parametrize("kind", [one for one in KINDS if one not in GATEWAY_KINDS], ids=lambda kind: kind.name)
+def test_a_directory_says_of_a_kind_that_only_a_cluster_has_that_it_is_one(kind: Kind) -> None:
+    document = f"apiVersion: attache.dev/v1alpha1\nkind: {kind.name}\nmetadata: {{name: a}}\nspec: {{}}\n"
+    (found,) = split_documents("a.yaml", document)
+    _, (mistake,) = decode(found)
+    assert mistake.message.startswith(f"{kind.name} is read in a cluster only; ")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

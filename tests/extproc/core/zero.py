@@ -177,7 +177,7 @@ class Zero:
         return end.refusal
 
     def waiting(self) -> dict[str, int]:
-        return {name: one.requests for name, one in self.core.at_zero().items()}
+        return self.core.meter.waiting_in(State.AWAITING_ENGINE)
 
     def told(self) -> list[str]:
         """The servers of which the shell was told that somebody waits."""
