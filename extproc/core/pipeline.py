@@ -351,6 +351,22 @@ class AdmissionPipeline:
         record.queued, with_room = room
         return with_room
 
+    def way_to_fallback(self, record: Record, now: float, out: list[Effect]) -> Callable[[], None] | None:
+        """What sends a request, whose prefill has failed, to a fallback that has room for it at once; None: there is
+        none. Its engines must be free of it by then.
+        """
+        other = with_fault(out, _FALLBACK_FAILED, partial(self._fallbacks.instead, record, "prefill", now))
+        room = None if other is None else self._queue.passes_at(record, other, now)
+        if other is None or room is None:
+            return None
+
+        def go() -> None:
+            self._move(record, other, why="prefill")
+            record.queued, with_room = room
+            self._turn_came(record, with_room, now, out)
+
+        return go
+
     def _move(
         self,
         record: Record,
