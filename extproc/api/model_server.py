@@ -241,8 +241,9 @@ class PdGroup(Spec, frozen=True):
     # pod, which reads the header x-prefiller-host-port.
     leg: Literal["Gateway", "Sidecar"] = "Sidecar"
     connector: Connector | None = None
-    # Local: the decode engine computes the prompt. Fail: the request is answered 503. Without it Local, except with
-    # SGLang: there the decode engine has the request already, cannot compute the prompt, and answers an error.
+    # Local: the decode engine computes the prompt. Fail: a fallback of the rule answers, or the client gets 503.
+    # Without it Local, except with SGLang: there the decode engine has the request already, cannot compute the prompt,
+    # and answers an error.
     on_prefill_failure: Literal["Local", "Fail"] | None = None
     # The longest that a prefill may take, over all engines that are asked for it. While another engine of the group
     # could be asked, one has 2 s and four times what is expected of it, or half of the time that is left if its speed

@@ -31,9 +31,11 @@ def load_of(targets: Targets, pools: Mapping[str, Pool], gates: Mapping[str, Gat
     """From 0 to 1, how full it is where a request goes: at the emptiest tier, or without tiers at the fullest of those
     that may be drawn for it.
     """
-    loads = [
-        _load_at(pools[one.server], gates.get(one.server), now) for one in targets.destinations if one.server in pools
-    ]
+    found = [pools[one.server] for one in targets.destinations if one.server in pools]
+    if targets.sticky is None:
+        # a full provider gets none of them while another has room
+        found = [one for one in found if not one.is_full(now)] or found
+    loads = [_load_at(one, gates.get(one.name), now) for one in found]
     has_tiers = any(one.rule.tiers is not None for one in targets.destinations)
     return (min if has_tiers else max)(loads, default=1.0)
 

@@ -147,7 +147,13 @@ class Core:
         self._caches = self._pipeline.caches
         self._running = RunningRequests(self._records, self._accounts, budgets, has_peers=machine is not None)
         self._orphans = OrphanedRequests(self.admission, self._accounts)
-        self._legs = PrefillLegs(self._records, self._dispatcher, self._running, has_peers=machine is not None)
+        self._legs = PrefillLegs(
+            self._records,
+            self._dispatcher,
+            self._running,
+            self._pipeline.way_to_fallback,
+            has_peers=machine is not None,
+        )
         self.apply(snapshot, 0.0)
 
     def apply(self, snapshot: Snapshot, now: float) -> list[Effect]:
@@ -456,7 +462,7 @@ class Core:
             case RequestPrefilled():
                 self._running.on_prefilled(event, now, out)
             case RequestEnded() if self.peer_view.remove_request(origin, event.ticket):
-                self._running.finish_elsewhere([event.ticket], now, out)
+                self._running.finish_elsewhere([event.ticket], now, out, is_moved=event.is_moved)
 
     def _compare(self, event: ProcessAlive | AskStarted, origin: str, now: float, out: list[Effect]) -> None:
         """Make up for ends, starts and changes of breakers that were lost."""

@@ -55,6 +55,7 @@ _TAKEN: Final[Mapping[FallbackReason, str]] = MappingProxyType(
         "no_endpoint": "is taken: the ModelServer before it has no usable endpoint",
         "context_window": "is taken: the prompt is longer than the ModelServer before it takes",
         "late": "is taken: the ModelServer before it is predicted to be late",
+        "prefill": "is taken: no engine of the ModelServer before it has computed the prompt for another",
         "queue": "is taken: the request has waited long enough for the ModelServer before it",
     }
 )

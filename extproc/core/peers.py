@@ -68,9 +68,10 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """The stream of a request is closed."""
+    """The stream of a request is closed. ``is_moved``: it goes on at another ModelServer; its start there follows."""
 
     ticket: str
+    is_moved: bool = False
 
 
 class OutcomeKnown(msgspec.Struct, frozen=True, array_like=True, tag="l"):

@@ -17,6 +17,7 @@ from extproc.admission.saturation import RECHECK_S
 from extproc.core.activation import EngineWait
 from extproc.core.adapter_load import AdapterWait
 from extproc.core.breakers import check_server, is_drawn, may_probe
+from extproc.core.capacity import has_capacity
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import (
     AskGuard,
@@ -259,6 +260,7 @@ class AdmissionPipeline:
                 record.arrival = arrival
         if arrival.pool.breaker.generation:
             self._avoid_failing(record, now)
+        self._avoid_full(record, now)
 
     def _avoid_failing(self, record: Record, now: float) -> None:
         """A request goes to another ModelServer of its rule while the breaker of its own lets too few through."""
@@ -269,6 +271,20 @@ class AdmissionPipeline:
         other = self._builder.elsewhere(record.arrived, lambda one: not one.breaker.trips and one is not pool)
         if other is not None:
             record.arrival, record.placement, record.is_drawn = other, None, True
+
+    def _avoid_full(self, record: Record, now: float) -> None:
+        """A request goes to another target of its rule that has room, while its own, a provider, reports that it is
+        full. With ``sticky`` it stays: its session would change the model with each report.
+        """
+        arrival = record.arrived
+        candidates = arrival.candidates
+        if candidates is None or not arrival.pool.is_full(now):
+            return
+        if arrival.destination.tiers is not None or candidates.targets.sticky is not None:
+            return
+        other = self._builder.elsewhere(arrival, lambda one: not one.breaker.trips and has_capacity(one, now))
+        if other is not None:
+            record.arrival = other
 
     def start_request(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
@@ -351,6 +367,22 @@ class AdmissionPipeline:
         record.queued, with_room = room
         return with_room
 
+    def way_to_fallback(self, record: Record, now: float, out: list[Effect]) -> Callable[[], None] | None:
+        """What sends a request, whose prefill has failed, to a fallback that has room for it at once; None: there is
+        none. Its engines must be free of it by then.
+        """
+        other = with_fault(out, _FALLBACK_FAILED, partial(self._fallbacks.instead, record, "prefill", now))
+        room = None if other is None else self._queue.passes_at(record, other, now)
+        if other is None or room is None:
+            return None
+
+        def go() -> None:
+            self._move(record, other, why="prefill")
+            record.queued, with_room = room
+            self._turn_came(record, with_room, now, out)
+
+        return go
+
     def _move(
         self,
         record: Record,
@@ -409,6 +441,7 @@ class AdmissionPipeline:
         placed = self._tiers.place(self._builder, tried, now, is_tried=True)
         if placed is not None:
             tried.arrival, tried.placement = placed
+        self._avoid_full(tried, now)
         objectives, foreseen = self._dispatcher.objectives_of(tried.arrived), None
         if objectives is not None and objectives.refuses:
             foreseen = self._forecaster.foresee(self._builder, tried, objectives, now, is_tried=True)

@@ -46,7 +46,7 @@ from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefu
 from extproc.scheduling.pool import DecodePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from extproc.core.dispatch import Dispatcher, PendingDecision
     from extproc.core.prefill import BesideLeg
@@ -73,10 +73,13 @@ class PrefillLegs:
         records: Mapping[str, Record],
         dispatcher: Dispatcher,
         running: RunningRequests,
+        way_to_fallback: Callable[[Record, float, list[Effect]], Callable[[], None] | None],
         *,
         has_peers: bool,
     ) -> None:
+        """``way_to_fallback``: see AdmissionPipeline."""
         self._records = records
+        self._way_to_fallback = way_to_fallback
         self._dispatcher = dispatcher
         self._running = running
         self._has_peers = has_peers
@@ -109,13 +112,21 @@ class PrefillLegs:
         if then is None:
             refusal = _refusal_of(run, judged, result, event) if is_served else no_longer_served(run.pool.name)
         leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
-        out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=refusal is None))
+        # a refusal of the prompt is the client's
+        has_failed = isinstance(refusal, PrefillFailed | NoEndpoint)
+        go_elsewhere = self._way_to_fallback(record, now, out) if has_failed and is_served else None
+        goes_on = refusal is None or go_elsewhere is not None
+        out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=goes_on))
         try:
             end_leg(record, run, event, now, out)
             if self._has_peers:
                 out.append(Broadcast(event))
             if then is not None:
                 self._ask_next(record, then, pending, now, out)
+                return
+            if go_elsewhere is not None:
+                self._running.leave_engines(record, run, now, out)
+                go_elsewhere()
                 return
             if refusal is None:
                 self._dispatcher.put(record, State.RUNNING, now)

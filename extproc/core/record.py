@@ -53,7 +53,7 @@ PrefillOutcome = Literal[
 ]
 # Why a request goes to a fallback at once: its ModelServer has no usable endpoint, its prompt is too long there, it
 # is predicted to be late, or it has waited long enough.
-FallbackReason = Literal["no_endpoint", "context_window", "late", "queue"]
+FallbackReason = Literal["no_endpoint", "context_window", "late", "queue", "prefill"]
 _NOTHING: Final = Expected()
 
 

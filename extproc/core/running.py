@@ -84,11 +84,18 @@ class RunningRequests:
         if len(self._ended) > MOST_ENDED:
             self._forget(next(iter(self._ended)), now, out)
 
-    def finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
-        """Requests of another process are over."""
+    def finish_elsewhere(
+        self, tickets: Iterable[str], now: float, out: list[Effect], *, is_moved: bool = False
+    ) -> None:
+        """Requests of another process are over. ``is_moved``: at these engines, which got none of them."""
+        event = Event.LEFT if is_moved else Event.FINISHED
         for ticket in tickets:
             record = self._records.get(ticket)
-            if record is not None and record.run is not None and record.happens(Event.FINISHED):
+            if record is None or record.run is None or not record.happens(event):
+                continue
+            if is_moved:
+                self.undo(record, record.run, now, out)
+            else:
                 self.on_stream_closed(record, record.run, now, out)
 
     def undo(self, record: Record, run: Run, now: float, out: list[Effect], *, outcome: Outcome | None = None) -> None:
@@ -109,6 +116,14 @@ class RunningRequests:
         """It is refused although its engines were picked: they are free of it, and it costs nothing."""
         self._free(record, run, now, out)
         self._accounts.settle_request(record, None, 0.0, now, out)
+
+    def leave_engines(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+        """It goes to another ModelServer, and what its limits have granted goes with it."""
+        release_untried(run)
+        self._free(record, run, now, out, is_moved=True)
+        grants, record.grants = record.grants, ()
+        self._accounts.settle_request(record, None, 0.0, now, out)
+        record.run, record.grants = None, grants
 
     def on_prefilled(self, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
         """The prefill of another process's request has ended."""
@@ -183,12 +198,12 @@ class RunningRequests:
         del self._records[record.ticket]
         self._ended.pop(record.ticket, None)
 
-    def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+    def _free(self, record: Record, run: Run, now: float, out: list[Effect], *, is_moved: bool = False) -> None:
         run.pool.release(run.assignment, run.pins, now)
         self._budgets.on_stream_closed(record.ticket, run)
         count_request_end(record, run)
         if self._has_peers and record.is_ours:
-            out.append(Broadcast(RequestEnded(record.ticket)))
+            out.append(Broadcast(RequestEnded(record.ticket, is_moved)))
 
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]

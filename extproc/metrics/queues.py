@@ -325,7 +325,7 @@ class AdmissionMetrics:
         self._fallbacks = Counters(
             "attache_fallbacks",
             "Requests that a fallback got, by why: failed (Envoy has gone on to it), no_endpoint, queue, late,"
-            " context_window, content_policy.",
+            " context_window, content_policy, prefill.",
             ["server", "reason"],
             registry,
         )

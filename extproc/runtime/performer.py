@@ -382,7 +382,7 @@ def _log_load(result: AdapterLoadResult) -> None:
 def _then(ended: PrefillEnded) -> str:
     if ended.is_beside:
         return "the decode engine is asked to end the request with an error"
-    return "decode engines compute the prompts" if ended.goes_on else "requests are answered 503"
+    return "decode engines compute the prompts, or fallbacks answer" if ended.goes_on else "requests are answered 503"
 
 
 def _took(result: AdapterLoadResult) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import Final
 
 import pytest
 
 from extproc.api.host_names import with_addresses
-from extproc.core.capacity import has_capacity
+from extproc.core.capacity import has_capacity, load_of
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Held
 from extproc.core.peers import EngineReported, EventBatch, decode_events, encode_events
@@ -145,6 +146,74 @@ def test_no_copies_go_to_a_full_provider() -> None:
     assert has_capacity(pool, 0.0)
     reports(core, 1.0, 0.0)
     assert not has_capacity(pool, 0.1)
+
+
+def split(**rule: object) -> Core:
+    """Two targets of equal weight, of which one is a provider; nothing is behind them."""
+    targets = [{"modelServerName": "own", "weight": 1}, {"modelServerName": "west", "weight": 1}]
+    return region(targetModels=targets, fallback=[], **rule)
+
+
+def servers_of(core: Core, now: float, count: int = 20, **headers: str) -> Counter[str]:
+    """Where ``count`` requests go, each of which has ended before the next comes."""
+    found = Counter[str]()
+    for _ in range(count):
+        own, _ = core.arrive(request(core, headers=headers), now)
+        assert isinstance(own, Decision)
+        found[own.server] += 1
+        core.on_stream_closed(own.ticket, now)
+    return found
+
+
+def test_a_weighted_target_that_reports_that_it_is_full_gets_nothing_while_another_has_room() -> None:
+    core = split()
+    assert servers_of(core, 0.1).keys() == {"default/own", "default/west"}
+    reports(core, 1.0, 0.5)
+    assert servers_of(core, 0.6) == {"default/own": 20}
+    reports(core, 0.99, 1.0)
+    assert servers_of(core, 1.1).keys() == {"default/own", "default/west"}
+
+
+def test_if_no_other_target_has_room_the_weights_decide() -> None:
+    core = split()
+    reports(core, 1.0, 0.5)
+    # its one place is taken
+    assert decided(core, 0.6).server == "default/own"
+    found = Counter(type(ask(core, 0.7)).__name__ for _ in range(20))
+    assert found.keys() == {"Decision", "Held"}
+
+
+def test_nor_does_one_whose_breaker_is_open() -> None:
+    core = split()
+    reports(core, 1.0, 0.5)
+    pool = core.pools["default/own"]
+    pool.breaker = pool.breaker.opened(pool.name, 0.5, needed=1)
+    assert "default/west" in servers_of(core, 0.6)
+
+
+def test_a_sticky_split_does_not_follow_the_load() -> None:
+    """The session would change its model, and change it back a second later."""
+    core = split(sticky="Session")
+    sessions = [{"x-session-id": str(number)} for number in range(20)]
+    before = [servers_of(core, 0.1, 1, **one) for one in sessions]
+    assert sum(before, Counter()).keys() == {"default/own", "default/west"}
+    reports(core, 1.0, 0.5)
+    assert [servers_of(core, 0.6, 1, **one) for one in sessions] == before
+
+
+@pytest.mark.parametrize(("sticky", "told"), [("None", 0.0), ("Session", 1.0)])
+def test_what_is_told_of_a_split_leaves_out_a_full_target_that_gets_nothing(sticky: str, told: float) -> None:
+    core = split(sticky=sticky)
+    reports(core, 1.0, 0.5)
+    targets = core.builder.usual_targets(request(core).head, "m")
+    assert targets is not None
+    assert load_of(targets, core.pools, core.admission.gates, 0.6) == told
+
+
+def test_explain_says_so_too() -> None:
+    core = split()
+    reports(core, 1.0, 0.5)
+    assert {core.explain(request(core), 0.6).server for _ in range(20)} == {"default/own"}
 
 
 def test_other_workers_know_it_too() -> None:
