@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_links_to_sections_lead_to_one(page: Path) -> None:
     assert [one for one in targets if one[0].suffix == ".md" and one[1] not in _sections(one[0])] == []
 
 
+@cache
 def _sections(page: Path) -> set[str]:
     """What a link may name: headings, as GitHub and the site spell them, and marked places."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
