@@ -115,6 +115,13 @@ def test_pods_run_commands_that_exist_and_may_drain(file: Path) -> None:
         assert spec["terminationGracePeriodSeconds"] > before_s + 300
 
 
+def test_engines_of_the_samples_run_the_image_that_a_user_builds() -> None:
+    (deployment,) = yaml.safe_load_all((DEPLOY.parent / "manifests/samples/engines.yaml").read_text())
+    (engine,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert engine["image"] == "attache"
+    parses(engine["args"])
+
+
 def test_envoy_is_ready_when_the_bundles_writer_says_so() -> None:
     (deployment,) = yaml.safe_load_all((DEPLOY.parent / "manifests" / "gateway" / "deployment.yaml").read_text())
     spec = deployment["spec"]["template"]["spec"]

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
+from extproc.api.spec import full_key
 from extproc.api.status_pages import RESET_PATH
 from extproc.cli.system import printable, read_page
 
@@ -30,7 +31,7 @@ def parser(prog: str = "extproc reset") -> argparse.ArgumentParser:
         ),
         epilog="Exit status: 0; 2 if the process does not answer, or has no such ModelServer or engine.",
     )
-    made.add_argument("server", metavar="NAMESPACE/NAME", help="the ModelServer")
+    made.add_argument("server", metavar="[NAMESPACE/]NAME", help="the ModelServer")
     made.add_argument("--engine", default="", metavar="IP:PORT", help="one of its engines, and nothing else")
     made.add_argument(
         "--metrics",
@@ -49,7 +50,7 @@ def main(words: list[str], prog: str = "extproc reset") -> int:
         parse_endpoint(options.metrics)
     except ValueError as error:
         made.error(str(error))
-    query = urllib.parse.urlencode({"server": options.server, "engine": options.engine})
+    query = urllib.parse.urlencode({"server": full_key(options.server), "engine": options.engine})
     request = urllib.request.Request(f"http://{options.metrics}{RESET_PATH}?{query}", b"", method="POST")
     try:
         closed = _closed.decode(read_page(request, timeout_s=_TIMEOUT_S))

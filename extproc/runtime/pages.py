@@ -18,6 +18,7 @@ from extproc.core.record import BUNDLE, Attachment, Head
 from extproc.core.running import add_part
 from extproc.errors import Refusal, to_openai_body
 from extproc.page_server import PageServer
+from extproc.scheduling.model_check import quoted_names
 
 if TYPE_CHECKING:
     import socket
@@ -198,9 +199,13 @@ def reset_page(core: Core, clock: Callable[[], float], perform: Callable[[list[E
             return web.Response(text=text, status=403)
         server, engine = request.query.get("server", ""), request.query.get("engine", "")
         pool = core.pools.get(server)
-        if pool is None or (engine and pool.table.row_of(engine) is None):
-            text = f"there is no {'engine' if pool else 'ModelServer'} of this name; write server=NAMESPACE/NAME"
-            return web.Response(text=f"{text}, and engine=IP:PORT for one of its engines\n", status=404)
+        if pool is None:
+            others = f"there are: {quoted_names(core.pools)}" if core.pools else "there is none"
+            return web.Response(text=f"there is no ModelServer {quoted_names([server])}; {others}\n", status=404)
+        if engine and pool.table.row_of(engine) is None:
+            addresses = pool.table.active_addresses
+            others = f"it has: {quoted_names(addresses)}" if addresses else "it has none"
+            return web.Response(text=f"{server} has no engine {quoted_names([engine])}; {others}\n", status=404)
         effects = core.reset_breakers(server, engine, clock())
         perform(effects)
         closed = [one.address for one in effects if isinstance(one, BreakerChanged)]

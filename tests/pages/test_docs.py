@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,31 @@ _PATH = re.compile(rf"(?<![\w/.:-])((?:{_TOPS})/(?!out)[\w./-]+)")
 def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", SOURCES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_sections_lead_to_one(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    targets = [(page.parent / file if file else page, section) for file, section in links]
+    assert [one for one in targets if one[0].suffix == ".md" and one[1] not in _sections(one[0])] == []
+
+
+@cache
+def _sections(page: Path) -> set[str]:
+    """What a link may name: headings, as GitHub and the site spell them, and marked places."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    shown = (re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", one) for one in headings)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in shown} | {
+        *re.findall(r'<a id="([^"]+)">', text)
+    }
+
+
+@pytest.mark.parametrize("page", SOURCES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_tables_stand_in_tables(page: Path) -> None:
+    # code, which may have pipes, is fenced, indented or quoted
+    prose = re.sub(r"^```.*?^```$|^ {4}[^\n]*$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if " | " in line and not line.startswith("|")] == []
 
 
 def test_files_of_the_repository_that_pages_name_exist() -> None:

@@ -192,13 +192,19 @@ def _active(result: Result) -> dict[str, Any]:
         return _condition("ScalingActive", truth=False, reason=result.problem[0], message=result.problem[1])
     mode = "Auto" if result.policy is None else result.policy.mode
     holds = [one for one in result.steps if one.hold is not None]
-    barred = [one.problem for one in result.resolved if not one.may_write and one.problem is not None]
-    if mode in ("Auto", "ScaleUpOnly") and barred and len(barred) == len(result.resolved):
+    # who writes nothing needs no right to write, but a target
+    is_writer = mode in ("Auto", "ScaleUpOnly")
+    barred = [
+        one.problem
+        for one in result.resolved
+        if one.problem is not None and (one.found is None or (is_writer and not one.may_write))
+    ]
+    if mode != "Paused" and barred and len(barred) == len(result.resolved):
         said = "; ".join(dict.fromkeys(one.message for one in barred))
         return _condition("ScalingActive", truth=False, reason=barred[0].reason, message=said)
     if mode == "Paused":
         return _condition("ScalingActive", truth=False, reason="Paused", message="the mode of the policy is Paused")
-    if holds and mode in ("Auto", "ScaleUpOnly"):
+    if holds and is_writer:
         said = "; ".join(
             f"{one.target.spec.name}: {one.hold.writer} has set {one.hold.replicas} replicas, which stay until "
             f"{timestamp_of(one.hold.until_s)}"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.compile.gateway_api.listeners import Listeners, ParentResult
     from controller.gateway.compile.sources import SourceObject
+    from extproc.api.spec import ParentReference
 
 
 _NO_STEPS: Final = fails(
@@ -129,7 +130,7 @@ def _compile(
     parents, attached, served = _attach(source, listeners)
     statuses = _parents(parents, resolved)
     if not served:
-        programmed = _not_served(source.namespace, parents)
+        programmed = _not_served(source, parents)
         return _result(source, None, (holds("Accepted", NO_MISTAKE), resolved, programmed), (), (), attached, statuses)
     spec["parentRefs"] = [{"name": "gateway", "sectionName": name} for name in served]
     conditions = holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)
@@ -139,7 +140,7 @@ def _compile(
 def _attach(source: SourceObject, listeners: Listeners) -> tuple[list[ParentResult], list[str], list[str]]:
     """What became of its references, and names of the listeners that it is attached to and of those that are served."""
     asking = AttachingRoute(kind=MODEL_ROUTE, namespace=source.namespace)
-    references = source.decoded.spec.parent_refs if isinstance(source.decoded, ModelRoute) else ()
+    references = _references(source)
     if not references:
         found = listeners.open_to(asking)
         return [], found, found
@@ -147,6 +148,10 @@ def _attach(source: SourceObject, listeners: Listeners) -> tuple[list[ParentResu
     parents = listeners.attach(asking, refs)
     attached = sorted({name for one in parents for name in one.attached})
     return parents, attached, sorted({name for one in parents for name in one.served})
+
+
+def _references(source: SourceObject) -> Sequence[ParentReference]:
+    return source.decoded.spec.parent_refs if isinstance(source.decoded, ModelRoute) else ()
 
 
 def _parents(parents: Iterable[ParentResult], resolved: WantedCondition) -> WantedList:
@@ -160,10 +165,15 @@ def _parents(parents: Iterable[ParentResult], resolved: WantedCondition) -> Want
     return WantedList(name="parents", entries=entries)
 
 
-def _not_served(namespace: str, parents: Sequence[ParentResult]) -> WantedCondition:
+def _not_served(source: SourceObject, parents: Sequence[ParentResult]) -> WantedCondition:
+    """``parents``: of its references, those to Gateways of ours."""
+    if not parents and (references := _references(source)):
+        names = ", ".join(object_key(one.namespace or source.namespace, one.name) for one in references)
+        advice = "name Gateways of our class in parentRefs, or leave it out: then every listener that allows it serves it"
+        return fails("Programmed", "NoMatchingParent", f"no Gateway of ours is called {names}; {advice}")
     if not parents:
         why = "while there are Gateways, ModelRoutes are served by their listeners alone"
-        advice = f"let a listener's allowedRoutes allow ModelRoutes of the namespace {namespace}"
+        advice = f"let a listener's allowedRoutes allow ModelRoutes of the namespace {source.namespace}"
         return fails("Programmed", "NoMatchingParent", f"{why}, and none takes it; {advice}")
     refused = next((one.accepted for one in parents if one.accepted.status != "True"), None)
     if refused is not None:

@@ -405,7 +405,9 @@ def _conditions(
         for made, one in zip(model.steps, steps, strict=True)
     ]
     is_reached = any(model.child(one.backend) in reached for one in model.backends)
-    return [*found, *of_steps, _ready(model, phase, failure, [route, *of_steps], is_reached=is_reached)]
+    # of another owner, if it is not there
+    routed = resolved if taken and "ModelRoute" not in by_kind else route
+    return [*found, *of_steps, _ready(model, phase, failure, [routed, *of_steps], is_reached=is_reached)]
 
 
 def _resolved(made: ResolvedBackend) -> str:

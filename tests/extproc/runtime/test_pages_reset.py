@@ -80,9 +80,11 @@ async def test_the_command_closes_what_it_is_asked_to(capsys: pytest.CaptureFixt
         assert capsys.readouterr().out == "no breaker was open\n"
         assert len([one for one in performed if isinstance(one, BreakerChanged)]) == 2
         assert await run("default/other", "--metrics", address) == 2
-        assert "there is no ModelServer of this name; write server=NAMESPACE/NAME" in capsys.readouterr().err
+        assert capsys.readouterr().err == f"there is no ModelServer 'default/other'; there are: '{SERVER}'\n"
         assert await run(SERVER, "--engine", "10.9.9.9:1", "--metrics", address) == 2
-        assert "there is no engine of this name" in capsys.readouterr().err
+        assert f"{SERVER} has no engine '10.9.9.9:1'; it has: '10.0.0.1:8000'" in capsys.readouterr().err
+        assert await run(SERVER.removeprefix("default/"), "--metrics", address) == 0
+        assert capsys.readouterr().out == "no breaker was open\n"
     assert await run(SERVER, "--metrics", address) == 2
     assert "is extproc running there?" in capsys.readouterr().err
 

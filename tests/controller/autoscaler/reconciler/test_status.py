@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
@@ -203,6 +204,14 @@ def test_a_schedule_that_cannot_be_read_is_told() -> None:
     (accepted,) = policy_status(view, 1)["conditions"]
     assert (accepted["status"], accepted["reason"]) == ("False", "ScheduleInvalid")
     assert accepted["message"] == f"{said}; all else of the policy holds"
+
+
+@pytest.mark.parametrize("mode", ["Auto", "ScaleUpOnly", "Recommend", "Export"])
+def test_no_mode_is_active_while_no_target_is_there(mode: str) -> None:
+    lost = TargetProblem("TargetNotFound", "there is no ModelInfer llama")
+    missing = ResolvedTarget(spec=SPEC, place=PLACE, problem=lost)
+    found = msgspec.structs.replace(result(mode=mode), resolved=(missing,))
+    assert conditions(status_of(found, {}))["ScalingActive"] == ("False", "TargetNotFound")
 
 
 def test_bounds_of_a_target_that_is_not_there_limit_nothing() -> None:

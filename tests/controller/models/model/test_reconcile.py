@@ -157,6 +157,14 @@ def test_the_name_of_another_owner_is_not_taken() -> None:
     assert plan.status["transitionStatus"] == "InvalidSpec"
 
 
+def test_a_model_whose_engines_run_but_whose_route_is_another_owners_says_so_in_ready() -> None:
+    other = {"kind": "ModelRoute", "metadata": {"name": "llama", "namespace": "default", "uid": "u"}, "spec": {}}
+    children = [one for one in on_server(reconcile(seen(model(), []), NOW_S)) if one["kind"] != "ModelRoute"]
+    plan = reconcile(seen(model(), [*told(children), other]), NOW_S)
+    assert condition(plan, "Ready")["reason"] == "NameTaken"
+    assert "ModelRoute llama" in condition(plan, "Ready")["message"]
+
+
 def test_a_model_that_is_being_deleted_needs_nothing() -> None:
     thing = model()
     thing["metadata"]["deletionTimestamp"] = "2024-01-01T00:00:00Z"

@@ -387,6 +387,16 @@ def test_a_model_route_that_no_listener_lets_in_says_where_to_let_it() -> None:
     assert "allowedRoutes allow ModelRoutes of the namespace default" in programmed.message
 
 
+def test_a_model_route_whose_gateways_are_not_there_says_which() -> None:
+    named = route("llama")
+    named["spec"]["parentRefs"] = [{"name": "webb"}, {"name": "web", "namespace": "blue"}]
+    outcome = compiled(gateway(), server(), named)
+    assert snapshot(outcome).routes == ()
+    (programmed,) = (one for one in status(outcome, "ModelRoute", "llama").conditions if one.type == "Programmed")
+    assert programmed.reason == "NoMatchingParent"
+    assert "is called default/webb, blue/web" in programmed.message
+
+
 def test_a_model_route_of_a_gateway_that_does_not_serve_it_is_not_served() -> None:
     named = route("llama")
     named["spec"]["parentRefs"] = [{"name": "web", "sectionName": "gone"}]
