@@ -280,7 +280,7 @@ class AdmissionPipeline:
         candidates = arrival.candidates
         if candidates is None or not arrival.pool.is_full(now):
             return
-        if arrival.destination.tiers is not None or candidates.targets.sticky is not None:
+        if arrival.destination.rule.tiers is not None or candidates.targets.sticky is not None:
             return
         other = self._builder.elsewhere(arrival, lambda one: not one.breaker.trips and has_capacity(one, now))
         if other is not None:

@@ -12,9 +12,9 @@ from controller.kube.plan import Create, Delete, Plan
 from controller.kube.resources import PODS
 from controller.models.model_infer import changes as holds
 from controller.models.model_infer import child_objects as owned
-from controller.models.model_infer import removal as draining
 from controller.models.model_infer import groups as sizing
 from controller.models.model_infer import pod_state, reconcile
+from controller.models.model_infer import removal as draining
 from tests.controller.models.model_infer.chaos import events, specs
 from tests.controller.models.model_infer.chaos.history import Start
 from tests.virtual_cluster import manager as managers
