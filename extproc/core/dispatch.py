@@ -28,7 +28,7 @@ from extproc.core.effects import (
     with_fault,
 )
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
-from extproc.core.feedback import OverdueRequests
+from extproc.core.feedback import SWEEP_S, OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
 from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
@@ -313,7 +313,8 @@ class Dispatcher:
         count_dispatch(record, run)
         if record.grants:
             self._accounts.report_soft(record.grants, out)
-        self._overdue.sweep(run.pool, now, out)
+        if now >= self._overdue.sweep_at_s.get(run.pool.name, SWEEP_S):
+            self._overdue.sweep(run.pool, now, out)
         if self._has_peers:
             out.append(Broadcast(started(record, run)))
 

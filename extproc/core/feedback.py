@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 # Between two searches for engines that are silent.
-_SWEEP_S: Final = 1.0
+SWEEP_S: Final = 1.0
 # Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 _INTERNAL: Final = 500
@@ -386,16 +386,12 @@ class OverdueRequests:
 
     def __init__(self, records: Mapping[str, Record]) -> None:
         self._records = records
-        # by pool
-        self._next_sweep_s: dict[str, float] = {}
+        # by pool: when it is time for the next check
+        self.sweep_at_s: dict[str, float] = {}
 
     def sweep(self, pool: Pool, now: float, out: list[Effect]) -> None:
-        """Called with each request. Once a second it looks for a silent engine, and where there is one, it checks all
-        requests of the pool.
-        """
-        if now < self._next_sweep_s.get(pool.name, _SWEEP_S):
-            return
-        self._next_sweep_s[pool.name] = now + _SWEEP_S
+        """Called with a request once a second; checks single requests only where an engine is silent."""
+        self.sweep_at_s[pool.name] = now + SWEEP_S
         if not _has_silent_engine(pool, now):
             return
         for record in self._records.values():
