@@ -242,7 +242,8 @@ class Core:
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
         record.happens(Event.ARRIVED)
         out = list[Effect]()
-        if arrival.destination.rule.tiers is not None or arrival.pool.breaker.generation:
+        pool = arrival.pool
+        if arrival.destination.rule.tiers is not None or pool.breaker.generation or pool.spec.provider is not None:
             self._pipeline.place(record, now, out)
         self.meter.count_arrival(record, record.arrived)
         return self._pipeline.start_request(record, now, out), out

@@ -82,9 +82,9 @@ def test_the_fallback_answers(failure: str) -> None:
     _, asked, _ = scene.arrive(max_tokens=20)
     effects = scene.answer(asked.ticket, 0.5, failure=failure)
     found = decision(effects)
-    assert (found.server, found.fell_back_for) == (SPARE, "prefill")
+    assert (found.server, found.history.fell_back_for) == (SPARE, "prefill")
     assert found.assignment.addresses == (S,)
-    assert (found.leg, found.prefilled_by, found.is_leased) == (None, "", False)
+    assert (found.history.leg, found.prefilled_by, found.is_leased) == (None, "", False)
     assert (fields(found.body)["model"], fields(found.body)["max_tokens"]) == ("small", 20)
     assert "kv_transfer_params" not in fields(found.body)
     assert leg(effects).goes_on
