@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from extproc.admission.limits import NO_USAGE, Grant, StoreAway
+from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
+from extproc.admission.limits import NO_USAGE, Grant, StoreAway, Usage
 from extproc.admission.refusals import unavailable
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.activation import EngineWait
@@ -52,7 +53,7 @@ from extproc.core.explanation import (
 from extproc.core.fallback import AT_ONCE
 from extproc.core.forecasts import Forecaster, Foreseen
 from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
-from extproc.core.queue import MOST_AT_ONCE, QueueWait, usage_to_reserve
+from extproc.core.queue import MOST_AT_ONCE, QueueWait
 from extproc.core.record import Record
 from extproc.core.request_builder import not_served
 from extproc.core.response_cache import ResponseCaches
@@ -746,6 +747,28 @@ class AdmissionPipeline:
             )
 
         _answer(self._attempt(record, step, now, out), out)
+
+
+def usage_to_reserve(arrival: Arrival) -> Usage:
+    """The tokens that the request may use.
+
+    Input: all of its prompts, by their tokens or else by their bytes, its media, and what an engine has stored of it.
+    Output: for each answer the requested maximum, or else the length that nearly all answers had. None of either where
+    the body is not read.
+    """
+    request, pool = arrival.request, arrival.pool
+    if request.is_unread:
+        return NO_USAGE
+    prompts, most = request.prompts, request.max_output_tokens
+    estimate = pool.input_estimates.of(arrival.caller.tenant)
+    text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)
+    sent = text + prompts.token_ids + request.media.tokens
+    if most is not None and not request.has_stored_prompt:
+        return Usage(sent, request.answers * float(most))
+    stored = estimate.stored_tokens if request.has_stored_prompt else 0.0
+    output = pool.output_estimate.tokens if most is None else float(most)
+    known = Usage(sent, 0.0 if most is None else request.answers * output)
+    return Usage(sent + stored, request.answers * output, known)
 
 
 def _admit(record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> Held | Decision | None:

@@ -22,10 +22,9 @@ from extproc.admission.budgets import (
     CompiledBudget,
     compile_keys,
 )
-from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.identity import Caller, name_in
-from extproc.admission.limits import NO_USAGE, ChosenNames, RouteLimits, Usage, key_charges
+from extproc.admission.limits import ChosenNames, RouteLimits, Usage, key_charges
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
@@ -258,28 +257,6 @@ class AdmissionController:
             return None if found is None else Stages(*found)
 
         return Gate(control, pool.table, stages=stages, rng=self._rng)
-
-
-def usage_to_reserve(arrival: Arrival) -> Usage:
-    """The tokens that the request may use.
-
-    Input: all of its prompts, by their tokens or else by their bytes, its media, and what an engine has stored of it.
-    Output: for each answer the requested maximum, or else the length that nearly all answers had. None of either where
-    the body is not read.
-    """
-    request, pool = arrival.request, arrival.pool
-    if request.is_unread:
-        return NO_USAGE
-    prompts, most = request.prompts, request.max_output_tokens
-    estimate = pool.input_estimates.of(arrival.caller.tenant)
-    text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)
-    sent = text + prompts.token_ids + request.media.tokens
-    if most is not None and not request.has_stored_prompt:
-        return Usage(sent, request.answers * float(most))
-    stored = estimate.stored_tokens if request.has_stored_prompt else 0.0
-    output = pool.output_estimate.tokens if most is None else float(most)
-    known = Usage(sent, 0.0 if most is None else request.answers * output)
-    return Usage(sent + stored, request.answers * output, known)
 
 
 def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:

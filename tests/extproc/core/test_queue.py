@@ -12,7 +12,7 @@ import pytest
 from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import ClientLeft, Decision, RequestRefused
-from extproc.core.queue import usage_to_reserve
+from extproc.core.pipeline import usage_to_reserve
 from extproc.core.record import Outcome
 from extproc.core.states import State
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed

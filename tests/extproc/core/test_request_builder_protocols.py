@@ -11,7 +11,7 @@ import pytest
 from extproc.api.spec import STEPS_LISTENER
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
-from extproc.core.queue import usage_to_reserve
+from extproc.core.pipeline import usage_to_reserve
 from extproc.core.record import Head, Outcome
 from extproc.endpoints.costs import learn_service_time, service_times
 from extproc.endpoints.table import EndpointTable
