@@ -52,7 +52,7 @@ _MAXIMA: Final[Mapping[str, Resource]] = {
 }
 # Of a key.
 _PARTS: Final = 8
-_LEVELS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
+_HOLDERS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
 
 
 class BudgetKey(msgspec.Struct, frozen=True):
@@ -238,7 +238,7 @@ class CompiledBudget:
                 resource,
                 BudgetKey(self.name, f"{window.start_s}-{window.end_s}", resource).text().removesuffix("/"),
                 Limit(0.0, capacity, float(window.end_s)),
-                BudgetPart(self.name, budget.name, _LEVELS[budget.per], budget.window.lower(), unit, soft),
+                BudgetPart(self.name, budget.name, _HOLDERS[budget.per], budget.window.lower(), unit, soft),
             )
 
 
