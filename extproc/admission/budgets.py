@@ -53,7 +53,7 @@ _MAXIMA: Final[Mapping[str, Resource]] = {
 }
 # Of a key.
 _PARTS: Final = 8
-_LEVELS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
+_HOLDERS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
 
 
 class BudgetKey(msgspec.Struct, frozen=True):
@@ -243,7 +243,7 @@ class CompiledBudget:
                     self.name,
                     budget.name,
                     title(budget.name, "this API key"),
-                    _LEVELS[budget.per],
+                    _HOLDERS[budget.per],
                     budget.window.lower(),
                     unit,
                     soft,

@@ -59,7 +59,7 @@ def _wait_s(charge: Charge, shortfall: float) -> float:
 
 def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[str, str]) -> BudgetSpent:
     most, left = amount_text(charge, charge.limit.capacity), amount_text(charge, max(0.0, level))
-    whose = "of all callers" if budget.level == "gateway" else f"of this {budget.level}"
+    whose = "of all callers" if budget.holder == "gateway" else f"of this {budget.holder}"
     shown = budget.title
     begin = f"The {EVERY[budget.window]} budget '{shown}' {whose}" if shown == budget.name else f"The {shown}"
     if level <= 0:
@@ -109,7 +109,7 @@ def soft_line(charge: Charge, level: float) -> str:
     if budget is None or key is None:
         return ""
     used, most = charge.limit.capacity - level, charge.limit.capacity
-    whose = f"the {budget.level} {key.caller}" if key.caller else "all callers"
+    whose = f"the {budget.holder} {key.caller}" if key.caller else "all callers"
     shown = title(budget.name, "the key itself")
     begin = f"budget {budget.key}" if shown == budget.name else shown
     return (

@@ -55,15 +55,15 @@ def next_pause(pause_s: float, *, lived_s: float) -> float:
 
 
 class Program(msgspec.Struct, frozen=True):
-    """``name``: in the log. ``descriptors``: of listening sockets, which its processes inherit. ``order``: the line
-    that makes a spare process one of this program. ``orphaned``: the signal to a process whose supervisor has died.
-    ``is_watched``: its processes report that they are alive; others are watched if they do.
+    """``name``: in the log. ``descriptors``: of listening sockets, which its processes inherit. ``spare_input``:
+    the line on standard input that makes a spare process one of this program. ``orphaned``: the signal to a process
+    whose supervisor has died. ``is_watched``: its processes report that they are alive; others are watched if they do.
     """
 
     name: str
     command: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
-    order: str = ""
+    spare_input: str = ""
     orphaned: signal.Signals = signal.SIGTERM
     is_watched: bool = False
 
@@ -150,7 +150,7 @@ class Process:
         self.name, self._missed = program.name, 0 if program.is_watched else None
         self._began_s = asyncio.get_running_loop().time()
         if self._process.stdin is not None:
-            self._process.stdin.write(f"{program.order}\n".encode())
+            self._process.stdin.write(f"{program.spare_input}\n".encode())
             self._process.stdin.close()
 
     def _receive(self) -> None:
@@ -182,12 +182,12 @@ class Process:
 
 
 class Spare:
-    """A process that has loaded everything, and waits for its order: a line on its standard input. One for all
-    children; another is started once the one that was taken is ready.
+    """A process that has loaded everything, and waits for a line on its standard input. One for all children; another
+    is started once the one that was taken is ready.
     """
 
     def __init__(self, program: Program, folder: Path) -> None:
-        """``program``: becomes any of those with an ``order``."""
+        """``program``: becomes any of those with a ``spare_input``."""
         self._program = program
         self._folder = folder
         self._waiting: Process | None = None

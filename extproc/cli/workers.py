@@ -61,10 +61,10 @@ async def _supervise(words: Sequence[str], count: int, sockets: Sequence[Sequenc
             listening, metrics, health = own = [one[number].fileno() if one else None for one in sockets]
             others = tuple(one for one in descriptors if one not in own)
             worker = Worker(number, count, directory, listening, metrics, health, others)
-            order = msgspec.json.encode(worker).decode()
+            encoded = msgspec.json.encode(worker).decode()
             # an orphan leaves everything to the next supervisor's workers at once
             program = Program(
-                f"worker-{number}", (*command, order), descriptors, order, signal.SIGUSR1, is_watched=True
+                f"worker-{number}", (*command, encoded), descriptors, encoded, signal.SIGUSR1, is_watched=True
             )
             children.append(Child(program, folder, spare=spare))
 

@@ -32,7 +32,7 @@ from extproc.core.feedback import SWEEP_S, OverdueRequests
 from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.peers import RequestStarted
 from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
-from extproc.core.record import NO_RESERVES, PrefillLeg, Record, Run, SentRequest
+from extproc.core.record import NO_RESERVES, LegResult, Record, Run, SentRequest
 from extproc.core.states import WAITING, Event, State
 from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
@@ -292,7 +292,7 @@ class Dispatcher:
         if leg is None:
             own = self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         elif is_beside:
-            beside = PrefillLeg(leg.address, "beside", 0.0)
+            beside = LegResult(leg.address, "beside", 0.0)
             own = self.decide(record, run, pending, body=body, leg=beside, is_leased=True)
             self.beside[record.ticket] = BesideLeg(leg, now)
         else:
@@ -325,7 +325,7 @@ class Dispatcher:
         pending: PendingDecision,
         *,
         body: bytes | None,
-        leg: PrefillLeg | None = None,
+        leg: LegResult | None = None,
         is_leased: bool = False,
         request_id: str = "",
     ) -> Decision:
@@ -362,7 +362,7 @@ class Dispatcher:
         )
 
 
-def _history(record: Record, arrival: Arrival, pending: PendingDecision, leg: PrefillLeg | None) -> RequestHistory:
+def _history(record: Record, arrival: Arrival, pending: PendingDecision, leg: LegResult | None) -> RequestHistory:
     return RequestHistory(
         explanation=pending.explanation,
         queued=record.queued,

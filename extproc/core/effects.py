@@ -17,7 +17,7 @@ from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
-from extproc.core.record import NO_WAITS, AdapterLoadResult, Arrival, Attempts, Forecast, Outcome, PrefillLeg
+from extproc.core.record import NO_WAITS, AdapterLoadResult, Arrival, Attempts, Forecast, LegResult, Outcome
 from extproc.core.states import State
 from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
@@ -43,7 +43,7 @@ class RequestHistory(msgspec.Struct, frozen=True):
     was_held: bool = False
     tier: str = ""
     fell_back_for: str = ""
-    leg: PrefillLeg | None = None
+    leg: LegResult | None = None
     whole: str = ""
     size_bytes: int = 0
 
@@ -264,7 +264,7 @@ class PrefillEnded(msgspec.Struct, frozen=True):
 
     ticket: str
     server: str
-    leg: PrefillLeg
+    leg: LegResult
     goes_on: bool
     is_beside: bool = False
 
@@ -346,7 +346,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     times: Times | None = None
     objectives: ObjectiveClass | None = None
-    leg: PrefillLeg | None = None
+    leg: LegResult | None = None
     prefilled_by: str = ""
     is_streamed: bool = False
     fell_back_from: str = ""

@@ -79,12 +79,13 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
 
 
 class BudgetState(msgspec.Struct, frozen=True):
-    """One amount of a budget that applies to the request. ``level``: whose budget it is. ``left``: None where machines
+    """One amount of a budget that applies to the request. ``holder``: whose budget it is. ``left``: None where machines
     share it, in Redis. ``reserves``: for this request.
     """
 
     budget: str
-    level: str
+    # by its name in the decision log
+    holder: str = msgspec.field(name="level")
     most: str
     left: str | None
     reserves: str
@@ -325,7 +326,7 @@ def budget_states(charges: Iterable[Charge], level_of: Callable[[Charge], float]
         if charge.budget is not None:
             yield BudgetState(
                 budget=charge.budget.key,
-                level=charge.budget.level,
+                holder=charge.budget.holder,
                 most=amount_text(charge, charge.limit.capacity),
                 left=None if charge.is_global else amount_text(charge, max(0.0, level_of(charge))),
                 reserves=amount_text(charge, charge.amount),
@@ -337,7 +338,7 @@ def _budget_line(one: BudgetState) -> str:
     left = "is shared with other machines" if one.left is None else f"has {one.left} of {one.most} left"
     name = one.budget.rpartition("/")[2]
     shown = title(name, "the API key itself")
-    what = f"budget {one.budget} of the {one.level}" if shown == name else shown
+    what = f"budget {one.budget} of the {one.holder}" if shown == name else shown
     return f"  the {what} {left}; this request reserves {one.reserves}"
 
 

@@ -39,7 +39,7 @@ from extproc.core.prefill import (
     outcome_of_leg,
     prefill_of,
 )
-from extproc.core.record import PrefillLeg
+from extproc.core.record import LegResult
 from extproc.core.states import IN_FLIGHT, Event, State
 from extproc.core.usage import line_of_departure
 from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
@@ -111,7 +111,7 @@ class PrefillLegs:
         refusal = None
         if then is None:
             refusal = _refusal_of(run, judged, result, event) if is_served else no_longer_served(run.pool.name)
-        leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
+        leg = LegResult(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
         # a refusal of the prompt is the client's
         has_failed = isinstance(refusal, PrefillFailed | NoEndpoint)
         go_elsewhere = self._way_to_fallback(record, now, out) if has_failed and is_served else None
@@ -158,7 +158,7 @@ class PrefillLegs:
         other clients that leave before the first byte of their answers.
         """
         asked, _ = self._dispatcher.legs.pop(record.ticket)
-        leg = PrefillLeg(asked.address, "left", now - record.since_s)
+        leg = LegResult(asked.address, "left", now - record.since_s)
         out += [CancelPrefill(record.ticket), PrefillEnded(record.ticket, run.pool.name, leg, goes_on=False)]
         # no engine has begun an answer
         run.expected = msgspec.structs.replace(
@@ -186,7 +186,7 @@ class PrefillLegs:
         del self._dispatcher.beside[ticket]
         judged = _judge(asked, result, now, out)
         is_done, record = judged.outcome == "prefilled", self._records.get(ticket)
-        leg = PrefillLeg(asked.address, judged.outcome, took_s, judged.detail)
+        leg = LegResult(asked.address, judged.outcome, took_s, judged.detail)
         out.append(PrefillEnded(ticket, asked.arrival.pool.name, leg, goes_on=is_done, is_beside=True))
         if record is None or record.run is None or not record.is_ours:
             # it is over, and its ticket may be that of a request elsewhere

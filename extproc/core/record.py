@@ -210,9 +210,9 @@ class PrefillResult(msgspec.Struct, frozen=True):
 WorkResult = AdapterLoadResult | PrefillResult
 
 
-class PrefillLeg(msgspec.Struct, frozen=True):
-    """What became of a prefill at the engine at ``address``. ``outcome``: "prefilled", or why the decode engine gets
-    nothing of it. ``detail``: for the log. ``tries``: engines that were asked for it, this one included.
+class LegResult(msgspec.Struct, frozen=True):
+    """What became of a prefill leg at the engine at ``address``. ``outcome``: "prefilled", or why the decode engine
+    gets nothing of it. ``detail``: for the log. ``tries``: engines that were asked for it, this one included.
     """
 
     address: str
@@ -388,7 +388,7 @@ class Run(msgspec.Struct):
     prefilled_by: str = ""
     has_leg: bool = False
     is_part: bool = False
-    leg: PrefillLeg | None = None
+    leg: LegResult | None = None
     is_aborted: bool = False
     attempts: Attempts | None = None
     reserves: Mapping[str, Reserve] = NO_RESERVES

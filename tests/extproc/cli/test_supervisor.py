@@ -288,7 +288,7 @@ async def test_a_spare_process_that_hangs_before_it_is_taken_is_killed_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "_START_S", 2.0)
-    first = msgspec.structs.replace(program(tmp_path, REPORTS), order="one", is_watched=True)
+    first = msgspec.structs.replace(program(tmp_path, REPORTS), spare_input="one", is_watched=True)
     waits = f"{RECORDS}\nsys.stdin.readline() or sys.exit(0)\n{REPORTS}"
     spare = Spare(program(tmp_path, waits, "spare"), tmp_path)
     run = asyncio.create_task(spare.run())
@@ -325,7 +325,7 @@ async def test_a_spare_process_takes_the_place_of_one_that_is_killed(
 ) -> None:
     async with standing_by(tmp_path) as spare:
         child = Child(
-            msgspec.structs.replace(program(tmp_path, "raise SystemExit(2)"), order="one"), tmp_path, spare=spare
+            msgspec.structs.replace(program(tmp_path, "raise SystemExit(2)"), spare_input="one"), tmp_path, spare=spare
         )
         async with running(child):
             (first,) = pids(tmp_path)
@@ -357,7 +357,7 @@ async def test_the_life_of_a_spare_process_begins_when_it_is_taken(tmp_path: Pat
     """So a program that keeps ending is started after longer and longer pauses."""
     async with standing_by(tmp_path) as spare:
         await asyncio.sleep(1.0)
-        taken = spare.pop_process(msgspec.structs.replace(program(tmp_path), order="one"))
+        taken = spare.pop_process(msgspec.structs.replace(program(tmp_path), spare_input="one"))
         assert taken is not None
         assert taken.lived_s < 1.0
         taken.send(signal.SIGTERM)

@@ -8,6 +8,7 @@ import random
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -442,8 +443,9 @@ def test_explain_shows_budgets_and_changes_nothing() -> None:
     arrival = request(process.core, headers={"x-attache-tenant": "a"}, max_tokens=10)
     for _ in range(2):
         requests, money = process.core.explain(arrival, 2.0).budgets
-        assert (requests.left, requests.most, requests.level) == ("8 requests", "9 requests", "tenant")
+        assert (requests.left, requests.most, requests.holder) == ("8 requests", "9 requests", "tenant")
         assert (money.left, money.most, money.budget) == ("0.009 USD", "0.01 USD", "default/chat/b")
+        assert msgspec.to_builtins(money)["level"] == "tenant"
 
 
 def test_hourly_prices_are_derived_from_learned_speeds() -> None:

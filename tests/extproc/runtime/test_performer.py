@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.effects import Decision, Fault, Held, PrefillEnded, RequestRefused, WakeAt
-from extproc.core.record import Head, PrefillLeg
+from extproc.core.record import Head, LegResult
 from extproc.core.states import State
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
@@ -168,7 +168,7 @@ async def test_the_first_failure_of_a_prefill_engine_is_logged_and_its_return(ca
     caplog.set_level("INFO")
     shell = Shell()
     for outcome, detail in (("left", ""), ("timeout", "no answer"), ("error", "500"), ("prefilled", ""), ("left", "")):
-        leg = PrefillLeg("10.0.0.1:8000", outcome, 0.5, detail)  # type: ignore[arg-type]
+        leg = LegResult("10.0.0.1:8000", outcome, 0.5, detail)  # type: ignore[arg-type]
         shell.performer.perform([PrefillEnded("t-1", "llama", leg, goes_on=True)])
     first, last = [one.getMessage() for one in caplog.records]
     assert "prefill engine 10.0.0.1:8000 of llama: timeout after 0.5 s, no answer; decode engines compute" in first
