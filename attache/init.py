@@ -165,7 +165,10 @@ def main(words: list[str], prog: str = "attache init") -> int:
             print(f"engine {one.address}: {one.problem}", file=sys.stderr)
     for key in plan.keys:
         print(f"key of {key.name}, shown only now: {key.key}")
-    print(f"wrote {options.directory / _FILE}; serve it with:\n  {serve_command(options.directory, plan.ports)}")
+    has_models = any(one.models for one in plan.engines)
+    then = ";" if has_models else ", which serves no model yet: its last lines say what to write; then"
+    print(f"wrote {options.directory / _FILE}{then} serve it with:")
+    print(f"  {serve_command(options.directory, plan.ports)}")
     return 0
 
 

@@ -132,15 +132,15 @@ def _address(range_: str | None) -> str:
 
 
 def _welcome(plane: ControlPlane, assets: ClusterBinaries, nodes: Sequence[str]) -> str:
-    kubectl = assets.binary("kubectl") if assets.has("kubectl") else "kubectl"
+    path = f"\n  export PATH={assets.binary('kubectl').parent}:$PATH" if assets.has("kubectl") else ""
     return f"""\
 Kubernetes is up at {plane.admin.server}, with {", ".join(nodes)}. In another terminal:
 
-  export KUBECONFIG={plane.kubeconfig}
-  {kubectl} get pods -A -o wide
-  {kubectl} get attache -A
+  export KUBECONFIG={plane.kubeconfig}{path}
+  kubectl get pods -A -o wide
+  kubectl get attache -A
 
-logs of pods   {plane.directory / "pods"}  (these nodes answer no kubectl logs)
+logs of pods   {plane.directory / "pods"}, or kubectl logs
 logs of others {plane.directory}
 
 Ctrl-C ends it all."""

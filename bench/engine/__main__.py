@@ -24,6 +24,8 @@ from bench.engine.publisher import KvEventsConfig
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
 from bench.engine.transfer import NETWORKS
+from extproc.api.advice import is_port
+from extproc.ports import ListenFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +37,10 @@ def main(arguments: list[str] | None = None, prog: str = "bench.engine") -> int:
     status = 0
     try:
         uvloop.run(_serve(engines))
-    except* OSError as group:
+    except* (OSError, ListenFailed) as group:
         for error in group.exceptions:
-            print(f"cannot listen on {engines[0].host}: {error}", file=sys.stderr)
+            is_known = isinstance(error, ListenFailed)
+            print(error if is_known else f"cannot listen on {engines[0].host}: {error}", file=sys.stderr)
         status = 2
     return status
 
@@ -147,7 +150,7 @@ def parser(prog: str = "bench.engine") -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
-    add("--port", type=int, action="append", help="port to listen on; repeat it for several engines (default: 8000)")
+    add("--port", type=_port, action="append", help="port to listen on; repeat it for several engines (default: 8000)")
     add("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the name it serves (default: %(default)s)")
     add("--lora", action="append", default=[], metavar="NAME", help="a LoRA adapter it has loaded; may be repeated")
     add(
@@ -226,6 +229,12 @@ def _add_pairs(made: argparse.ArgumentParser) -> None:
         help="over which KV caches are transferred (default: %(default)s)",
     )
     add("--engine-version", default="0.32.0", help="only engines of one version may be paired (default: %(default)s)")
+
+
+def _port(text: str) -> int:
+    if not is_port(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port: write one from 1 to 65535")
+    return int(text)
 
 
 def _transfer_config(text: str) -> TransferConfig:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import random
 import secrets
 import time
@@ -54,6 +55,8 @@ from bench.engine.step_time import Roofline
 from bench.engine.structured import write_answer
 from bench.engine.tensors import TensorRoutes
 from bench.engine.text import count_tokens
+from extproc.api.addresses import join_host_port
+from extproc.ports import ListenFailed
 from extproc.protocol import APIS_BY_PATH, Api
 
 # uvicorn's, and so vLLM's: of connections that are not accepted yet
@@ -307,7 +310,11 @@ class EngineServer:
         assert self._runner is not None
         where = self._settings.host, self._settings.port
         self._site = web.TCPSite(self._runner, *where, reuse_address=True, backlog=_BACKLOG)
-        await self._site.start()
+        try:
+            await self._site.start()
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise ListenFailed(join_host_port(*where), why, "--port") from None
 
     def _generating(self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]) -> Handler:
         decoder = msgspec.json.Decoder(kind)

@@ -63,6 +63,8 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
 def main(words: list[str], prog: str) -> int:
     """Exit status: see the epilog."""
     options = parser(prog).parse_args(words)
+    if "://" not in options.manager:
+        options.manager = f"http://{options.manager}"
     try:
         headers = {} if options.token_file is None else {"authorization": f"Bearer {_token(options.token_file)}"}
         tls = _trusting(options.ca)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 10.0
 _MOST_ERROR_BYTES: Final = 2**20
+_ADVICE: Final = (
+    "start extproc with --debug, as attache serve --config DIR -- --debug does, and write the address of its metrics,"
+    " as http://127.0.0.1:9003"
+)
 
 
 def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
@@ -68,6 +72,8 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
 def main(words: list[str], prog: str = "extproc explain") -> int:
     """Exit status: 0, 1 if the request would be refused, 2 if the question could not be asked."""
     options = parser(prog).parse_args(words)
+    if options.url is not None and "://" not in options.url:
+        options.url = f"http://{options.url}"
     pairs = (line.partition(":") for line in options.header)
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     try:
@@ -87,7 +93,8 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
     except urllib.error.HTTPError as error:
         return _refused(options.url, error)
     except OSError as error:
-        message = f"nobody answers at {options.url}: {error}; is extproc running with --debug?"
+        # urllib wraps what the connection says
+        message = f"nobody answers at {options.url}: {getattr(error, 'reason', error)}; {_ADVICE}"
         print(printable(message), file=sys.stderr)
         return 2
     # loads numpy: not for --help
@@ -113,8 +120,7 @@ def _refused(url: str, error: urllib.error.HTTPError) -> int:
     try:
         message = msgspec.json.decode(error.read(_MOST_ERROR_BYTES), type=_ErrorBody).error.message
     except (ValueError, RecursionError, OSError, http.client.HTTPException):
-        advice = "start extproc with --debug, and write the address of its metrics, as http://127.0.0.1:9003"
-        print(printable(f"nobody explains at {url} ({error.code} {error.reason}): {advice}"), file=sys.stderr)
+        print(printable(f"nobody explains at {url} ({error.code} {error.reason}): {_ADVICE}"), file=sys.stderr)
         return 2
     print(printable(f"refused with {error.code}: {message}"), file=sys.stderr)
     return 1

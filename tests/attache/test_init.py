@@ -120,7 +120,9 @@ def test_engines_with_the_same_model_share_a_server_of_their_kinds(
         (one, {}),
         (two, {"llm-d.ai/engine-type": "sglang"}),
     ]
-    assert capsys.readouterr().err == ""
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "attache.yaml; serve it with:" in printed.out
 
 
 def test_engines_behind_tls_and_a_key_are_asked_and_written_with_both(
@@ -189,7 +191,9 @@ def test_an_engine_that_does_not_answer_has_a_commented_example_that_can_be_used
 ) -> None:
     (port,) = free_ports(1)
     found = made(tmp_path / "new", "--engine", f"127.0.0.1:{port}", "--limit", "60/minute")
-    assert f"engine 127.0.0.1:{port}: does not list its models" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert f"engine 127.0.0.1:{port}: does not list its models" in printed.err
+    assert "attache.yaml, which serves no model yet: its last lines say what to write; then serve it with:" in printed.out
     assert not found.servers
     file = tmp_path / "new" / "attache.yaml"
     head, _, example = file.read_text().partition("in place of MODEL.\n")

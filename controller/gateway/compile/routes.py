@@ -169,9 +169,7 @@ def _not_served(source: SourceObject, parents: Sequence[ParentResult]) -> Wanted
     """``parents``: of its references, those to Gateways of ours."""
     if not parents and (references := _references(source)):
         names = ", ".join(object_key(one.namespace or source.namespace, one.name) for one in references)
-        advice = (
-            "name Gateways of our class in parentRefs, or leave it out: then every listener that allows it serves it"
-        )
+        advice = "name Gateways of our class in parentRefs, or leave it out for all listeners that allow the route"
         return fails("Programmed", "NoMatchingParent", f"no Gateway of ours is called {names}; {advice}")
     if not parents:
         why = "while there are Gateways, ModelRoutes are served by their listeners alone"

@@ -233,7 +233,7 @@ async def test_a_process_without_the_page_refuses_no_request(
     if has_page:
         assert (status, said.startswith("refused with 404: The model 'other' does not exist")) == (1, True)
     else:
-        assert (status, "start extproc with --debug" in said) == (2, True)
+        assert (status, "attache serve --config DIR -- --debug" in said) == (2, True)
 
 
 def test_the_command_asks_as_a_gateway_with_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,8 +267,18 @@ def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: py
     body.write_bytes(b"{}")
     assert main(["explain", "--config", str(tmp_path), str(body)]) == 1
     assert "refused with 400" in capsys.readouterr().err
-    assert main(["explain", "--url", "http://127.0.0.1:1", str(body)]) == 2
-    assert "--debug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1"])
+def test_the_command_says_who_does_not_answer_and_how_to_start_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    body = tmp_path / "body.json"
+    body.write_bytes(BODY)
+    assert main(["explain", "--url", url, str(body)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nobody answers at http://127.0.0.1:1: [Errno 111] Connection refused; start extproc with")
+    assert "attache serve --config DIR -- --debug" in said
 
 
 def chosen_by(*totals: float, weights: Mapping[str, float], scores: Sequence[Mapping[str, float]]) -> Explanation:

@@ -112,3 +112,11 @@ def test_what_was_learned_survives_packing_and_what_is_too_long_is_left_out() ->
     assert encode_annotation(b"") == ""
     assert decode_annotation("nothing of ours") == b""
     assert decode_annotation("!") == b""
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1"])
+def test_the_command_says_which_manager_does_not_answer(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["default/one", "--manager", url], "explain-scaling") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("http://127.0.0.1:1 does not answer: [Errno 111] Connection refused\n")
+    assert "kubectl -n attache-system port-forward" in said
