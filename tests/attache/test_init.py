@@ -193,7 +193,7 @@ def test_an_engine_that_does_not_answer_has_a_commented_example_that_can_be_used
     found = made(tmp_path / "new", "--engine", f"127.0.0.1:{port}", "--limit", "60/minute")
     printed = capsys.readouterr()
     assert f"engine 127.0.0.1:{port}: does not list its models" in printed.err
-    assert "attache.yaml, which serves no model yet: its last lines say what to write; then serve it with:" in printed.out
+    assert "attache.yaml, which serves no model yet: its last lines say what to write; then" in printed.out
     assert not found.servers
     file = tmp_path / "new" / "attache.yaml"
     head, _, example = file.read_text().partition("in place of MODEL.\n")
