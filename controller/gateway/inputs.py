@@ -8,7 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from controller.gateway.compile.gateway_api.backends import trimmed_slice
-from controller.gateway.compile.pods import trimmed_pod
+from controller.gateway.compile.pods import trimmed_engine_pod
 from controller.gateway.compile.servers import LABEL
 from controller.kube.kinds import GATEWAY_KINDS
 from controller.kube.resources import (
@@ -59,7 +59,7 @@ def gateway_informers(cache: InformerSet) -> dict[str, Informer]:
         *(cache.add(one.resource) for one in GATEWAY_KINDS),
         *(cache.add(one, optional=True) for one in _OPTIONAL),
         cache.add(CONFIG_MAPS, labels=LABEL),
-        cache.add(PODS, transform=trimmed_pod),
+        cache.add(PODS, transform=trimmed_engine_pod),
         cache.add(ENDPOINT_SLICES, transform=trimmed_slice, optional=True),
     ]
     return {one.resource.kind: one for one in informers}

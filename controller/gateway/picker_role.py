@@ -27,7 +27,7 @@ from controller.gateway.compile.file_discovery import (
 )
 from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES as LLM_D
 from controller.gateway.compile.picker_mode import LLM_D_REWRITES, OBJECTIVES, REWRITES, PickerCompiler
-from controller.gateway.compile.pods import trimmed_pod
+from controller.gateway.compile.pods import trimmed_engine_pod
 from controller.gateway.compile.pools import KIND
 from controller.gateway.compile.servers import LABEL
 from controller.gateway.directory import DirectoryWriter
@@ -339,7 +339,7 @@ def _informers(cache: InformerSet, settings: PickerSettings) -> dict[str, Inform
         LLM_D: cache.add(LLM_D_OBJECTIVES, optional=True),
         REWRITES: cache.add(MODEL_REWRITES, optional=True),
         LLM_D_REWRITES: cache.add(LLM_D_MODEL_REWRITES, optional=True),
-        "Pod": cache.add(PODS, transform=trimmed_pod),
+        "Pod": cache.add(PODS, transform=trimmed_engine_pod),
     }
     if settings.fixed_pool is None:
         found[KIND] = cache.add(pools, fields=f"metadata.name={name}")

@@ -24,7 +24,7 @@ from controller.gateway.compile.compiler import Compiler, file_name
 from controller.gateway.compile.gateway_api.backends import trimmed_slice
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.picker_mode import PickerCompiler
-from controller.gateway.compile.pods import trimmed_pod
+from controller.gateway.compile.pods import trimmed_engine_pod
 from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.client import ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming, Store
@@ -409,7 +409,7 @@ class Harmed(AssertionError):
 def _gateway() -> Attempt:
     """Odd objects come and go beside honest ones, as informers deliver them."""
     compiler = Compiler(settings=GatewayApiSettings(bind=("10.9.0.1",)), check_picker=InstalledPlugins(), grace_s=0.0)
-    store = {"Pod": Store(trimmed_pod), "EndpointSlice": Store(trimmed_slice)}
+    store = {"Pod": Store(trimmed_engine_pod), "EndpointSlice": Store(trimmed_slice)}
     honest = _objects(_GATEWAY_OBJECTS, HONEST)
     for thing in (_CLASS, *honest):
         _put(compiler, store, thing)
@@ -464,7 +464,7 @@ def _picker() -> Attempt:
     chosen = [
         one for one in things if one["kind"] in {"InferencePool", "Pod", "ConfigMap"} or "Inference" in one["kind"]
     ]
-    store = Store(trimmed_pod)
+    store = Store(trimmed_engine_pod)
     for thing in chosen:
         compiler.put(thing["kind"], key_of(thing), thing)
     if compiler.compile().files is None:

@@ -111,8 +111,10 @@ def pod_endpoints(ports: Sequence[int], pods: Iterable[Pod]) -> list[Mapping[str
     return [found[address] for address in sorted(found)]
 
 
-def trimmed_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``pod_of`` reads: a tenth of the whole."""
+def trimmed_engine_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``pod_of`` reads, in its place: a fifteenth of the whole, and still what compilation takes, a pod as the API
+    server has it.
+    """
     metadata, status = thing["metadata"], thing.get("status") or {}
     kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp")
     slim = {name: metadata[name] for name in kept if name in metadata}
