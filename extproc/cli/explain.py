@@ -72,7 +72,7 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
 def main(words: list[str], prog: str = "extproc explain") -> int:
     """Exit status: 0, 1 if the request would be refused, 2 if the question could not be asked."""
     options = parser(prog).parse_args(words)
-    if options.url is not None and "://" not in options.url:
+    if options.url and "://" not in options.url:
         options.url = f"http://{options.url}"
     pairs = (line.partition(":") for line in options.header)
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
