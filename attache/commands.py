@@ -100,7 +100,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             ),
             Command(
                 "manager",
-                "run a cluster's Models: pods, rollouts, autoscaling; check objects when they are applied",
+                "run Models, their rollouts and autoscaling; check objects when they are applied",
                 "attache.cluster_commands",
                 "--metrics 127.0.0.1:9006",
                 "controller",
