@@ -233,6 +233,18 @@ class UntranslatableAnswer(Refusal):
     outcome = "answer_untranslatable"
 
 
+class OutOfTime(Refusal):
+    """The time limit of the request ended its engine's answer."""
+
+    status = 504
+    error_type = "timeout_error"
+    code = "timeout"
+    outcome = "timeout"
+
+    def __init__(self) -> None:
+        super().__init__("The engine did not finish in the time allowed; ask for a shorter answer or a higher timeout.")
+
+
 class StoredAnswer(Refusal):
     """No refusal: the request needs no engine, as an equal one was answered before. ``body``: that answer."""
 

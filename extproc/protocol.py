@@ -141,6 +141,10 @@ TRANSLATED_DETAILS: Final = "details"
 # event of an engine can become. Envoy takes it out. A stream that is cut without it was cut by the translator's end.
 TRANSLATED_CUT: Final = "cut"
 CUT_MARK: Final = b":cut by the engine\n\n"
+# The same, of as many bytes, where the time limit of that listener's route was over.
+LIMIT_MARK: Final = b":cut by time limit\n\n"
+# Envoy's details of such a limit, before an answer of the engine and, from that mark, within one.
+OUT_OF_TIME: Final = "response_timeout"
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 # The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.

@@ -19,9 +19,9 @@ from controller.kube.resources import (
     VOLCANO_POD_GROUPS,
     Resource,
     key_of,
+    timestamp_of,
 )
 from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity, PodGroups, PodLoad
-from controller.models.model_infer.names import text_of
 from controller.models.model_infer.reconcile import reconcile
 from tests.kube_objects import resource
 
@@ -122,7 +122,7 @@ class Cluster:
         known = next(iter(pod.get("status", {}).get("conditions", ())), {})
         value = "True" if ready else "False"
         created = pod["metadata"]["creationTimestamp"]
-        since = known["lastTransitionTime"] if known.get("status") == value else text_of(self.now_s)
+        since = known["lastTransitionTime"] if known.get("status") == value else timestamp_of(self.now_s)
         if not known and not ready:
             since = created
         status = {
@@ -199,7 +199,7 @@ class Cluster:
             case Delete(resource=kind, key=key, uid=uid):
                 assert self.of(kind)[key]["metadata"]["uid"] == uid
                 if kind == PODS and action.grace_s != 0:
-                    self.of(kind)[key]["metadata"]["deletionTimestamp"] = text_of(self.now_s)
+                    self.of(kind)[key]["metadata"]["deletionTimestamp"] = timestamp_of(self.now_s)
                 else:
                     del self.of(kind)[key]
             case SetStatus(resource=kind, key=key, fields=fields):
@@ -207,7 +207,7 @@ class Cluster:
 
     def _make(self, kind: Resource, thing: Object) -> None:
         made = copy.deepcopy(thing)
-        made["metadata"] |= {"uid": f"uid-{next(self._uids)}", "creationTimestamp": text_of(self.now_s)}
+        made["metadata"] |= {"uid": f"uid-{next(self._uids)}", "creationTimestamp": timestamp_of(self.now_s)}
         self.of(kind)[key_of(made)] = made
 
     def _write_status(self, status: Object) -> None:
@@ -215,5 +215,5 @@ class Cluster:
         for one in status.get("conditions", ()):
             old = known.get(one["type"], {})
             same = old.get("status") == one["status"]
-            one["lastTransitionTime"] = old["lastTransitionTime"] if same else text_of(self.now_s)
+            one["lastTransitionTime"] = old["lastTransitionTime"] if same else timestamp_of(self.now_s)
         self.thing["status"] = {**self.thing.get("status", {}), **status}

@@ -25,6 +25,7 @@ GATEWAY_METRICS: Final = (
     "kv_usage",
     "requests_per_second",
 )
+"""Metrics of source Gateway, by their names in a policy."""
 
 
 class PrometheusSource(Spec, frozen=True):
@@ -156,18 +157,10 @@ class Staleness(Spec, frozen=True):
     hard: Duration = Duration("60s")
 
 
-"""Metrics of source Gateway, by their names in a policy."""
-
-
 def schedule_mistakes(schedules: Iterable[Schedule]) -> Iterator[str]:
     """One message for each schedule that cannot be parsed; such a schedule is ignored."""
     for one in schedules:
         try:
             CronSim(one.start, datetime.fromtimestamp(0, UTC).astimezone(zone_of(one.time_zone)))
         except (CronSimError, ValueError) as error:
-            yield mistake_of(one, error)
-
-
-def mistake_of(schedule: Schedule, error: Exception) -> str:
-    """A message for the user: the schedule and the parser's error."""
-    return f"schedule '{schedule.start}' in {schedule.time_zone}: {error}"
+            yield f"schedule '{one.start}' in {one.time_zone}: {error}"

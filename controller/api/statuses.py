@@ -57,12 +57,6 @@ class GatewayConfigStatus(Status, frozen=True):
     failure_mode: Literal["Open", "Close"] | None = None
 
 
-class ModelAccessPolicyStatus(Status, frozen=True):
-    """``conditions``: Accepted (False: all requests to its targets are denied), ResolvedRefs (its targets exist),
-    Programmed (it is in the served configuration).
-    """
-
-
 class GroupStatus(Spec, frozen=True):
     """One role, over all groups. ``name``: the role's. ``replicas``: existing replicas. ``ready``: replicas that serve.
     ``updated``: replicas of the newest revision.

@@ -13,9 +13,10 @@ import msgspec
 
 from controller.gateway.compile.programmed_condition import Consumer
 from controller.kube.conditions import WantedStatus, merge_status, transitions
+from controller.kube.controller import wall_s
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.kinds import GATEWAY_KINDS
-from controller.kube.recorder import event_of, utc_timestamp
+from controller.kube.recorder import event_of
 from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,
@@ -25,6 +26,7 @@ from controller.kube.resources import (
     INFERENCE_POOLS,
     Object,
     split_key,
+    timestamp_of,
 )
 from extproc.api.addresses import parse_address
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
@@ -156,7 +158,7 @@ class StatusWriter:
             # one of the two is older; the newer one brings us here again
             return True
         before = thing.get("status") or {}
-        status = merge_status(wanted, before, utc_timestamp())
+        status = merge_status(wanted, before, timestamp_of(wall_s()))
         if status is None:
             return True
         try:

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from controller.kube.resources import key_of
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from controller.kube.resources import Object
+
 Truth = Literal["True", "False", "Unknown"]
 
 _LONGEST: Final = 4096
+_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
 # Messages of conditions that are as they should be.
 NO_MISTAKE: Final = "it has no mistake"
 IN_DIRECTORY: Final = "it is in the directory"
@@ -105,6 +109,39 @@ def merge_status(wanted: WantedStatus, observed: Mapping[str, Any], now: str) ->
     for one in wanted.lists:
         status[one.name] = _items(one, observed.get(one.name) or (), wanted.generation, now, namespace)
     return None if _contains(status, observed) else status
+
+
+def status_to_write(kind: str, thing: Object, status: Mapping[str, Any], now: str) -> dict[str, Any] | None:
+    """The status of ``thing`` that has all of ``status`` and nothing of an earlier one; None if it is as it should be.
+
+    ``status`` has conditions without times: they are those of the object where the condition's status stays.
+    """
+    before = thing.get("status") or {}
+    conditions = tuple(
+        WantedCondition(one["type"], one["status"], one["reason"], one.get("message", ""))
+        for one in status.get("conditions") or ()
+    )
+    # empty ones are left out: a map whose last item an applier takes away becomes null, which schemas refuse
+    fields = {name: value for name, value in status.items() if name != "conditions" and value not in _NOTHING}
+    generation = thing["metadata"].get("generation", 0)
+    wanted = WantedStatus(kind=kind, key=key_of(thing), generation=generation, conditions=conditions, fields=fields)
+    new = merge_status(wanted, before, now)
+    if new is not None:
+        return new
+    # the schema's defaults, 0 and nothing, come back of themselves
+    if not any(before[name] for name in before.keys() - fields.keys() - {"conditions", "observedGeneration"}):
+        return None
+    return merge_status(wanted, {"conditions": before.get("conditions") or []}, now)
+
+
+def with_failure(
+    status: Mapping[str, Any] | None, before: Mapping[str, Any], type_: str, truth: str, *, reason: str, message: str
+) -> dict[str, Any]:
+    """A status with the failure in its condition ``type_``. Without a planned one, the object's other fields stay."""
+    found = dict(before if status is None else status)
+    failure = {"type": type_, "status": truth, "reason": reason, "message": message}
+    found["conditions"] = [*(one for one in found.get("conditions") or () if one["type"] != type_), failure]
+    return found
 
 
 def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

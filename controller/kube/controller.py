@@ -23,10 +23,12 @@ import msgspec
 
 from controller.audit import caused_by
 from controller.kube.cache import InformerSet, SharedInformers
+from controller.kube.conditions import status_to_write
 from controller.kube.executor import Executor, Expectations, ObjectRefused
 from controller.kube.informer import InformerTiming
 from controller.kube.queue import QueueTiming, WorkQueue
-from controller.kube.recorder import Recorder, write_status
+from controller.kube.recorder import Recorder
+from controller.kube.resources import timestamp_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -147,9 +149,14 @@ class Controller(Generic[Key]):
 
     async def write_status(self, key: Key, resource: Resource, thing: Object, status: Mapping[str, Any]) -> None:
         """Write what the status of ``thing`` does not have yet; ``expectations`` awaits it for ``key``."""
-        written = await write_status(self._client, resource, thing, status, self._wrote)
-        if written is not None:
-            self.expectations.wrote(key, resource, written, loop_s())
+        new = status_to_write(resource.kind, thing, status, timestamp_of(wall_s()))
+        if new is None:
+            return
+        metadata = {name: thing["metadata"][name] for name in ("name", "namespace") if name in thing["metadata"]}
+        applied = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "status": new}
+        written = await self._client.apply(resource, applied, subresource="status", force=True)
+        self._wrote(resource.kind, "status")
+        self.expectations.wrote(key, resource, written, loop_s())
 
     async def record(self, thing: Object, events: Iterable[KubeEvent]) -> None:
         """Write Events of ``thing``; one that cannot be written is logged."""

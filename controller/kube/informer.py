@@ -35,6 +35,8 @@ Transform = Callable[[Object], Object]
 ``resourceVersion``.
 """
 Listener = Callable[[str], None]
+"""Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
+"""
 _POD_SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
 _POD_STATUS: Final = (
     "phase",
@@ -49,6 +51,7 @@ _POD_STATUS: Final = (
 _CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastState")
 _NODE_CONDITIONS: Final = ("Ready",)
 Says = Callable[[Object], str]
+"""What an object is found by; empty: not at all."""
 
 
 class Store:
@@ -105,10 +108,6 @@ def _differs(known: Object | None, item: Object) -> bool:
 
 def _as_it_is(thing: Object) -> Object:
     return thing
-
-
-"""Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
-"""
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -342,9 +341,6 @@ def _only(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _without(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     left = set(names)
     return {name: value for name, value in thing.items() if name not in left}
-
-
-"""What an object is found by; empty: not at all."""
 
 
 class Index:

@@ -40,16 +40,19 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """How a kind is defined. If it is a kind of the directory too, the gateway role watches its objects and writes
     their statuses.
 
-    ``document``: the struct of its objects. ``scaled_by``: the paths of its replicas in spec and status, and of the
-    status' label selector, if it has a scale subresource. ``is_reviewed``: users write its objects, so a webhook checks
-    them. ``restricts_access``: its objects decide who may use what.
+    ``resource``: a constant of ``resources`` where other modules name it. ``document``: the struct of its objects.
+    ``conditions``: what they mean, if its status has nothing else and thus needs no struct of its own. ``scaled_by``:
+    the paths of its replicas in spec and status, and of the status' label selector, if it has a scale subresource.
+    ``is_reviewed``: users write its objects, so a webhook checks them. ``restricts_access``: its objects decide who may
+    use what.
     """
 
     resource: Resource
     short_names: tuple[str, ...]
     document: type
-    status: type
     columns: tuple[Column, ...]
+    status: type = statuses.Status
+    conditions: str = ""
     scaled_by: tuple[str, str, str] | None = None
     needs_spec: bool = True
     is_reviewed: bool = True
@@ -126,7 +129,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         resource=resources.MODEL_ACCESS_POLICIES,
         short_names=("map",),
         document=ModelAccessPolicy,
-        status=statuses.ModelAccessPolicyStatus,
+        conditions="Accepted (False: all requests to its targets are denied), ResolvedRefs (its targets exist),"
+        " Programmed (it is in the served configuration)",
         columns=(
             Column("Targets", ".spec.targetRefs[*].name"),
             _condition("Accepted"),
@@ -282,6 +286,9 @@ def _schema(kind: Kind) -> dict[str, Any]:
     if not kind.needs_spec:
         properties["spec"]["default"] = {}
     properties["status"] = schema_of(kind.status)
+    if kind.conditions:
+        del properties["status"]["description"]
+        properties["status"]["properties"]["conditions"]["description"] = kind.conditions
     required = ["spec"] if kind.needs_spec else []
     schema = {"type": "object", "description": properties["spec"].pop("description", ""), "properties": properties}
     return {**schema, "required": required} if required else schema

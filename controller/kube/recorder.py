@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the status of an object where it differs, and Events, the same of which are written at most once a minute."""
+"""Writes Events of objects; those with the same reason at most once a minute."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from controller.kube.conditions import WantedCondition, WantedStatus, merge_status
 from controller.kube.errors import ClusterError
-from controller.kube.resources import EVENTS, Object, Resource, key_of
+from controller.kube.resources import EVENTS, Object, key_of, timestamp_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from controller.kube.client import Client
     from controller.kube.plan import KubeEvent
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST = 1024
 Counted = Callable[[str, str], None]
-_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
+"""Gets the kind and the verb of each write."""
 _QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
 
@@ -32,7 +31,7 @@ def event_of(
     thing: Object, type_: Literal["Normal", "Warning"], *, reason: str, message: str, component: str
 ) -> Object:
     """An Event of ``thing``, to be created."""
-    metadata, written = thing["metadata"], utc_timestamp()
+    metadata, written = thing["metadata"], timestamp_of(datetime.now(UTC).timestamp())
     namespace = metadata.get("namespace", "")
     return {
         "apiVersion": "v1",
@@ -54,59 +53,6 @@ def event_of(
         "lastTimestamp": written,
         "count": 1,
     }
-
-
-def utc_timestamp() -> str:
-    """The time as objects have it, RFC 3339."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-"""Gets the kind and the verb of each write."""
-
-
-async def write_status(
-    client: Client, resource: Resource, thing: Object, status: Mapping[str, Any], counted: Counted
-) -> Object | None:
-    """Write the part of ``status`` that ``thing`` lacks; returns the object after it, None if nothing was written.
-
-    ``status`` has conditions without times: they are those of the object where the condition's status stays.
-    """
-    before = thing.get("status") or {}
-    conditions = tuple(
-        WantedCondition(one["type"], one["status"], one["reason"], one.get("message", ""))
-        for one in status.get("conditions") or ()
-    )
-    # empty ones are left out: a map whose last item an applier takes away becomes null, which schemas refuse
-    fields = {name: value for name, value in status.items() if name != "conditions" and value not in _NOTHING}
-    wanted = WantedStatus(
-        kind=resource.kind,
-        key=key_of(thing),
-        generation=thing["metadata"].get("generation", 0),
-        conditions=conditions,
-        fields=fields,
-    )
-    new = merge_status(wanted, before, utc_timestamp())
-    if new is None:
-        left = before.keys() - fields.keys() - {"conditions", "observedGeneration"}
-        # the schema's defaults, 0 and nothing, come back of themselves
-        if not any(before[name] for name in left):
-            return None
-        new = merge_status(wanted, {"conditions": before.get("conditions") or []}, utc_timestamp())
-    metadata = {name: thing["metadata"][name] for name in ("name", "namespace") if name in thing["metadata"]}
-    applied = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "status": new}
-    written = await client.apply(resource, applied, subresource="status", force=True)
-    counted(resource.kind, "status")
-    return written
-
-
-def with_failure(
-    status: Mapping[str, Any] | None, before: Mapping[str, Any], type_: str, truth: str, *, reason: str, message: str
-) -> dict[str, Any]:
-    """A status with the failure in its condition ``type_``. Without a planned one, the object's other fields stay."""
-    found = dict(before if status is None else status)
-    failure = {"type": type_, "status": truth, "reason": reason, "message": message}
-    found["conditions"] = [*(one for one in found.get("conditions") or () if one["type"] != type_), failure]
-    return found
 
 
 class Recorder:

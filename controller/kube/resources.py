@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of objects and where the API serves them, keys of objects, and label selectors."""
+"""Kinds of objects and where the API serves them; keys of objects, their times, and label selectors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -86,6 +87,22 @@ def split_key(key: str) -> tuple[str | None, str]:
     """The namespace (None if there is none) and name in a key."""
     namespace, slash, name = key.rpartition("/")
     return (namespace if slash else None), name
+
+
+def seconds_of(text: object) -> float | None:
+    """Seconds since the epoch of an RFC 3339 instant; None of anything else."""
+    if not isinstance(text, str):
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found.timestamp() if found.tzinfo else found.replace(tzinfo=UTC).timestamp()
+
+
+def timestamp_of(at_s: float) -> str:
+    """RFC 3339 with whole seconds, as Kubernetes writes it."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def our_resource(plural: str, kind: str, *, namespaced: bool = True) -> Resource:

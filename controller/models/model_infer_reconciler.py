@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.kube.conditions import with_failure
 from controller.kube.errors import ClusterError
 from controller.kube.informer import Index, owner_key, owner_uid, trimmed_node, trimmed_pod, without_managed_fields
 from controller.kube.plan import Plan
-from controller.kube.recorder import with_failure
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,

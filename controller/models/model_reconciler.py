@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from controller.kube.conditions import with_failure
 from controller.kube.informer import Index, owner_uid, trimmed_pod, without_managed_fields
 from controller.kube.plan import Plan
-from controller.kube.recorder import with_failure
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     CLUSTER_SERVING_RUNTIMES,

@@ -23,6 +23,7 @@ import msgspec
 from extproc.admission.buckets import ByWindow, Limit
 from extproc.admission.identity import named_callers
 from extproc.admission.limits import BudgetPart, Charge, Resource, amount_to_reserve
+from extproc.api.budgets import title
 from extproc.api.calendars import Window, window_of, zone_of
 from extproc.protocol import truncate_name
 
@@ -238,7 +239,15 @@ class CompiledBudget:
                 resource,
                 BudgetKey(self.name, f"{window.start_s}-{window.end_s}", resource).text().removesuffix("/"),
                 Limit(0.0, capacity, float(window.end_s)),
-                BudgetPart(self.name, budget.name, _HOLDERS[budget.per], budget.window.lower(), unit, soft),
+                BudgetPart(
+                    self.name,
+                    budget.name,
+                    title(budget.name, "this API key"),
+                    _HOLDERS[budget.per],
+                    budget.window.lower(),
+                    unit,
+                    soft,
+                ),
             )
 
 
@@ -294,7 +303,9 @@ class CallerAccounts(msgspec.Struct, frozen=True):
 
 
 class BudgetSet:
-    """The budgets that hold for the requests of one route: its own, those of the GatewayConfig, and those of keys."""
+    """The budgets that hold for the requests of one route: its own, those of the GatewayConfig, and those of keys.
+    ``has_any``: whether there are any.
+    """
 
     def __init__(self, *groups: Sequence[CompiledBudget], of_keys: BudgetsOfKeys = _OF_NO_KEYS) -> None:
         self._groups = [group for group in groups if group]
@@ -302,10 +313,7 @@ class BudgetSet:
         # where no budget names callers, all but those of keys are everybody's
         every = [one for group in self._groups for one in group]
         self._everybodys = every if all(one.callers is None for one in every) else None
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._groups or self._of_keys.every)
+        self.has_any = bool(every or of_keys.every)
 
     def budgets_of(self, caller: Caller) -> list[CompiledBudget]:
         """Those that apply to the caller."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.snapshot import cache_isolation_of
-from extproc.api.spec import object_key
+from extproc.api.spec import namespace_of, object_key
 from extproc.protocol import (
     ANONYMOUS,
     CLIENT,
@@ -144,10 +144,10 @@ class Identities:
         tenant = verified_name_in(headers, TENANT) or ANONYMOUS
         return Subject(tenant, verified_name_in(headers, USER), name, claims)
 
-    def caller(self, headers: Mapping[str, str], *, namespace: str) -> Caller:
+    def caller(self, headers: Mapping[str, str], *, server: str) -> Caller:
         """The caller by a request's headers, which a gateway wrote that is trusted.
 
-        ``namespace``: of the ModelServer, where the request's InferenceObjective is looked up.
+        ``server``: the ModelServer, in whose namespace the request's InferenceObjective is looked up.
         """
         # a look-up in the headers of a stream takes as long as ten in a dict, and few of these are there
         headers = {name: headers[name] for name in headers if name in _OF_CALLERS}
@@ -158,13 +158,13 @@ class Identities:
             tenant=tenant,
             user=key.user if key is not None else verified_name_in(headers, USER),
             api_key="" if key is None else key.name,
-            flow=truncate_name(_first(headers, FAIRNESS_IDS)),
             # an unknown objective counts as priority 0, as in llm-d
-            priority=self._objectives.get(object_key(namespace, objective), 0) if objective else None,
+            priority=self._objectives.get(object_key(namespace_of(server), objective), 0) if objective else None,
             ttft_target_s=_seconds(_first(headers, SLO_TTFT_MS)),
             tpot_target_s=_seconds(_first(headers, SLO_TPOT_MS)),
             deadline_in_s=_seconds(headers.get(DEADLINE_MS, "")),
             key_id="" if key is None else self._key_ids[key.name],
+            flow=truncate_name(_first(headers, FAIRNESS_IDS)),
         )
 
 

@@ -117,13 +117,14 @@ NO_USAGE: Final = Usage(0.0, 0.0)
 
 
 class BudgetPart(msgspec.Struct, frozen=True):
-    """The budget that a charge is for. ``key``: ``namespace/route/name``, or ``gateway/-/name``. ``holder``: whose
-    budget it is: tenant, user, API key or gateway. ``window``: hour, day, week or month. ``unit``: tokens, or a
-    currency. ``soft``: the level of its bucket below which answers warn.
+    """The budget that a charge is for. ``key``: ``namespace/route/name``, or ``gateway/-/name``. ``title``: its name
+    for clients. ``holder``: whose budget it is: tenant, user, API key or gateway. ``window``: hour, day, week or month.
+    ``unit``: tokens, or a currency. ``soft``: the level of its bucket below which answers warn.
     """
 
     key: str
     name: str
+    title: str
     holder: str
     window: str
     unit: str

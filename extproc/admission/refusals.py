@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from extproc.admission.budgets import BudgetKey
 from extproc.api.budgets import EVERY, title
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from extproc.errors import Refusal
 
 BUDGET_REMAINING, BUDGET_WARNING = BUDGET_HEADERS
-# Whose is a budget that a key has itself: for its client, and for the operator.
-_THIS_KEY: Final = "this API key"
-_ITS_KEY: Final = "the key itself"
 
 
 def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
@@ -63,7 +60,7 @@ def _wait_s(charge: Charge, shortfall: float) -> float:
 def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[str, str]) -> BudgetSpent:
     most, left = amount_text(charge, charge.limit.capacity), amount_text(charge, max(0.0, level))
     whose = "of all callers" if budget.holder == "gateway" else f"of this {budget.holder}"
-    shown = title(budget.name, _THIS_KEY)
+    shown = budget.title
     begin = f"The {EVERY[budget.window]} budget '{shown}' {whose}" if shown == budget.name else f"The {shown}"
     if level <= 0:
         message = f"{begin} ({most}) is used up."
@@ -92,13 +89,12 @@ def budget_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[s
         budget = charge.budget
         if budget is None:
             continue
-        name = title(budget.name, _THIS_KEY)
         rest = int(level) if level > 0.0 else 0
         shown = money_text(rest) if charge.resource == "cost_micros" else rest
-        left.append(f'"{name}";r={shown};t={math.ceil(charge.ends_in_s) or 1};unit="{budget.unit}"')
+        left.append(f'"{budget.title}";r={shown};t={math.ceil(charge.ends_in_s) or 1};unit="{budget.unit}"')
         if level <= budget.soft:
             used = 1.0 - max(0.0, level) / charge.limit.capacity
-            warnings.append(f'"{name}";used={used:.2f};unit="{budget.unit}"')
+            warnings.append(f'"{budget.title}";used={used:.2f};unit="{budget.unit}"')
     headers = {}
     if left:
         headers[BUDGET_REMAINING] = ", ".join(left)
@@ -114,7 +110,7 @@ def soft_line(charge: Charge, level: float) -> str:
         return ""
     used, most = charge.limit.capacity - level, charge.limit.capacity
     whose = f"the {budget.holder} {key.caller}" if key.caller else "all callers"
-    shown = title(budget.name, _ITS_KEY)
+    shown = title(budget.name, "the key itself")
     begin = f"budget {budget.key}" if shown == budget.name else shown
     return (
         f"{begin}: {whose} has reserved or used {used / most:.0%} of {amount_text(charge, most)} for this"

@@ -12,7 +12,7 @@ from extproc.api import references
 from extproc.api.access_policy import ModelAccessPolicy, check_access_policy, check_targets
 from extproc.api.admission import InferenceObjective
 from extproc.api.documents import DirectoryObjects
-from extproc.api.errors import Finding
+from extproc.api.errors import Finding, Mistake
 from extproc.api.gateway_config import GatewayConfig, check_gateway, check_has_listeners, check_listeners, check_origins
 from extproc.api.grpc_route import GRPCRoute, check_grpc_route
 from extproc.api.http_route import Backend, HTTPRoute, check_backend, check_http_route
@@ -26,18 +26,20 @@ from extproc.api.spec import API_VERSION
 
 class DocumentKind(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of the directory. To add one, write a module with its struct and checks, its row, and its field of
-    Snapshot; in a cluster, its row in ``controller.kube.kinds`` too.
+    Snapshot; in a cluster, its row in ``controller.kube.kinds`` and what compiles it (``gateway.compile``) too.
 
     ``document``: the struct, which has the kind's name. ``api_versions``: empty if they are part of the struct.
     ``checks``: of one spec, or of the whole document if it has none. ``references``: of an object, against all others.
-    ``field``: of Snapshot, for the objects; empty if they go in otherwise. ``second``: why a directory takes one
-    alone; empty if it takes any number, with different names.
+    ``together``: of all objects of a directory, such as names that only one of them may have. ``field``: of Snapshot,
+    for the objects; empty if they go in otherwise. ``second``: why a directory takes one alone; empty if it takes any
+    number, with different names.
     """
 
     document: type
     api_versions: tuple[str, ...] = (API_VERSION,)
     checks: tuple[Callable[[Any], Iterator[Finding]], ...] = ()
     references: tuple[Callable[[Any, DirectoryObjects], Iterator[Finding]], ...] = ()
+    together: tuple[Callable[[DirectoryObjects], Iterator[Mistake]], ...] = ()
     field: str = ""
     second: str = ""
 
@@ -53,6 +55,7 @@ DOCUMENT_KINDS: Final = (
         document=ModelRoute,
         checks=(check_route,),
         references=(references.check_target_models, references.check_parents),
+        together=(references.check_model_names,),
         field="routes",
     ),
     DocumentKind(

@@ -20,7 +20,7 @@ from extproc.api.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.api.key_store import KeyStore, with_virtual_keys
 from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.picker_config import PickerFile, check_shape_alone
-from extproc.api.references import check_model_names, check_names
+from extproc.api.references import check_names
 from extproc.api.snapshot import Snapshot
 from extproc.api.status_pages import content_digest
 
@@ -170,7 +170,7 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_pi
     )
     for kind in DOCUMENT_KINDS:
         mistakes.extend(_check_together(kind, found))
-    mistakes.extend(check_model_names(found))
+    mistakes.extend(mistake for kind in DOCUMENT_KINDS for check in kind.together for mistake in check(found))
     if mistakes:
         raise ConfigInvalid(mistakes)
     fields: dict[str, Any] = {

@@ -199,6 +199,11 @@ class ModelRouteSpec(Spec, frozen=True):
     # Answers are kept and sent again to equal requests; without it, none are. See "The response cache".
     cache: ResponseCache | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that clients may ask for, the model's first."""
+        return (*([] if self.model_name is None else [self.model_name]), *self.lora_adapters)
+
 
 class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
     """A ModelRoute document."""

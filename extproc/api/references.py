@@ -47,7 +47,7 @@ def check_model_names(found: DirectoryObjects) -> Iterator[Mistake]:
         def shown(name: str, where: str = where) -> str:
             return f"the model or adapter '{name}'{where}"
 
-        for mistake in _unique(attached, _asked_names, ("spec",), shown):
+        for mistake in _unique(attached, lambda one: one.spec.names, ("spec",), shown):
             # routes without parentRefs meet on every listener
             place = mistake.file, mistake.line, mistake.message.replace(where, "")
             if place not in said:
@@ -162,14 +162,9 @@ def _none_called(kind: str, name: str, namespace: str, keys: Collection[str]) ->
     return f"no {kind} is called '{name}'{where}; {suggest(name, near)}"
 
 
-def _asked_names(route: ModelRoute) -> list[str]:
-    own = [route.spec.model_name] if route.spec.model_name is not None else []
-    return [*own, *route.spec.lora_adapters]
-
-
 def _unique(
     found: Sequence[tuple[Document, Any]],
-    names: Callable[[Any], list[str]],
+    names: Callable[[Any], Sequence[str]],
     path: tuple[str, ...],
     shown: Callable[[str], str],
 ) -> Iterator[Mistake]:

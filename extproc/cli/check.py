@@ -218,8 +218,7 @@ def _unrouted_adapters(snapshot: Snapshot) -> list[str]:
 
 def _unknown_models(snapshot: Snapshot) -> list[str]:
     """Models of tenants, keys and policies that no route serves: maybe misspelt, maybe yet to come."""
-    known = {name for route in snapshot.routes for name in (route.spec.model_name, *route.spec.lora_adapters)}
-    names = sorted(name for name in known if name is not None)
+    names = sorted({name for route in snapshot.routes for name in route.spec.names})
     return [
         f"no ModelRoute serves '{model}' of the {whose}; {suggest(model, names)}"
         for whose, model in _named_models(snapshot)
@@ -449,8 +448,8 @@ def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
             continue
         who, spec = f"ModelRoute {route.metadata.key}", route.spec
         in_paths = sorted(found & UNREAD_PROTOCOLS)
-        for name in (spec.model_name, *spec.lora_adapters) if in_paths else ():
-            if name is not None and ("/" in name or name in {".", ".."}):
+        for name in spec.names if in_paths else ():
+            if "/" in name or name in {".", ".."}:
                 yield f"{who}: '{name}' is no segment of a path, in which protocol {in_paths[0]} names it; rename it"
         if "OpenAI" in found:
             continue

@@ -587,15 +587,11 @@ def _is_shown(route: ModelRoute, query: Query) -> bool:
     targets = route.server_keys
     if query.server and query.server not in targets:
         return False
-    return query.finds(route.metadata.key, *_names_of(route), *targets)
-
-
-def _names_of(route: ModelRoute) -> list[str]:
-    return [*([] if route.spec.model_name is None else [route.spec.model_name]), *route.spec.lora_adapters]
+    return query.finds(route.metadata.key, *route.spec.names, *targets)
 
 
 def _route(route: ModelRoute, cache_lookups: Mapping[str, tuple[int, int]]) -> RouteView:
-    names, rules = _names_of(route), []
+    names, rules = route.spec.names, []
     has_cache = route.spec.cache is not None
     lookups, hits = cache_lookups.get(route.metadata.key, (0, 0))
     for rule in route.spec.rules[:_MOST_RULES]:

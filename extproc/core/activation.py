@@ -242,6 +242,10 @@ class EngineWait:
         """Whether no request waits here."""
         return not self._groups
 
+    def may_hold(self, pool: Pool) -> bool:
+        """Whether requests of the ModelServer may wait here."""
+        return pool.spec.activation is not None
+
     def at_zero(self) -> dict[str, ZeroDemand]:
         """By server: how many wait because it has no engine."""
         return {

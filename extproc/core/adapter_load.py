@@ -252,6 +252,10 @@ class AdapterWait:
         """Whether no request waits here."""
         return not self._groups
 
+    def may_hold(self, pool: Pool) -> bool:
+        """Whether requests of the ModelServer may wait here."""
+        return pool.slots is not None
+
     def admit(self, record: Record, now: float, out: list[Effect]) -> Held | None:
         """Hold the request until an engine has its adapter; None: it need not wait. Raises a Refusal."""
         arrival = record.arrived

@@ -232,11 +232,13 @@ class Core:
         Returns the effect that is about the request itself, and all others.
         """
         self._tickets += 1
-        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now)
+        wall_s = now + self._accounts.wall_offset_s
+        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now, wall_s=wall_s)
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
         record.happens(Event.ARRIVED)
         out = list[Effect]()
-        self._pipeline.place(record, now, out)
+        if arrival.destination.rule.tiers is not None or arrival.pool.breaker.generation:
+            self._pipeline.place(record, now, out)
         self.meter.count_arrival(record, record.arrived)
         return self._pipeline.start_request(record, now, out), out
 

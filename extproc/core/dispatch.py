@@ -37,7 +37,6 @@ from extproc.core.states import WAITING, Event, State
 from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.answers import PrefillAnswer
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
-from extproc.prefix.index import tail_of
 from extproc.protocol import DEGRADED, SERVED_BY
 from extproc.request.form import read_form, with_fields
 from extproc.request.model_call import with_name
@@ -244,6 +243,9 @@ class Dispatcher:
         pending = _pending(record, considered, base, constraints.whole, plan, mirror)
         # from here on the request counts, and nothing may fail
         self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
+        # of the server that serves: the request may have moved since its limits were asked
+        estimate = None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant)
+        price = pool.price_at(record.wall_s)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
         assignment, pins = pool.commit(considered, now, output_tokens, ticket=record.ticket)
@@ -256,7 +258,7 @@ class Dispatcher:
             pins,  # by position: see Assignment
             SentRequest(
                 chain=found.chain,
-                tail=tail_of(request.prompt, found.covered_bytes),
+                tail=found.tail,
                 prompt_bytes=len(request.prompt) if request.is_text else 0,
                 is_streamed=request.is_streamed,
                 tenant=arrival.tenant,
@@ -276,29 +278,30 @@ class Dispatcher:
             math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             request.prompts.count,
             request.has_stored_prompt,
-            input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
+            input_estimate=estimate,
             is_for_model=arrival.destination.model == pool.spec.model,
             api=request.api,
-            # of the server that serves: the request may have moved since its limits were asked
-            price=pool.price_at(record.wall_s),
+            price=price,
             objectives=self.objectives_of(arrival),
             model=arrival.destination.model,
             has_leg=leg is not None and not is_beside,
             attempts=None if plan is None else plan.attempts,
             reserves=NO_RESERVES if plan is None else plan.reserves,
         )
-        self._count(record, run, gate, now, out)
-        if leg is None or prefill is None:
-            return self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
-        if is_beside:
+        own: Decision | Held
+        if leg is None:
+            own = self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
+        elif is_beside:
             under_way = LegResult(leg.address, "beside", 0.0)
-            decision = self.decide(record, run, pending, body=body, leg=under_way, is_leased=True)
+            own = self.decide(record, run, pending, body=body, leg=under_way, is_leased=True)
             self.beside[record.ticket] = BesideLeg(leg, now)
+        else:
+            own = Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
+            self.legs[record.ticket] = leg, pending
+        self._count(record, run, gate, now, out)
+        if prefill is not None:
             out.append(prefill)
-            return decision
-        self.legs[record.ticket] = leg, pending
-        out.append(prefill)
-        return Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
+        return own
 
     def _count(self, record: Record, run: Run, gate: Gate | None, now: float, out: list[Effect]) -> None:
         """Wherever requests are counted that are at engines."""
@@ -392,7 +395,13 @@ def _directive_of(arrival: Arrival) -> TranslationDirective | None:
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
-    return TranslationDirective(NAMES[api], NAMES[engine], is_strict=is_strict, answer_headers=answer_headers)
+    return TranslationDirective(
+        NAMES[api],
+        NAMES[engine],
+        is_strict=is_strict,
+        answer_headers=answer_headers,
+        limit_s=float(arrival.pool.spec.traffic_policy.timeout),
+    )
 
 
 def _pending(

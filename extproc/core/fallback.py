@@ -26,7 +26,6 @@ from extproc.core.dispatch import (
 )
 from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
 from extproc.errors import Refusal
-from extproc.prefix.index import tail_of
 from extproc.request.prefill import truncates
 from extproc.request.rewrite import spans_of_fields
 from extproc.scheduling.pool import Assignment
@@ -359,7 +358,7 @@ def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> 
     )
     sent = SentRequest(
         chain=expectation.chain,
-        tail=tail_of(request.prompt, expectation.covered_bytes),
+        tail=expectation.tail,
         prompt_bytes=len(request.prompt) if request.is_text else 0,
         is_streamed=request.is_streamed,
         tenant=arrival.tenant,

@@ -90,19 +90,25 @@ def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Ef
         if first.address in outcome.refused:
             _release(run)
         elif table.is_current(first):
-            failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
-            is_unavailable = (
-                outcome.status in _UNAVAILABLE
-                or failure is EngineFailure.SILENT
-                # of one whose client left before the next endpoint answered, nobody knows
-                or (was_passed_over and not _is_inconclusive(outcome) and outcome.status not in _MAYBE_THE_REQUEST)
-            )
-            if failure is None and not was_passed_over and _is_inconclusive(outcome):
-                _release(run)
-            else:
-                _count(run, first.row, first.passed, failure, now, out, is_unavailable=is_unavailable)
-        if served_row is not None and not _is_inconclusive(outcome) and outcome.served not in outcome.refused:
-            _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
+            _count_first(run, outcome, now, out, was_passed_over=was_passed_over)
+        if served_row is not None and outcome.served not in outcome.refused:
+            failure = _failure_of(run, outcome, served_row)
+            if failure is not None or not _is_inconclusive(outcome):
+                _count(run, served_row, UNKNOWN_PASS, failure, now, out)
+
+
+def _count_first(run: Run, outcome: Outcome, now: float, out: list[Effect], *, was_passed_over: bool) -> None:
+    first, is_inconclusive = run.assignment.endpoint, _is_inconclusive(outcome)
+    failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
+    if failure is None and is_inconclusive:
+        _release(run)
+        return
+    # of one whose request ended before the next endpoint answered, nobody knows
+    is_unavailable = failure is EngineFailure.SILENT or (
+        not is_inconclusive
+        and (outcome.status in _UNAVAILABLE or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST))
+    )
+    _count(run, first.row, first.passed, failure, now, out, is_unavailable=is_unavailable)
 
 
 def _is_load(outcome: Outcome) -> bool:
@@ -213,6 +219,8 @@ def record_fallback(run: Run, outcome: Outcome, now: float, out: list[Effect], *
     if there is None or row is None or outcome.status == 0 or outcome.has_left:
         return
     failure = _failure_of(there, outcome, row)
+    if failure is None and _is_inconclusive(outcome):
+        return
     _count_at_server(there, outcome, failure, now, out)
     if _is_load(outcome):
         _hold_off(there, row, outcome, now)
@@ -264,15 +272,15 @@ def _count_passed_over(run: Run, outcome: Outcome, address: str, now: float, out
 
 
 def _is_inconclusive(outcome: Outcome) -> bool:
-    """Whether the client left before the engine could show what it would have answered."""
-    return outcome.status == 0 or (outcome.has_left and outcome.status < 400 and outcome.prompt_tokens is None)
+    """Whether the client left, or a time limit was over, before the engine could show what it would have answered."""
+    has_left = outcome.has_left and outcome.status < 400 and outcome.prompt_tokens is None
+    return outcome.status == 0 or has_left or outcome.has_timed_out
 
 
 def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
     if _is_inconclusive(outcome):
-        went_unheard = _is_slow(outcome) and outcome.duration_s - run.sent.waited_s > _patience_s(run)
-        is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
-        return EngineFailure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
+        is_silent = _is_slow(outcome) and run.pool.table.healths[row].served_at_s < run.sent_at_s
+        return EngineFailure.SILENT if is_silent and _had_time(run, outcome) else None
     if is_engine_error(outcome.status):
         return EngineFailure.ERROR
     if outcome.status >= 400:
@@ -282,6 +290,15 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
     has_no_usage = outcome.prompt_tokens is None and not outcome.is_encoded
     is_expected = run.sent.expects_usage and run.pool.reports_usage
     return EngineFailure.NO_USAGE if has_no_usage and is_expected else None
+
+
+def _had_time(run: Run, outcome: Outcome) -> bool:
+    """Whether any engine would have answered by then. A route's limit says so; a client may wait as briefly as it likes
+    for as many requests as it likes.
+    """
+    if outcome.has_timed_out and not outcome.is_own_limit:
+        return True
+    return bool(run.pool.typical_duration_s) and outcome.duration_s - run.sent.waited_s > _patience_s(run)
 
 
 def _is_slow(outcome: Outcome) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
@@ -91,6 +90,10 @@ class Wait(Protocol):
     @property
     def is_empty(self) -> bool:
         """Whether no request waits here."""
+        ...
+
+    def may_hold(self, pool: Pool) -> bool:
+        """Whether requests of the ModelServer may wait here, by its configuration."""
         ...
 
     def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
@@ -216,7 +219,9 @@ class AdmissionPipeline:
         routes = {*admission.routes, *admission.budgets, *guards, *caches.routes, *objectives.routes}
         self._steps = {route: self._steps_of(route) for route in routes}
         self._usual_steps = self._steps_of("")
-        self._waits_at = {name: self._waits_of(pool) for name, pool in builder.pools.items()}
+        self._waits_at = {
+            name: tuple(one for one in self._waits if one.may_hold(pool)) for name, pool in builder.pools.items()
+        }
         self._fallbacks.apply(builder)
         self._tiers.keep(builder.pools)
         for record in [one for one in self._records.values() if one.state in ASKING]:
@@ -232,10 +237,6 @@ class AdmissionPipeline:
         arrived = [self._ask_limits] * self._admission.limits_route(route) + granted
         return _RouteSteps(tuple(arrived), tuple(granted), tuple(guarded))
 
-    def _waits_of(self, pool: Pool) -> tuple[Wait, ...]:
-        may_hold = pool.spec.activation is not None, pool.slots is not None, pool.name in self._admission.gates
-        return tuple(compress(self._waits, may_hold))
-
     def _reroute(self, record: Record, builder: RequestBuilder) -> None:
         """A request whose server has lost its engines goes to another of its rule that has some."""
         pool = record.arrived.pool
@@ -247,10 +248,9 @@ class AdmissionPipeline:
                 record.has_moved = record.state is State.ASKING_TOKENS
 
     def place(self, record: Record, now: float, out: list[Effect]) -> None:
-        """Choose the tier of a request that arrives, before anything of it is counted. If that fails, the rule's
-        weights have chosen.
+        """Choose the tier of a request that arrives, before anything of it is counted, or another ModelServer of its
+        rule where the breaker of its own has tripped. If that fails, the rule's weights have chosen.
         """
-        record.wall_s = now + self._accounts.wall_offset_s
         arrival = record.arrived
         if arrival.destination.rule.tiers is not None:
             found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
@@ -464,7 +464,7 @@ class AdmissionPipeline:
 
     def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
         budgets = self._admission.budgets_of(arrival.destination.route)
-        if not budgets:
+        if not budgets.has_any:
             return ()
         wall_s = now + self._accounts.wall_offset_s
         usage = usage_to_reserve(arrival).priced(arrival.pool.price_at(wall_s))

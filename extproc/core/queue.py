@@ -119,7 +119,7 @@ class AdmissionController:
     @property
     def limits_any(self) -> bool:
         """Whether there is any limit or budget."""
-        return bool(self.routes or self.key_limits or self.budgets or self.gateway_budgets)
+        return bool(self.routes or self.key_limits or self.budgets or self.gateway_budgets.has_any)
 
     def budgets_of(self, route: str) -> BudgetSet:
         """Those of the route and of the gateway."""
@@ -127,7 +127,7 @@ class AdmissionController:
 
     def limits_route(self, route: str) -> bool:
         """Whether any limit or budget may apply to requests of the route."""
-        return route in self.routes or bool(self.key_limits) or bool(self.budgets_of(route))
+        return route in self.routes or bool(self.key_limits) or self.budgets_of(route).has_any
 
     def charges(self, arrival: Arrival, usage: Usage, *, now: float, wall_s: float) -> list[Charge]:
         """What the request requires of its route's limits and of all budgets that apply to it."""
@@ -136,7 +136,7 @@ class AdmissionController:
         charges = [] if limits is None else limits.charges(caller, arrival.head.headers, usage, now)
         if caller.api_key in self.key_limits:
             charges += key_charges(self.key_limits[caller.api_key], caller, usage)
-        if budgets:
+        if budgets.has_any:
             charges += self._accounts_of(route, budgets, caller, wall_s).charges(usage, wall_s)
         return charges
 
@@ -324,6 +324,10 @@ class QueueWait:
     def is_empty(self) -> bool:
         """Whether no request waits here."""
         return not self._freed and not any(len(gate.queue) for gate in self._admission.gates.values())
+
+    def may_hold(self, pool: Pool) -> bool:
+        """Whether requests of the ModelServer may wait here."""
+        return pool.name in self._admission.gates
 
     def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
         """Hold the request at its server's gate, or let it through; None without a gate. Raises a Refusal."""

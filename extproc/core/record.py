@@ -21,7 +21,7 @@ from extproc.api.pricing import Price, cost_micros
 from extproc.api.usage import UsageCounts
 from extproc.api.used_tokens import Answer, Expected, used_tokens
 from extproc.core.demand_meter import ModelMeter
-from extproc.core.states import HELD, Event, IllegalEvent, State, successors
+from extproc.core.states import HELD, SUCCESSORS, Event, IllegalEvent, State
 from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Pin, Tail
@@ -227,7 +227,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     Fields without an observation are None. ``status``: 0 if the client left before there was one. ``served``: the
     address of the engine that answered. ``has_left``: the client hung up. ``was_cut``: the engine did.
-    ``has_timed_out``: a time limit of the gateway ended it. ``answer_bytes``: of the body that the client got.
+    ``has_timed_out``: a time limit of the gateway ended it. ``is_own_limit``: the client has set that limit for its
+    call. ``answer_bytes``: of the body that the client got.
     ``created_tokens``: of the prompt, those that a cache was asked to keep. ``reasoning_tokens``: of the output.
     ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
     ``first_content_s``: until the first event of a stream that had content. ``is_encoded``: the answer was compressed,
@@ -253,6 +254,7 @@ class Outcome(msgspec.Struct, frozen=True):
     was_cut: bool = False
     answer_bytes: int | None = None
     has_timed_out: bool = False
+    is_own_limit: bool = False
     created_tokens: int | None = None
     reasoning_tokens: int | None = None
     events: int | None = None
@@ -515,7 +517,9 @@ class Record(msgspec.Struct):
 
     def happens(self, event: Event) -> bool:
         """``event`` begins. Returns whether it changes anything; raises IllegalEvent, with nothing changed."""
-        after = successors(self.state, event, self.ticket)
+        after = SUCCESSORS[self.state][event]
+        if after is None:
+            raise IllegalEvent(event.name, self.state.name, f"request {self.ticket}")
         if not after:
             return False
         self.event, self.successors = event, after

@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
-from extproc.api.spec import STEPS_LISTENER, namespace_of
+from extproc.api.spec import STEPS_LISTENER
 from extproc.core.record import Arrival, Candidates, Head
 from extproc.core.usage import usage_of_unread
 from extproc.errors import (
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelRewrite, ModelServerSpec
     from extproc.api.usage import UsageContext
     from extproc.routing.resolve import ListedModel, Targets
+    from extproc.routing.sticky import StickySplit
     from extproc.scheduling.pool import Pool
 
 _SHOWN_CHARACTERS = 100
@@ -253,7 +254,8 @@ class RequestBuilder:
         try:
             protocols = [api.spec.protocol for api in path.apis]
             candidates = self._candidates(path.model, protocols, head)
-            destination = self._draw(candidates.targets, head)
+            drawn = candidates.targets.draw(self._rng, partial(self._split_key, head))
+            destination = self._serving(drawn, candidates.targets, head)
             request = path_request(path, destination.protocol)
             return self._arrival(request, destination, head, b"", candidates)
         except Refusal as refusal:
@@ -344,7 +346,8 @@ class RequestBuilder:
             targets = None if candidates is None else candidates.targets.among(may_take)
             if targets is None:
                 return None
-            return self._moved(arrival, candidates, targets.draw(self._rng, self._split_key(targets, arrival.head)))
+            drawn = targets.draw(self._rng, partial(self._split_key, arrival.head))
+            return self._moved(arrival, candidates, drawn)
         except Refusal:
             # its route has left, or its caller may not use the other server: it stays where it is
             return None
@@ -424,7 +427,9 @@ class RequestBuilder:
         try:
             protocols = (_protocol_of(request),)
             candidates = self._candidates(request.model, protocols, head, request, body)
-            return self._arrival(request, self._draw(candidates.targets, head, request.api), head, body, candidates)
+            drawn = candidates.targets.draw(self._rng, partial(self._split_key, head))
+            destination = self._serving(drawn, candidates.targets, head, request.api)
+            return self._arrival(request, destination, head, body, candidates)
         except Refusal as refusal:
             refusal.model = request.model
             raise
@@ -491,30 +496,27 @@ class RequestBuilder:
             if caller_access is None or caller_access.may(model, one):
                 yield one
 
-    def _split_key(self, targets: Targets, head: Head) -> bytes:
+    def _split_key(self, head: Head, sticky: StickySplit) -> bytes:
         """By which the targets are split; empty: the request is drawn by itself."""
-        if targets.sticky is None:
-            return b""
         subject = self._subject_of(head)
-        return targets.sticky.key_of(head.headers, subject.tenant, subject.user)
+        return sticky.key_of(head.headers, subject.tenant, subject.user)
 
-    def _draw(self, targets: Targets, head: Head, api: Api | None = None) -> Destination:
-        """By weight. Where that is a server without engines whose requests wait for one, another of the rule is taken
-        that has some. Where it does not take ``api``, one that does, or else one for which it is translated.
+    def _serving(self, drawn: Destination, targets: Targets, head: Head, api: Api | None = None) -> Destination:
+        """The one that was drawn of ``targets``, or another one of them. Where it is a server without engines whose
+        requests wait for one, that is one that has some. Where it does not take ``api``, one that does, or else one for
+        which it is translated.
         """
-        key = self._split_key(targets, head)
-        found = targets.draw(self._rng, key)
-        pool = self.pools.get(found.server)
+        pool, key_of = self.pools.get(drawn.server), partial(self._split_key, head)
         if pool is not None and api is not None and not _takes(pool.spec, api):
             for suits in (_takes, _engine_api):
                 others = targets.among(partial(self._suits, api, suits))
                 if others is not None:
-                    return self._draw(others, head)
-            return found
+                    return self._serving(others.draw(self._rng, key_of), others, head)
+            return drawn
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
-            return found
+            return drawn
         with_engines = targets.among(self._has_engines)
-        return found if with_engines is None else with_engines.draw(self._rng, key)
+        return drawn if with_engines is None else with_engines.draw(self._rng, key_of)
 
     def _suits(self, api: Api, suits: Callable[[ModelServerSpec, Api], object], destination: Destination) -> bool:
         return destination.server in self.pools and bool(suits(self.pools[destination.server].spec, api))
@@ -556,7 +558,7 @@ class RequestBuilder:
         """Of a request that its caller may make; raises a Refusal."""
         caller = ANONYMOUS_CALLER
         if head.is_trusted:
-            caller = self._identities.caller(head.headers, namespace=namespace_of(destination.server))
+            caller = self._identities.caller(head.headers, server=destination.server)
         may_translate = candidates is not None
         pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
         found = Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)

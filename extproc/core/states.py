@@ -33,23 +33,23 @@ class State(enum.IntEnum):
     """
 
     ABSENT = 0
-    ASKING_LIMITS = 1
+    ASKING_LIMITS = enum.auto()
     # its limits have granted it, and the guard of its route has not answered
-    ASKING_GUARD = 2
-    ASKING_TOKENS = 3
+    ASKING_GUARD = enum.auto()
+    ASKING_TOKENS = enum.auto()
     # its server has no engine that can take it
-    AWAITING_ENGINE = 4
+    AWAITING_ENGINE = enum.auto()
     # its adapter is being loaded, or waits for room at an engine
-    LOADING = 5
-    QUEUED = 6
+    LOADING = enum.auto()
+    QUEUED = enum.auto()
     # its engines are picked, and one of them computes its prompt for the other
-    PREFILLING = 7
+    PREFILLING = enum.auto()
     # sent to an engine, and its stream is open
-    RUNNING = 8
+    RUNNING = enum.auto()
     # the same, and its outcome is known
-    SETTLED = 9
+    SETTLED = enum.auto()
     # its stream is closed, and its outcome is not known yet
-    ENDED = 10
+    ENDED = enum.auto()
 
 
 class Event(enum.IntEnum):
@@ -82,6 +82,10 @@ class IllegalEvent(Exception):
         super().__init__(f"{event} is not legal while {subject} is in state {state}{f'; {advice}' if advice else ''}")
 
 
+# Where it is held although its server has engines.
+_BEHIND_ENGINES: Final = tuple(one for one in State if State.AWAITING_ENGINE < one < State.PREFILLING)
+
+
 def _to(*states: State) -> frozenset[State]:
     return frozenset(states)
 
@@ -90,7 +94,7 @@ def _on(state: State) -> frozenset[State]:
     """To any later step up to an engine, as each may be skipped; behind the engines also to the same or an earlier one,
     as what it gave may be gone; or it is refused.
     """
-    back = (one for one in State if State.LOADING <= one <= state)
+    back = (one for one in _BEHIND_ENGINES if one <= state)
     return _to(*(one for one in State if state < one <= State.RUNNING), *back, State.ABSENT)
 
 
@@ -117,11 +121,7 @@ TRANSITIONS: Final[dict[State, dict[Event, frozenset[State]]]] = {
         for state in (State.ASKING_LIMITS, State.ASKING_GUARD, State.ASKING_TOKENS)
     },
     State.AWAITING_ENGINE: {**_HELD, Event.GRANTED: _on(State.AWAITING_ENGINE)},
-    **{
-        state: {**_HELD_AT_ENGINES, Event.GRANTED: _on(state)}
-        for state in State
-        if State.LOADING <= state <= State.QUEUED
-    },
+    **{state: {**_HELD_AT_ENGINES, Event.GRANTED: _on(state)} for state in _BEHIND_ENGINES},
     # after a failure, it goes to another prefill engine
     State.PREFILLING: {**_BEFORE, Event.GRANTED: _to(State.PREFILLING, State.RUNNING, State.ABSENT)},
     State.RUNNING: {
@@ -168,13 +168,6 @@ STEP_NAMES: Final[Mapping[State, StepName]] = MappingProxyType(
     }
 )
 
-# TRANSITIONS by position, None where an event is illegal: the request path reads it at every event.
-_BY_POSITION: Final = tuple(tuple(TRANSITIONS[state].get(event) for event in Event) for state in State)
-
-
-def successors(state: State, event: Event, ticket: str) -> frozenset[State]:
-    """The states that ``event`` may lead to; empty if it is to be ignored. Raises IllegalEvent."""
-    found = _BY_POSITION[state][event]
-    if found is None:
-        raise IllegalEvent(event.name, state.name, f"request {ticket}")
-    return found
+# TRANSITIONS by the positions of a state and an event, None where the event is illegal: the request path reads it at
+# every event.
+SUCCESSORS: Final = tuple(tuple(TRANSITIONS[state].get(event) for event in Event) for state in State)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from extproc.endpoints.table import EndpointRef, EndpointTable, Floats
+from extproc.endpoints.table import EndpointRef
 
+if TYPE_CHECKING:
+    from extproc.endpoints.table import EndpointTable, Floats
 
 _MEAN_WEIGHT: Final = 0.05
 # An array: converting a Python number takes numpy as long as the arithmetic of a whole column.
@@ -29,13 +30,13 @@ def begin_request(table: EndpointTable, row: int, *, work: float, now: float, to
     """
     table.in_flight[row] += 1
     table.in_flight_tokens[row] += tokens
-    if not work:
-        return table.ref(row)
-    table.mean_work += _MEAN_WEIGHT * (work - table.mean_work)
-    backlog, queue = backlog_of(table, row, now) + work, table.prefill_queues[row]
-    number = queue.add(work, now)
-    _set_backlog(table, row, backlog=backlog, requests=len(queue), now=now)
-    return table.ref(row, prefill_number=number)
+    number = 0
+    if work:
+        table.mean_work += _MEAN_WEIGHT * (work - table.mean_work)
+        backlog, queue = backlog_of(table, row, now) + work, table.prefill_queues[row]
+        _set_backlog(table, row, backlog=backlog, requests=len(queue.requests) + 1, now=now)
+        number = queue.add(work, now)
+    return EndpointRef(table.addresses[row], row, table.epochs[row], number, table.passes[row])
 
 
 def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens: float = 0.0) -> None:
@@ -52,7 +53,7 @@ def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens:
     queue.remove(endpoint.prefill_number)
     # the backlog cannot exceed the work of the requests that still wait
     backlog = min(backlog_of(table, row, now), queue.work)
-    _set_backlog(table, row, backlog=backlog, requests=len(queue), now=now)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue.requests), now=now)
 
 
 def finish_prefill(table: EndpointTable, endpoint: EndpointRef, now: float) -> None:
@@ -61,7 +62,7 @@ def finish_prefill(table: EndpointTable, endpoint: EndpointRef, now: float) -> N
         queue = table.prefill_queues[endpoint.row]
         queue.first_token(endpoint.prefill_number)
         backlog = min(backlog_of(table, endpoint.row, now), queue.work)
-        _set_backlog(table, endpoint.row, backlog=backlog, requests=len(queue), now=now)
+        _set_backlog(table, endpoint.row, backlog=backlog, requests=len(queue.requests), now=now)
 
 
 def reconcile_backlog(
@@ -83,7 +84,7 @@ def reconcile_backlog(
     # one more of the foreign requests may be in computation
     most = bounds.most + unknown + (table.mean_work if others else 0.0)
     backlog = min(max(backlog_of(table, row, now), bounds.least + unknown), most)
-    _set_backlog(table, row, backlog=backlog, requests=len(queue) + others, now=now)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue.requests) + others, now=now)
 
 
 def _set_backlog(table: EndpointTable, row: int, *, backlog: float, requests: float, now: float) -> None:

@@ -8,12 +8,9 @@ precise than their number: of two queues with three requests, one may hold a hun
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # From the pick to the engine's queue: vLLM's API server takes about 15 ms.
 _ON_THE_WAY_S: Final = 0.03
@@ -41,7 +38,8 @@ class PrefillBounds(msgspec.Struct, frozen=True):
 
 
 class PrefillQueue:
-    """A first-in, first-out queue, never longer than the requests in flight. ``work``: its total, in tokens.
+    """A first-in, first-out queue of ``requests``, which are never more than those in flight. ``work``: of all, in
+    tokens.
 
     Engines also count first tokens; each one removes the head of the queue. Requests that were found to be done
     before the engine counted them are ``_ahead`` of its count, and are not removed twice.
@@ -49,39 +47,33 @@ class PrefillQueue:
 
     def __init__(self) -> None:
         # an empty deque takes 600 bytes, at every endpoint; a list of those in flight is as fast
-        self._queue: list[QueuedPrefill] = []
+        self.requests: list[QueuedPrefill] = []
         self._sent = 0
         self._ahead = 0.0
         self.work = 0.0
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[QueuedPrefill]:
-        return iter(self._queue)
-
     def add(self, work: float, now: float) -> int:
         """Append a request; returns its number."""
-        if not self._queue:
+        if not self.requests:
             self.work = self._ahead = 0.0
         self._sent += 1
-        self._queue.append(QueuedPrefill(self._sent, work, now))
+        self.requests.append(QueuedPrefill(self._sent, work, now))
         self.work += work
         return self._sent
 
     def remove(self, number: int) -> None:
         """Remove a request that has ended, with or without a first token."""
-        for at, one in enumerate(self._queue):
+        for at, one in enumerate(self.requests):
             if one.number >= number:
                 if one.number == number:
-                    del self._queue[at]
+                    del self.requests[at]
                     self.work -= one.work
                     self._ahead += 1
                 return
 
     def first_token(self, number: int) -> None:
         """Remove a request that has received its first token, and all before it."""
-        while self._queue and self._queue[0].number <= number:
+        while self.requests and self.requests[0].number <= number:
             self._take()
             self._ahead += 1
 
@@ -92,15 +84,15 @@ class PrefillQueue:
         Requests before those that wait or are on their way are done, except for those that may be in computation.
         """
         on_the_way = self._on_the_way(now)
-        known = min(waiting, len(self._queue) - on_the_way)
+        known = min(waiting, len(self.requests) - on_the_way)
         rest = on_the_way + known
-        for _ in range(min(self._newly_done(first_tokens or 0.0), len(self._queue) - rest)):
+        for _ in range(min(self._newly_done(first_tokens or 0.0), len(self.requests) - rest)):
             self._take()
         computing = self._in_computation(rest)
-        while len(self._queue) > rest + computing:
+        while len(self.requests) > rest + computing:
             self._take()
             self._ahead += 1
-        least = sum(self._queue[-index].work for index in range(1, rest + 1))
+        least = sum(self.requests[-index].work for index in range(1, rest + 1))
         return PrefillBounds(least, self.work if computing else least, known)
 
     def _newly_done(self, first_tokens: float) -> int:
@@ -109,11 +101,11 @@ class PrefillQueue:
         return int(done)
 
     def _take(self) -> None:
-        self.work -= self._queue.pop(0).work
+        self.work -= self.requests.pop(0).work
 
     def _on_the_way(self, now: float) -> int:
         count = 0
-        for one in reversed(self._queue):
+        for one in reversed(self.requests):
             if one.sent_at_s <= now - _ON_THE_WAY_S:
                 break
             count += 1
@@ -122,8 +114,8 @@ class PrefillQueue:
     def _in_computation(self, rest: int) -> int:
         """How many requests before the last ``rest`` the current step may be computing."""
         count, work = 0, 0.0
-        for index in range(rest + 1, len(self._queue) + 1):
-            work += self._queue[-index].work
+        for index in range(rest + 1, len(self.requests) + 1):
+            work += self.requests[-index].work
             if count and work > _STEP_TOKENS:
                 break
             count += 1

@@ -27,7 +27,14 @@ from extproc.api.pricing import NO_PRICES, HourlyPrice, Price, PriceList, Rates,
 from extproc.endpoints.table import INITIAL_PREFILL_RATE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from extproc.endpoints.table import Bools, EndpointTable
+
+    Stages = tuple[Bools, Bools, NDArray[np.intp]]
 
 _DERIVED_FOR_S: Final = 60.0
 _MILLION: Final = 1_000_000
@@ -64,15 +71,15 @@ class Prices:
             return self.saved
         return SavedPrice(self._derived_from, self._derived)
 
-    def at(self, wall_s: float, table: EndpointTable, roles: tuple[Bools, Bools] | None = None) -> Price | None:
-        """The price in force; None if there is none. ``table``: of the engines. ``roles``: the rows that prefill and
-        those that decode; None: every engine does both.
+    def at(self, wall_s: float, table: EndpointTable, stages: Callable[[], Stages | None]) -> Price | None:
+        """The price in force; None if there is none. ``table``: of the engines. ``stages``: the rows that prefill,
+        those that decode, and the group of each row; None: every engine does both.
         """
         found = self.list.at(wall_s)
         if not isinstance(found, HourlyPrice):
             return found
         if found is not self._derived_from or not self._derive_at_s > wall_s > self._derive_at_s - 2 * _DERIVED_FOR_S:
-            self._derived, self._derived_from = self._derive(found, table, roles), found
+            self._derived, self._derived_from = self._derive(found, table, stages()), found
             # before the first answer, every request may be the one that has brought it
             self._derive_at_s = wall_s + (_DERIVED_FOR_S if self._derived is not None else 0.0)
         if self._derived is not None:
@@ -81,12 +88,12 @@ class Prices:
             return self.saved.price
         return derived_price(found, prefill_rate=INITIAL_PREFILL_RATE, tpot_s=_ASSUMED_TPOT_S, running=1.0)
 
-    def _derive(self, price: HourlyPrice, table: EndpointTable, roles: tuple[Bools, Bools] | None) -> Price | None:
+    def _derive(self, price: HourlyPrice, table: EndpointTable, stages: Stages | None) -> Price | None:
         prefilled, decoded = table.is_active & (table.rate_samples > 0), table.is_active & (table.tpot_s > 0)
-        if roles is None:
+        if stages is None:
             prefilled = decoded = prefilled & decoded
         else:
-            prefilled, decoded = prefilled & roles[0], decoded & roles[1]
+            prefilled, decoded = prefilled & stages[0], decoded & stages[1]
         if not (prefilled.any() and decoded.any()):
             return None
         now = max(1.0, float(table.in_flight[decoded].mean()))

@@ -241,9 +241,9 @@ class EndpointTable:
             row for address, row in self._rows.items() if address.rpartition(":")[0].strip("[]") == name.strip("[]")
         ]
 
-    def ref(self, row: int, *, prefill_number: int = 0) -> EndpointRef:
-        """A reference to the endpoint that has ``row`` now. ``prefill_number``: see EndpointRef."""
-        return EndpointRef(self.addresses[row], row, self.epochs[row], prefill_number, self.passes[row])
+    def ref(self, row: int) -> EndpointRef:
+        """A reference to the endpoint that has ``row`` now, of a request that is not in its ``PrefillQueue``."""
+        return EndpointRef(self.addresses[row], row, self.epochs[row], passed=self.passes[row])
 
     def is_current(self, endpoint: EndpointRef) -> bool:
         """Whether the row still belongs to ``endpoint``."""

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _PERIOD_S: Final = 60.0
 _KEPT: Final = 0.5
@@ -20,32 +20,38 @@ _LEAST: Final = 0.1
 
 
 class LargestNames:
-    """``most``: places. ``most_counted``: names that are counted; while there are so many, new ones are not."""
+    """``most``: places. ``others``: in place of a name without one. ``forget``: gets the names that have lost theirs.
+    ``most_counted``: names that are counted; while there are so many, new ones are not.
+    """
 
-    def __init__(self, most: int, *, most_counted: int = 20_000) -> None:
+    def __init__(
+        self, most: int, *, others: str, forget: Callable[[frozenset[str]], None], most_counted: int = 20_000
+    ) -> None:
         self._most = most
+        self._others = others
+        self._forget = forget
         self._most_counted = most_counted
         self._counts: dict[str, float] = {}
         self._placed: set[str] = set()
         self._began_s = -math.inf
 
-    def __contains__(self, name: str) -> bool:
-        """Whether it has a place."""
-        return name in self._placed
+    def shown(self, name: str) -> str:
+        """The name, or the one of all that have no place."""
+        return name if name in self._placed else self._others
 
-    def count(self, name: str) -> None:
-        """One more request; the first names get places at once."""
+    def count(self, name: str, now: float) -> str:
+        """One more request. Returns as ``shown``; the first names get places at once."""
+        if now - self._began_s >= _PERIOD_S:
+            self._review(now)
         if name in self._counts or len(self._counts) < self._most_counted:
             self._counts[name] = self._counts.get(name, 0.0) + 1.0
             if len(self._placed) < self._most:
                 self._placed.add(name)
+        return name if name in self._placed else self._others
 
-    def review(self, now: float) -> frozenset[str]:
-        """Give places anew, if that is due. Returns the names that have lost theirs."""
-        passed = now - self._began_s
-        if passed < _PERIOD_S:
-            return frozenset()
-        self._began_s = now
+    def _review(self, now: float) -> None:
+        """Give places anew."""
+        passed, self._began_s = now - self._began_s, now
         largest = _largest(self._counts, self._placed, self._most)
         lost = frozenset(self._placed - largest)
         self._placed = largest
@@ -55,7 +61,8 @@ class LargestNames:
         room = max(self._most, self._most_counted // 2)
         kept = left if len(left) <= room else _largest(left, self._placed, room)
         self._counts = {name: left[name] for name in kept if name in left}
-        return lost
+        if lost:
+            self._forget(lost)
 
 
 def _largest(counts: Mapping[str, float], placed: set[str], most: int) -> set[str]:

@@ -266,7 +266,7 @@ class AnswerTimes:
 
         self._gates = gates
         self._clock = clock
-        self._tenants = LargestNames(MOST_TIMED_TENANTS)
+        self._tenants = LargestNames(MOST_TIMED_TENANTS, others=_OTHER, forget=self._forget_tenants)
         self._tenant_ttft = of_tenants("ttft", "Until the first content of streamed answers, by tenant.")
         self._tenant_duration = of_tenants("duration", "Until the end of whole answers, by tenant.")
         self._ttft = histograms("ttft", "Until the first content of streamed answers.", _TIMES)
@@ -280,7 +280,7 @@ class AnswerTimes:
         if times is None:
             return
         labels = self._labels(settled)
-        tenant = self._tenant(settled.tenant)
+        tenant = self._tenants.count(settled.tenant, self._clock())
         self._duration.observe(times.e2e_s, *labels)
         self._tenant_duration.observe(times.e2e_s, tenant)
         self._held.observe(settled.waited_s, *labels)
@@ -290,13 +290,9 @@ class AnswerTimes:
         if times.tpot_s is not None:
             self._tpot.observe(times.tpot_s, *labels)
 
-    def _tenant(self, name: str) -> str:
-        """One more answer of the tenant. Returns the name of its series."""
-        if lost := self._tenants.review(self._clock()):
-            for one in (self._tenant_ttft, self._tenant_duration):
-                one.forget("tenant", lost)
-        self._tenants.count(name)
-        return name if name in self._tenants else _OTHER
+    def _forget_tenants(self, lost: frozenset[str]) -> None:
+        for one in (self._tenant_ttft, self._tenant_duration):
+            one.forget("tenant", lost)
 
     def _labels(self, settled: RequestSettled) -> tuple[str, str, str]:
         labels = truncate_name(settled.model) or _OTHER, settled.server, self._class_of(settled)

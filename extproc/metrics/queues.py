@@ -279,7 +279,7 @@ class AdmissionMetrics:
     ) -> None:
         self._gates = gates
         self._clock = clock
-        self._tenants = LargestNames(MOST_TENANTS)
+        self._tenants = LargestNames(MOST_TENANTS, others=OTHERS, forget=self._forget_tenants)
         self._waits = DeferredHistograms(
             "attache_queue_wait_seconds", "From arrival to dispatch.", _WAIT_BUCKETS, ["server", "band"], registry
         )
@@ -348,7 +348,7 @@ class AdmissionMetrics:
 
     def count_dispatch(self, decision: Decision) -> None:
         """A request goes to an engine, at once or after a wait."""
-        history, tenant = decision.history, self._count_tenant(decision.tenant)
+        history, tenant = decision.history, self._tenants.count(decision.tenant, self._clock())
         for grant in decision.grants:
             for charge, level in zip(grant.charges, grant.levels, strict=True):
                 if charge.budget is not None and level <= charge.budget.soft:
@@ -372,7 +372,7 @@ class AdmissionMetrics:
         arrival, outcome = refused.arrival, refused.refusal.outcome
         if isinstance(refused.refusal, BudgetSpent):
             self._spent.add(refused.refusal.budget)
-        self._requests.add(self._count_tenant(arrival.tenant), outcome)
+        self._requests.add(self._tenants.count(arrival.tenant, self._clock()), outcome)
         if refused.was_held and refused.queued is not None:
             self._ends.add(arrival.pool.name, self._band(arrival.pool.name, refused.queued), outcome)
 
@@ -392,7 +392,7 @@ class AdmissionMetrics:
         if settled.fell_back_from:
             refused = [kind for address, kind in settled.outcome.refused.items() if address != settled.outcome.served]
             self._fallbacks.add(settled.server, refused[0].replace("-", "_") if refused else "failed")
-        tenant, used = self._tenant(settled.tenant), settled.used
+        tenant, used = self._tenants.shown(settled.tenant), settled.used
         cached = min(settled.outcome.cached_tokens or 0, used.input_tokens)
         for name, tokens in (("prompt", used.input_tokens), ("cached", cached), ("output", used.output_tokens)):
             if tokens:
@@ -421,16 +421,9 @@ class AdmissionMetrics:
         if seconds:
             self._redis_seconds.observe(seconds)
 
-    def _count_tenant(self, name: str) -> str:
-        """One more request of the tenant. Returns the name of its series."""
-        if lost := self._tenants.review(self._clock()):
-            for counters in (self._requests, *self._tokens.values(), self._service, self._tenant_wait, self._cost):
-                counters.forget("tenant", lost - {OTHERS})
-        self._tenants.count(name)
-        return self._tenant(name)
-
-    def _tenant(self, name: str) -> str:
-        return name if name in self._tenants else OTHERS
+    def _forget_tenants(self, lost: frozenset[str]) -> None:
+        for counters in (self._requests, *self._tokens.values(), self._service, self._tenant_wait, self._cost):
+            counters.forget("tenant", lost - {OTHERS})
 
     def _band(self, server: str, queued: QueuedRequest) -> str:
         gate = self._gates().get(server)

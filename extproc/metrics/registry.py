@@ -323,11 +323,11 @@ class Metrics:
     def _count_decision(self, decision: Decision) -> None:
         if self.decision_log is not None:
             self.decision_log.log_decision(decision)
+        self.admission.count_dispatch(decision)
         self._requests.add("picked")
         self._picks.add(decision.server)
         if decision.history.whole:
             self._prefills.count_whole(decision)
-        self.admission.count_dispatch(decision)
         for state, waited_s in decision.history.waits.items():
             if waited_s and state in self._waits:
                 self._waits[state].observe(waited_s, decision.server)

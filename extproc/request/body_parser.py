@@ -124,15 +124,6 @@ def check_bounds(body: bytes) -> None:
             )
 
 
-def check_rest(body: bytes, contents: tuple[int, int] | None) -> None:
-    """Raise BadRequest if all but the ``contents``, a byte range of ``body``, is longer than in any real request."""
-    start, end = contents or (0, 0)
-    if len(body) - (end - start) > MOST_OTHER_BYTES:
-        raise BadRequest(
-            f"The fields beside the messages have more than {MOST_OTHER_BYTES} bytes; send shorter tools and schemas."
-        )
-
-
 def count_outside_strings(chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, is_inside: bool) -> tuple[Counts, bool]:
     """Of up to 2 MiB that end with no half of an escape. ``is_inside``: whether it begins in a string; also whether it
     ends so.
@@ -189,7 +180,11 @@ def parse_body(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) 
         _refuse_shape(str(error))
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body is not JSON: {error}.") from None
-    check_rest(body, request.contents)
+    start, end = request.contents or (0, 0)
+    if len(body) - (end - start) > MOST_OTHER_BYTES:
+        raise BadRequest(
+            f"The fields beside the messages have more than {MOST_OTHER_BYTES} bytes; send shorter tools and schemas."
+        )
     return request
 
 

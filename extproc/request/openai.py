@@ -122,10 +122,11 @@ def chat(body: bytes) -> InferenceRequest:
     # given both, vLLM and TensorRT-LLM take max_completion_tokens, SGLang max_tokens
     limit = max(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
     contents = _chat_contents(request, body) if len(body) >= LARGE_BYTES else None
+    prompt = _chat_prompt(request)
     media = media_in([message.content for message in request.messages])
     for tokens in given(*_tokens(request)):
         media = media.plus(tokens_sent(tokens))
-    return request_of(Api.CHAT, request, _chat_prompt(request), limit, contents, answers=request.n or 1, media=media)
+    return request_of(Api.CHAT, request, prompt, limit, contents, answers=request.n or 1, media=media)
 
 
 def _chat_prompt(chat: _Chat) -> bytes:

@@ -152,11 +152,11 @@ class Targets(msgspec.Struct, frozen=True):
         names = [f"{one.server}#{one.arm}" if one.arm else one.server for one in self.destinations]
         return self.destinations[sticky.choose(names, self.weights, key)]
 
-    def draw(self, rng: random.Random, key: bytes = b"") -> Destination:
-        """One of them, by weight. ``key``: of the request, by ``sticky``; empty: it has none."""
+    def draw(self, rng: random.Random, key_of: Callable[[StickySplit], bytes] = lambda _: b"") -> Destination:
+        """One of them, by weight. ``key_of``: the key of the request, by ``sticky``; empty: it has none."""
         if len(self.destinations) == 1:
             return self.destinations[0]
-        if self.sticky is not None and key:
+        if self.sticky is not None and (key := key_of(self.sticky)):
             return self.sticky_destination(self.sticky, key)
         drawn, bounds = rng.randrange(sum(self.weights)), accumulate(self.weights)
         return next(one for one, bound in zip(self.destinations, bounds, strict=True) if drawn < bound)

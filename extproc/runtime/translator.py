@@ -14,7 +14,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -24,6 +24,7 @@ from extproc.api.addresses import join_host_port
 from extproc.errors import (
     InternalError,
     NoEndpoint,
+    OutOfTime,
     Refusal,
     UntranslatableAnswer,
     anthropic_status,
@@ -40,7 +41,9 @@ from extproc.protocol import (
     ENGINE_ANSWERED,
     ENGINE_ATTEMPTS,
     ENGINE_HOST,
+    LIMIT_MARK,
     NOT_FOR_ENGINES,
+    OUT_OF_TIME,
     RETRY_AFTER,
     TRANSLATE,
     TRANSLATED_SOCKET,
@@ -77,6 +80,8 @@ _PASSED: Final = (RETRY_AFTER, "x-should-retry", ENGINE_HOST, ENGINE_ATTEMPTS, E
 _JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream"
 _CUT: Final = "The engine's answer ended before it was whole."
+# Envoy counts time from the last reading of its clock, so by ours it may be early by the work of one turn of its loop.
+_EARLY_S: Final = 0.05
 
 
 class Translator:
@@ -112,8 +117,9 @@ class Translator:
             path = between.path(request.path_qs)
             asked = await self._in_turn(partial(between.request, strict=directive.is_strict), await request.read())
             headers = _request_headers(request.headers, directive, between)
+            is_late = partial(_is_late, directive.limit_s, asyncio.get_running_loop().time())
             async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
-                return await self._translated(request, found, directive, between, asked)
+                return await self._translated(request, found, directive, between, asked, is_late)
         except Refusal as refusal:
             return _refused(refusal, directive.client), "refused"
         except aiohttp.ClientConnectionError:
@@ -130,7 +136,9 @@ class Translator:
         directive: TranslationDirective,
         between: Translation,
         asked: Translated,
+        is_late: Callable[[], bool],
     ) -> tuple[web.StreamResponse, str]:
+        """``is_late``: whether the time limit of Envoy's second listener is over, which then is what cut an answer."""
         headers = {name: found.headers[name] for name in _PASSED if name in found.headers}
         headers.update(directive.answer_headers)
         if asked.dropped:
@@ -139,11 +147,16 @@ class Translator:
             answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
             await answer.prepare(request)
             stream = between.stream(include_usage=asked.include_usage)
-            if await self._relay(request, found, answer, stream):
-                return answer, "cut"
-            return answer, "answered" if stream.error is None else "untranslatable"
+            cut = await self._relay(request, found, answer, stream, is_late)
+            return answer, cut or ("answered" if stream.error is None else "untranslatable")
         try:
-            body = await self._in_turn(partial(between.answer, found.status), await _whole(found))
+            whole = await _whole(found, is_late)
+        except OutOfTime as refusal:
+            return _refused(refusal, directive.client, {**headers, ENGINE_ANSWERED: OUT_OF_TIME}), "timeout"
+        except Refusal as refusal:
+            return _refused(refusal, directive.client, headers), "untranslatable"
+        try:
+            body = await self._in_turn(partial(between.answer, found.status), whole)
         except Refusal as refusal:
             return _refused(refusal, directive.client, headers), "untranslatable"
         return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON}), "answered"
@@ -154,11 +167,12 @@ class Translator:
         found: aiohttp.ClientResponse,
         answer: web.StreamResponse,
         stream: StreamTranslator,
-    ) -> bool:
-        """Events as they come; returns whether the answer was cut. Then the client's is cut, too: it has no end that
-        looks whole.
+        is_late: Callable[[], bool],
+    ) -> Literal["", "cut", "timeout"]:
+        """Events as they come; returns how the answer was cut, empty if it was not. Then the client's is cut, too: it
+        has no end that looks whole.
         """
-        is_cut = False
+        cut: Literal["", "cut", "timeout"] = ""
         try:
             async for piece in found.content.iter_any():
                 out = await self._in_turn(stream.feed, piece, held_bytes=stream.held_bytes)
@@ -168,15 +182,15 @@ class Translator:
                     # an engine that goes on would keep both busy for nothing
                     break
         except aiohttp.ClientPayloadError:
-            is_cut = True
-        out = stream.finish()
-        if is_cut:
-            out += CUT_MARK
+            cut = "timeout" if is_late() else "cut"
+        out = stream.finish(OutOfTime() if cut == "timeout" else None)
+        if cut:
+            out += LIMIT_MARK if cut == "timeout" else CUT_MARK
         if out:
             await answer.write(out)
-        if is_cut and request.transport is not None:
+        if cut and request.transport is not None:
             request.transport.close()
-        return is_cut
+        return cut
 
     async def _in_turn(self, work: Callable[[bytes], _T], body: bytes, *, held_bytes: int = 0) -> _T:
         """``work`` of ``body``; long ones one at a time, beside the streams of others. ``held_bytes``: that came
@@ -202,7 +216,11 @@ def _request_headers(
     return [*kept, *((name, value) for name, value in changed.items() if value is not None), ("content-type", _JSON)]
 
 
-async def _whole(found: aiohttp.ClientResponse) -> bytes:
+def _is_late(limit_s: float | None, asked_at_s: float) -> bool:
+    return limit_s is not None and asyncio.get_running_loop().time() - asked_at_s >= limit_s - _EARLY_S
+
+
+async def _whole(found: aiohttp.ClientResponse, is_late: Callable[[], bool]) -> bytes:
     pieces, size = list[bytes](), 0
     try:
         async for piece in found.content.iter_any():
@@ -211,7 +229,7 @@ async def _whole(found: aiohttp.ClientResponse) -> bytes:
             if size > _MOST_ANSWER_BYTES:
                 raise UntranslatableAnswer("The engine's answer has more than 64 MiB.")
     except aiohttp.ClientPayloadError:
-        raise UntranslatableAnswer(_CUT) from None
+        raise OutOfTime if is_late() else UntranslatableAnswer(_CUT) from None
     return b"".join(pieces)
 
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from extproc.translate.directive import TranslationDirective
 
 # How a translation ends: with an answer of the engine, with a refusal of the client's request, with an answer that is
-# none of the engine's API, with a stream that was cut, without an engine, or as the client has left.
-ENDS: Final = ("answered", "refused", "untranslatable", "cut", "no_engine", "left")
+# none of the engine's API, with a stream that was cut, at a time limit in the middle of an answer, without an engine,
+# or as the client has left.
+ENDS: Final = ("answered", "refused", "untranslatable", "cut", "timeout", "no_engine", "left")
 
 
 class TranslatorMetrics:

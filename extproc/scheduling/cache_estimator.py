@@ -21,7 +21,16 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.costs import AnswerCost, DecodeSpeed, PromptCost
-from extproc.prefix.index import COVERED_UNITS, FIRST_BLOCK_BYTES, Match, PrefixIndex, blocks_of_each, hash_blocks
+from extproc.prefix.index import (
+    COVERED_UNITS,
+    FIRST_BLOCK_BYTES,
+    Match,
+    PrefixIndex,
+    Tail,
+    blocks_of_each,
+    hash_blocks,
+    tail_of,
+)
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.picker import Demand
 
@@ -110,7 +119,7 @@ class Expectation(msgspec.Struct, frozen=True):
 
     ``chain``: its block hashes in the approximate index. ``kv_chains``: its block keys in the precise index by block
     size, None if that was not consulted. ``matches``: which endpoints were sent which whole blocks. ``input_tokens``:
-    its length. ``demand``: what it requires of each endpoint. ``covered_bytes``: of its text, in whole blocks.
+    its length. ``demand``: what it requires of each endpoint. ``tail``: its text after the last whole block.
     """
 
     chain: list[int]
@@ -118,7 +127,7 @@ class Expectation(msgspec.Struct, frozen=True):
     matches: Sequence[Match]
     input_tokens: float
     demand: Demand
-    covered_bytes: int
+    tail: Tail
 
 
 class CacheEstimator:
@@ -244,7 +253,7 @@ class CacheEstimator:
         rows = len(table.addresses)
         cached = np.zeros(rows)
         unit = self.index.first_block_bytes
-        matches = self.index.match(chain)
+        tail, matches = tail_of(prompt.text, COVERED_UNITS[len(chain)] * unit), self.index.match(chain)
         for match in matches:
             covered = COVERED_UNITS[match.blocks] * unit
             held = self._round_to_blocks(covered / self.bytes_per_token, input_tokens)
@@ -263,7 +272,7 @@ class CacheEstimator:
             ratio = self.bytes_per_token
             tiers = self._tiers.held_tokens(chain, rows, lambda size: self._round_to_blocks(size / ratio, input_tokens))
         demand = Demand(cached, work, step_s, tiers)
-        return Expectation(chain, kv_chains, matches, input_tokens, demand, COVERED_UNITS[len(chain)] * unit)
+        return Expectation(chain, kv_chains, matches, input_tokens, demand, tail)
 
     def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
         """The tokens in whole blocks that were sent to ``row`` before, and when the last block was used.

@@ -208,10 +208,7 @@ class Pool:
 
     def price_at(self, wall_s: float) -> Price | None:
         """What requests cost that arrive at ``wall_s``, seconds since 1970; None: there is no price."""
-        if not self._has_prices:
-            return None
-        stages = self.stages()
-        return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
+        return self.prices.at(wall_s, self.table, self.stages) if self._has_prices else None
 
     def context_tokens(self) -> int:
         """The most that a prompt may have at one of its engines, as they list it; 0 if one does not."""
@@ -344,6 +341,8 @@ class Pool:
         if not expectation.matches:
             table.cold_prompt_at_s[first] = now
         tokens = expectation.input_tokens + output_tokens
+        passed = self._pass_breaker(ticket, now)
+        self._bind(considered.notes, now)
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
         if table.has_failures and ticket:
             endpoint = _with_pass(endpoint, begin_probe(table, first, ticket, now))
@@ -354,7 +353,6 @@ class Pool:
         if first != computing:
             pins[first] = self.caches.record_sent(first, expectation, now)
         adapter = None if self.slots is None else self.slots.on_dispatch(first, considered.view.request.adapter, now)
-        self._bind(considered.notes, now)
         # the ledger has just counted the request as the last of them
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         assignment = Assignment(
@@ -377,7 +375,7 @@ class Pool:
             moved_tokens=0.0
             if prefill is None
             else max(0.0, expectation.input_tokens - float(demand.cached_tokens[first])),
-            passed=self._pass_breaker(ticket, now),
+            passed=passed,
         )
         return assignment, pins
 

@@ -65,6 +65,8 @@ _MOST_DIGITS: Final = 15
 _OK: Final = 200
 _MOST_STATUS_DIGITS: Final = 3
 _TIME_LIMITS: Final = frozenset(TIME_LIMITS.values())
+# Such a call has a ``grpc-timeout``, which its client writes.
+_OWN_LIMIT: Final = TIME_LIMITS["DT"]
 _CUTS: Final = frozenset(CUTS.values())
 _ENGINE_CUTS: Final = frozenset({"upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error"})
 # Envoy's word for an answer that is not its own.
@@ -137,6 +139,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         was_cut=not flags.isdisjoint(_ENGINE_CUTS),
         answer_bytes=response.response_body_bytes,
         has_timed_out=not flags.isdisjoint(_TIME_LIMITS),
+        is_own_limit=_OWN_LIMIT in flags,
         events=_whole(usage, EVENTS),
         is_cut=not flags.isdisjoint(_CUTS),
         is_encoded=is_encoded(response.response_headers.get(CONTENT_ENCODING, "")),
@@ -166,13 +169,16 @@ def _of_translated(seen: Outcome, entry: HttpAccessLogEntry) -> Outcome:
         first = _text(metadata.get(LB_NAMESPACE), DESTINATION).partition(",")[0]
         return msgspec.structs.replace(seen, served=first, attempts=1)
     details, cut = _text(found, TRANSLATED_DETAILS), found.fields.get(TRANSLATED_CUT)
+    has_timed_out = seen.has_timed_out or details in TIMEOUT_DETAILS
     return msgspec.structs.replace(
         seen,
+        # at a time limit the second listener has cut it, not the engine
+        was_cut=seen.was_cut and not has_timed_out,
         # without it the translator has ended in the middle of a stream
         is_of_gateway=seen.was_cut and not (cut is not None and cut.bool_value),
         served=_text(found, SERVED_HOST),
         attempts=_whole(_numbers(found), TRANSLATED_ATTEMPTS) or 0,
-        has_timed_out=seen.has_timed_out or details in TIMEOUT_DETAILS,
+        has_timed_out=has_timed_out,
         retry_after_s=seen.retry_after_s if details == _BY_ENGINE else None,
     )
 

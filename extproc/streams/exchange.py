@@ -305,13 +305,10 @@ def answers_to(conversation: Conversation, own: Decision | RequestRefused | None
             return conversation.decision_answers(own)
         case RequestRefused():
             answer = refusal_answer(own.refusal, error_form(conversation.head), own.usage)
-            return [_with_trace(conversation.request, answer)]
+            request = conversation.request
+            return [answer if request is None else answer + trace_metadata(request.trace)]
         case None:
             return []
-
-
-def _with_trace(request: StreamRequest | None, answer: bytes) -> bytes:
-    return answer if request is None or request.trace is None else answer + trace_metadata(request.trace)
 
 
 def no_body() -> BadRequest:
@@ -388,7 +385,7 @@ class BufferedExchange:
         else:
             is_foreign = self._context.options.pool is not None
             answer = decision_answer(decision, on_headers=on_headers, removes_forged=is_foreign)
-        return [_with_trace(self.request, answer)]
+        return [answer if self.request is None else answer + trace_metadata(self.request.trace)]
 
     def on_stream_closed(self) -> None:
         """The end of the stream is the end of the request."""

@@ -413,8 +413,10 @@ def scores_metadata(decision: Decision) -> bytes:
     return field(_METADATA_TAG, metadata.SerializeToString())
 
 
-def trace_metadata(trace: Trace) -> bytes:
-    """What is appended to an answer: what the gateway's own spans say of a sampled request."""
+def trace_metadata(trace: Trace | None) -> bytes:
+    """What is appended to an answer: what the gateway's own spans say of a sampled request; nothing of others."""
+    if trace is None:
+        return b""
     of_namespace = Struct()
     for name, value in trace.tags.items():
         if isinstance(value, str):

@@ -30,7 +30,8 @@ encode_directive: Final = msgspec.json.Encoder().encode
 
 class TranslationDirective(msgspec.Struct, frozen=True, omit_defaults=True):
     """``client``, ``engine``: APIs, as ``translation`` calls them. ``is_strict``: a request with fields that have no
-    counterpart is refused. ``headers``: of the request, for Envoy. ``answer_headers``: for the client.
+    counterpart is refused. ``headers``: of the request, for Envoy. ``answer_headers``: for the client. ``limit_s``: for
+    so long Envoy lets the engine answer.
     """
 
     client: str
@@ -38,6 +39,7 @@ class TranslationDirective(msgspec.Struct, frozen=True, omit_defaults=True):
     is_strict: bool = False
     headers: Mapping[str, str] = {}
     answer_headers: Mapping[str, str] = {}
+    limit_s: float | None = None
 
 
 decode_directive: Final = msgspec.json.Decoder(TranslationDirective).decode

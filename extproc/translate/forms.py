@@ -226,9 +226,9 @@ def error_object(status: int, found: Object) -> Object:
     }
 
 
-def failure(message: str) -> Object:
+def failure(message: str, kind: str = "api_error", code: str | None = "answer_untranslatable") -> Object:
     """An error of ours in a stream, as a chunk of the hub."""
-    return {"error": {"message": message, "type": "api_error", "code": "answer_untranslatable", "param": None}}
+    return {"error": {"message": message, "type": kind, "code": code, "param": None}}
 
 
 def openai_error(error: Object) -> Object:

@@ -21,6 +21,8 @@ from extproc.translate.forms import Dropped, Malformed, Object
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from extproc.errors import Refusal
+
 _DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
     {"chat": chat, "messages": messages, "responses": responses}
 )
@@ -183,11 +185,14 @@ class StreamTranslator:
             out += self._fail(forms.failure(f"The engine's answer cannot be translated: {error}."))
         return b"".join(out)
 
-    def finish(self) -> bytes:
-        """The client's last events: an error unless the answer is whole."""
+    def finish(self, why: Refusal | None = None) -> bytes:
+        """The client's last events: an error unless the answer is whole. ``why``: it is not; None: that is unknown."""
         if self._is_over:
             return b""
-        return b"".join(self._finish() if self._engine.ended else self._fail(forms.failure(_UNFINISHED)))
+        if self._engine.ended:
+            return b"".join(self._finish())
+        error = forms.failure(_UNFINISHED) if why is None else forms.failure(why.message, why.error_type, why.code)
+        return b"".join(self._fail(error))
 
     def _on_data(self, data: bytes, out: list[bytes]) -> None:
         if data == DONE:

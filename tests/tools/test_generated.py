@@ -39,6 +39,30 @@ def test_what_is_missing_different_or_made_by_nothing_is_named_and_generate_mend
     assert sorted(path.name for path in tmp_path.rglob("*.md")) == ["new.md", "old.md", "other.md", "same.md"]
 
 
+def test_what_is_made_of_other_made_files_is_made_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Helm chart is made of the manifests as they lie there."""
+    rules, chart = tmp_path / "rules.yaml", tmp_path / "chart.yaml"
+    rules.write_text("old")
+    monkeypatch.setattr(generated, "FOLDERS", ())
+    monkeypatch.setattr(generated, "generated_files", lambda: {rules: b"new", chart: rules.read_bytes()})
+    assert generated.main([]) == 0
+    assert chart.read_text() == "new"
+
+
+def test_files_that_never_agree_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("")
+    monkeypatch.setattr(generated, "ROOT", tmp_path)
+    monkeypatch.setattr(generated, "FOLDERS", ())
+    monkeypatch.setattr(generated, "generated_files", lambda: {page: page.read_bytes() + b"x"})
+    assert generated.main([]) == 1
+    assert capsys.readouterr().out == "page.md is made of itself, and never the same: mend what makes it\n"
+
+
 def test_a_list_below_its_comment_is_written_anew_and_what_stands_around_it_stays() -> None:
     text = "- a:\n  # x, by make generate\n  - old\n  b: [c]\n- d:\n    # y, by make generate\n  - e\n"
     found = generated.with_lists(text, {"x": ["one", "two"], "y": ["three"]})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.api.draining import DRAINING
+from controller.api.drain_mark import DRAINING
 from controller.kube.resources import PODS, Object
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad

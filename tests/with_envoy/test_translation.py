@@ -30,6 +30,7 @@ from extproc.protocol import (
     ENGINE_ANSWERED,
     ENGINE_ATTEMPTS,
     ENGINE_HOST,
+    LIMIT_MARK,
     SERVED_BY,
     TRANSLATE,
     TRANSLATED_SOCKET,
@@ -143,6 +144,11 @@ class Engine:
             await asyncio.sleep(600)
         if self.does == "nonsense":
             return web.json_response({"choices": "none"})
+        if self.does == "stall":
+            answer = web.StreamResponse(headers={"content-type": "application/json"})
+            await answer.prepare(http)
+            await answer.write(b'{"choices":')
+            await asyncio.sleep(600)
         if not body.get("stream"):
             return web.json_response(self._whole(), headers=self.headers)
         answer = web.StreamResponse(headers={"content-type": "text/event-stream", **self.headers})
@@ -482,6 +488,36 @@ async def test_a_time_limit_ends_what_hangs(gateway: Gateway) -> None:
     assert (row.ended, row.endpoint) == ("timeout", gateway.engines["chat"].address)
     assert row.input > 0, "the engine has worked for it"
     await eventually(lambda: gateway.engines["chat"].ended > before)
+
+
+async def test_a_time_limit_that_ends_a_stream_in_its_middle_is_no_cut_of_the_engine(gateway: Gateway) -> None:
+    for name, path in (("chat", MESSAGES), ("messages", CHAT)):
+        engine = gateway.engines[name]
+        before = engine.ended
+        engine.goes_on.clear()
+        body = {"model": name, "messages": HELLO, "max_tokens": 9, "stream": True}
+        async with gateway.http.stream("POST", gateway.url + path, json=body, headers=KEYED) as answer:
+            identifier = answer.headers["x-request-id"]
+            pieces = list[str]()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await read_all(answer, pieces)
+        text = "".join(pieces)
+        assert "hel" in text
+        assert "time allowed" in text.rstrip().rpartition("\n\n")[2]
+        assert LIMIT_MARK.decode() not in text
+        row = await gateway.row_of_id(identifier)
+        assert (row.status, row.ended, row.endpoint) == (200, "timeout", engine.address)
+        assert row.input > 0, "the engine has worked for it"
+        await eventually(lambda engine=engine, before=before: engine.ended > before)
+
+
+async def test_a_time_limit_in_the_middle_of_a_whole_answer_is_a_504(gateway: Gateway) -> None:
+    gateway.engines["chat"].does = "stall"
+    answer = await gateway.post(MESSAGES, "chat")
+    assert answer.status_code == 504
+    assert "time allowed" in answer.json()["error"]["message"]
+    row = await gateway.row(answer)
+    assert (row.ended, row.endpoint) == ("timeout", gateway.engines["chat"].address)
 
 
 async def test_an_answer_that_is_none_is_a_502(gateway: Gateway) -> None:

@@ -19,7 +19,7 @@ from bench.cluster.node.node import Node
 from bench.cluster.node.pod_machine import NodeTiming
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
-from controller.api.draining import DRAINING
+from controller.api.drain_mark import DRAINING
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import Client, connect

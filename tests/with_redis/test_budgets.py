@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.monotonic  # noqa: TID251 - an edge
 NOW = time.time()  # noqa: TID251 - Redis' own, when keys expire
-PART = BudgetPart("default/chat/b", "b", "tenant", "month", "tokens")
+PART = BudgetPart("default/chat/b", "b", "b", "tenant", "month", "tokens")
 
 
 def charge(amount: float, *, most: float = 100.0, key: str = "$budget/k", ends_in_s: float = 3600.0) -> Charge:

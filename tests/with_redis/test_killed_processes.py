@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.monotonic  # noqa: TID251 - an edge
 NOW = time.time()  # noqa: TID251 - Redis' own, when keys expire
-PART = BudgetPart("default/chat/b", "b", "tenant", "month", "tokens")
+PART = BudgetPart("default/chat/b", "b", "b", "tenant", "month", "tokens")
 MOST = 1000.0
 # as the scripts have it
 SILENCE_S = 10.0

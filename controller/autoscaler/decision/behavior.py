@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from cronsim import CronSim, CronSimError
 
-from controller.api.autoscaling import ScalingRule, mistake_of
+from controller.api.autoscaling import ScalingRule
 from controller.autoscaler.decision.decision import AppliedRule
 from extproc.api.calendars import zone_of
 
@@ -252,26 +252,22 @@ def panicking(
 
 
 class ReplicaBounds(msgspec.Struct, frozen=True):
-    """``least`` and ``most``: replicas; None: no bound. ``until_s``: they hold until then. ``problems``: schedules that
-    cannot be read.
-    """
+    """``least`` and ``most``: replicas; None: no bound. ``until_s``: they hold until then."""
 
     least: int | None = None
     most: int | None = None
     until_s: float = math.inf
-    problems: tuple[str, ...] = ()
 
 
 def bounds_at(schedules: Sequence[Schedule], now_s: float) -> ReplicaBounds:
-    """``now_s``: since 1970."""
+    """``now_s``: since 1970. A schedule that cannot be read bounds nothing."""
     least: list[int] = []
     most: list[int] = []
-    until_s, problems = math.inf, []
+    until_s = math.inf
     for schedule in schedules:
         try:
             began_s, next_s = _neighbours(schedule.start, zone_of(schedule.time_zone), now_s)
-        except (CronSimError, ValueError) as error:
-            problems.append(mistake_of(schedule, error))
+        except (CronSimError, ValueError):
             continue
         until_s = min(until_s, next_s)
         ends_s = began_s + schedule.duration
@@ -283,7 +279,7 @@ def bounds_at(schedules: Sequence[Schedule], now_s: float) -> ReplicaBounds:
     lowest = max(least) if least else None
     if lowest is not None and highest is not None:
         lowest = min(lowest, highest)
-    return ReplicaBounds(lowest, highest, until_s, tuple(problems))
+    return ReplicaBounds(lowest, highest, until_s)
 
 
 def _neighbours(line: str, zone: tzinfo, now_s: float) -> tuple[float, float]:

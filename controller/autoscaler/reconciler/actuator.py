@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.draining import DELETION_COST, DRAINING, HEARD_S, drained_or_when
+from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drained_or_when
 from controller.audit import caused_by
 from controller.autoscaler.reconciler.resolver import servers_of
 from controller.autoscaler.reconciler.result import Result, ScaleEvent
 from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO, PodView
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.plan import Annotate
-from controller.kube.resources import PODS, split_key
-from controller.models.model_infer.names import text_of
+from controller.kube.resources import PODS, split_key, timestamp_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -79,7 +78,7 @@ def drain(
     until_s = {one.name: at_s for one in serving if (at_s := kept_until_s(one)) is not None}
     if until_s:
         unmarked = [one for one in serving if one.draining_at_s is None]
-        marks += [_mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
+        marks += [_mark(one, {DRAINING: timestamp_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
         waits_for = () if unmarked else tuple(sorted(until_s))
         return Draining(tuple(marks), requeue_at_s=max(until_s.values()), waits_for=waits_for)
     if drain_s <= 0 and not is_ordered:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from controller.api.autoscaling import schedule_mistakes
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.autoscaler.reconciler.scalables import LEARNED
@@ -149,11 +150,14 @@ def hold_of(
 
 
 class PolicyView(msgspec.Struct, frozen=True):
-    """``thing``: the object without its spec. ``policy``: None if it is invalid; ``problem`` has the mistake."""
+    """``thing``: the object without its spec. ``policy``: None if it is invalid; ``problem`` has the mistake.
+    ``bad_schedules``: a message for each schedule that cannot be read, which counts for nothing.
+    """
 
     thing: Object
     policy: AutoscalingPolicy | None
     problem: str = ""
+    bad_schedules: tuple[str, ...] = ()
 
 
 class BindingView(msgspec.Struct, frozen=True):
@@ -189,7 +193,8 @@ def trimmed_policy(thing: Object) -> Object:
     """The object as the cache keeps it: its identity, and a PolicyView in ``view``."""
     policy, problem = _decoded(thing, AutoscalingPolicy)
     small = _small(thing, AUTOSCALING_POLICIES.kind)
-    return {**small, "view": PolicyView(small, policy, problem)}
+    bad_schedules = () if policy is None else tuple(schedule_mistakes(policy.spec.schedules))
+    return {**small, "view": PolicyView(small, policy, problem, bad_schedules)}
 
 
 def trimmed_binding(thing: Object) -> Object:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.api.autoscaling import schedule_mistakes
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import decode_memory, encode_memory
 from controller.autoscaler.reconciler.actuator import Actuator
@@ -209,7 +208,7 @@ def policy_status(policy: PolicyView, bindings: int) -> dict[str, Any]:
     accepted = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": "it has no mistake"}
     if policy.problem:
         accepted |= {"status": "False", "reason": "Invalid", "message": policy.problem[:1000]}
-    elif policy.policy is not None and (found := list(schedule_mistakes(policy.policy.spec.schedules))):
-        message = f"{'; '.join(found)}; all else of the policy holds"
+    elif policy.bad_schedules:
+        message = f"{'; '.join(policy.bad_schedules)}; all else of the policy holds"
         accepted |= {"status": "False", "reason": "ScheduleInvalid", "message": message[:1000]}
     return {"bindings": bindings, "conditions": [accepted]}

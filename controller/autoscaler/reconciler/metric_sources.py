@@ -29,8 +29,7 @@ from controller.autoscaler.reconciler.source_http import (
     usage_by_pod,
 )
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import Resource
-from controller.models.model_infer.names import seconds_of
+from controller.kube.resources import Resource, seconds_of
 from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:

@@ -170,7 +170,7 @@ class Reconciler:
             return Result(now_s=now_s, resolved=resolved, problem=problem)
         if policy.policy is None:
             return Result(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
-        return Result(now_s=now_s, policy=policy.policy.spec, resolved=resolved)
+        return Result(now_s=now_s, policy=policy.policy.spec, bad_schedules=policy.bad_schedules, resolved=resolved)
 
     def _latest(self, target: ResolvedTarget) -> ResolvedTarget:
         """As it is after our own last write, which the informer may not have yet."""

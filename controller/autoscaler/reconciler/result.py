@@ -72,13 +72,15 @@ class ScaleEvent(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a reconciliation. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. By target: ``holds``: manual overrides, ``waits_for``: pods that drain, ``without_nodes``: why
-    no node counts, ``refused``: why the API server refuses writes. ``awaits_data``: missing data may still arrive.
+    """The outcome of a reconciliation. ``policy``: None if there is none; ``bad_schedules``: of it, as messages.
+    ``problem``: why nothing can be decided, as reason and message. By target: ``holds``: manual overrides,
+    ``waits_for``: pods that drain, ``without_nodes``: why no node counts, ``refused``: why the API server refuses
+    writes. ``awaits_data``: missing data may still arrive.
     """
 
     now_s: float
     policy: AutoscalingPolicySpec | None = None
+    bad_schedules: Sequence[str] = ()
     problem: tuple[str, str] | None = None
     resolved: Sequence[ResolvedTarget] = ()
     situations: Sequence[Situation] = ()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.api.draining import DELETION_COST, DRAIN, DRAINING
+from controller.api.drain_mark import DELETION_COST, DRAIN, DRAINING
 from controller.api.pod_shapes import quantity
 from controller.autoscaler.decision.situation import EngineState
 from controller.kube.resources import (
@@ -19,9 +19,9 @@ from controller.kube.resources import (
     Resource,
     identity_of,
     key_of,
+    seconds_of,
 )
 from controller.models.model_infer import names
-from controller.models.model_infer.names import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +56,7 @@ LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderwo
 _LONGEST_NUMBERS: Final = 40
 _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
+"""The selector and the template's labels of an object."""
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +179,6 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     selects: str = ""
 
 
-"""The selector and the template's labels of an object."""
 UnitOf = Callable[[PodView], str]
 """Which replica a pod is a part of."""
 

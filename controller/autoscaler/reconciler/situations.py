@@ -76,9 +76,6 @@ def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Eng
     )
 
 
-"""The demand for some ModelServers together."""
-
-
 def situations_of(
     resolved: Sequence[ResolvedTarget],
     policy: AutoscalingPolicySpec,

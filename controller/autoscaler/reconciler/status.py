@@ -7,10 +7,9 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.api.autoscaling import schedule_mistakes
 from controller.autoscaler.reconciler.resolver import PROBLEMS, ResolvedTarget, TargetProblem
 from controller.kube.plan import KubeEvent
-from controller.models.model_infer.names import text_of
+from controller.kube.resources import timestamp_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -202,7 +201,7 @@ def _active(result: Result) -> dict[str, Any]:
     if holds and mode in ("Auto", "ScaleUpOnly"):
         said = "; ".join(
             f"{one.target.spec.name}: {one.hold.writer} has set {one.hold.replicas} replicas, which stay until "
-            f"{text_of(one.hold.until_s)}"
+            f"{timestamp_of(one.hold.until_s)}"
             for one in holds
             if one.hold is not None
         )
@@ -211,8 +210,7 @@ def _active(result: Result) -> dict[str, Any]:
         said = "; ".join(f"{name}: {why}" for name, why in result.refused.items())
         return _condition("ScalingActive", truth=False, reason="WriteRefused", message=said)
     reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
-    left_out = schedule_mistakes(() if result.policy is None else result.policy.schedules)
-    message = "; ".join((f"the mode of the policy is {mode}", *left_out))
+    message = "; ".join((f"the mode of the policy is {mode}", *result.bad_schedules))
     return _condition("ScalingActive", truth=True, reason=reason, message=message)
 
 

@@ -187,8 +187,7 @@ def _not_translated(routes: Sequence[ModelRoute], servers: Mapping[str, ModelSer
         specs = [one.spec for one in _servers_of(route, servers)]
         if any(one.translates for one in specs) and all(one.apis for one in specs):
             served = tuple(sorted({path for one in specs for path in paths_of(one.apis or ())}))
-            names = [one for one in (route.spec.model_name, *route.spec.lora_adapters) if one is not None]
-            found.setdefault(served, []).extend(names)
+            found.setdefault(served, []).extend(route.spec.names)
     of_anthropic = HeaderMatcher(name=":path", string_match=_path_in(_ANTHROPIC))
     for served, names in found.items():
         message = f"At the moment this model is served under {', '.join(served)} alone; write there, or try again soon."
@@ -270,12 +269,11 @@ def _by_path_of_route(route: ModelRoute, *servers: ModelServer) -> list[Plain]:
             targets = [
                 (server, weight) for server, weight in pairs if weight and server.spec.protocol == api.spec.protocol
             ]
-            for name in (route.spec.model_name, *route.spec.lora_adapters) if targets and not rule.reads_body else ():
-                if name is not None:
-                    renames = name == route.spec.model_name
-                    made = _by_path_without_extproc(paths, name, rule, targets, renames=renames)
-                    made.name = f"without-extproc/{route.metadata.key}/{number}/{api.spec.protocol}/{name}"
-                    found.append(to_plain(made))
+            for name in route.spec.names if targets and not rule.reads_body else ():
+                renames = name == route.spec.model_name
+                made = _by_path_without_extproc(paths, name, rule, targets, renames=renames)
+                made.name = f"without-extproc/{route.metadata.key}/{number}/{api.spec.protocol}/{name}"
+                found.append(to_plain(made))
     return found
 
 
@@ -495,10 +493,8 @@ def _asks_for(names: list[str]) -> MetadataMatcher:
 
 def _models_list(routes: Iterable[ModelRoute]) -> Route:
     """GET /v1/models, as extproc would list them."""
-    names = [
-        name for route in routes for name in [route.spec.model_name, *route.spec.lora_adapters] if name is not None
-    ]
-    models = [{"id": name, "object": "model", "created": 0, "owned_by": "attache"} for name in sorted(names)]
+    names = sorted(name for route in routes for name in route.spec.names)
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "attache"} for name in names]
     return Route(
         name="models-without-extproc",
         match=RouteMatch(path=MODELS_PATH, headers=[_IS_READ]),

@@ -60,6 +60,8 @@ from extproc.protocol import (
     ENGINE_ATTEMPTS,
     ENGINE_HOST,
     LB_NAMESPACE,
+    LIMIT_MARK,
+    OUT_OF_TIME,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_HEADER,
@@ -86,7 +88,8 @@ TRANSLATED_ROUTES_FILE: Final = "rds/translated.json"
 _IDLE_S: Final = 30.0
 # An answer's headers as metadata, which the access log has; no client gets them.
 _SCRIPT: Final = """
-local MARK = "@MARK@"
+-- of one length
+local CUT, LATE = "@MARK@", "@LATE@"
 
 function envoy_on_response(handle)
   local headers, metadata = handle:headers(), handle:streamInfo():dynamicMetadata()
@@ -102,11 +105,14 @@ function envoy_on_response(handle)
   end
   if string.find(headers:get("content-type") or "", "text/event-stream", 1, true) ~= 1 then return end
   for chunk in handle:bodyChunks() do
-    local rest = chunk:length() - #MARK
-    if rest >= 0 and chunk:getBytes(rest, #MARK) == MARK then
+    local rest = chunk:length() - #CUT
+    local mark = rest >= 0 and chunk:getBytes(rest, #CUT)
+    if mark == CUT or mark == LATE then
       chunk:setBytes(chunk:getBytes(0, rest))
       -- of the metadata, what was there before the wait is gone
-      handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@CUT_KEY@", true)
+      local anew = handle:streamInfo():dynamicMetadata()
+      anew:set("@NAMESPACE@", "@CUT_KEY@", true)
+      if mark == LATE then anew:set("@NAMESPACE@", "@DETAILS_KEY@", "@OUT_OF_TIME@") end
     end
   end
 end
@@ -129,6 +135,8 @@ def translator_cluster(directory: str) -> dict[str, object]:
         "@ATTEMPTS_KEY@": TRANSLATED_ATTEMPTS,
         "@CUT_KEY@": TRANSLATED_CUT,
         "@MARK@": lua_text(CUT_MARK),
+        "@LATE@": lua_text(LIMIT_MARK),
+        "@OUT_OF_TIME@": OUT_OF_TIME,
         "@HOST_KEY@": SERVED_HOST,
         "@SERVED@": SERVED_NAMESPACE,
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.api.draining import DRAIN, DRAINING
+from controller.api.drain_mark import DRAIN, DRAINING
 from extproc.api.addresses import join_host_port
 from extproc.api.spec import namespace_of, object_key
 

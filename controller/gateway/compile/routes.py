@@ -84,12 +84,9 @@ def compile_routes(
     return results
 
 
-def _names(source: SourceObject) -> list[str]:
+def _names(source: SourceObject) -> tuple[str, ...]:
     """The model names that clients may request."""
-    if not isinstance(source.decoded, ModelRoute):
-        return []
-    spec = source.decoded.spec
-    return [*([spec.model_name] if spec.model_name is not None else []), *spec.lora_adapters]
+    return source.decoded.spec.names if isinstance(source.decoded, ModelRoute) else ()
 
 
 def _repeated(source: SourceObject) -> str:

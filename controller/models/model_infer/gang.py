@@ -14,9 +14,9 @@ from controller.kube.plan import Apply, Create, Delete, KubeEvent
 from controller.kube.resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, key_of
 from controller.models.model_infer import names
 from controller.models.model_infer.changes import MissingPod
-from controller.models.model_infer.drain import deletion
 from controller.models.model_infer.pod_state import is_owned
 from controller.models.model_infer.recovery import FORGOTTEN_AFTER_S, NO_ROOM, Attempt, attempts_of
+from controller.models.model_infer.removal import deletion
 from controller.models.model_infer.status import DegradedReason
 from controller.models.model_infer.target import owner_reference
 from extproc.api.spec import requirement_holds

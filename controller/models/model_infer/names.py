@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels, annotations and names of what a ModelInfer owns, by which nothing is made twice, and instants as text."""
+"""Labels, annotations and names of what a ModelInfer owns, by which nothing is made twice."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -103,19 +102,3 @@ def selector(owner: str, **more: str) -> str:
     """A label selector as text. ``more``: values by names of constants above."""
     wanted = {MODEL_INFER: owner, **{globals()[name]: value for name, value in more.items()}}
     return ",".join(f"{name}={value}" for name, value in wanted.items())
-
-
-def seconds_of(text: object) -> float | None:
-    """Seconds since the epoch of an RFC 3339 instant; None of anything else."""
-    if not isinstance(text, str):
-        return None
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return found.timestamp() if found.tzinfo else found.replace(tzinfo=UTC).timestamp()
-
-
-def text_of(at_s: float) -> str:
-    """RFC 3339 with whole seconds, as Kubernetes writes it."""
-    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.api.draining import DELETION_COST, DRAINING
-from controller.kube.resources import Object, key_of
+from controller.api.drain_mark import DELETION_COST, DRAINING
+from controller.kube.resources import Object, key_of, seconds_of
 from controller.models.model_infer import names
-from controller.models.model_infer.names import PodPosition, pod_identity, seconds_of
+from controller.models.model_infer.names import PodPosition, pod_identity
 from extproc.api.errors import replace_unprintable
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from controller.kube.plan import Plan
 from controller.models.model_infer import child_objects
 from controller.models.model_infer.changes import changes, may_be_made
 from controller.models.model_infer.child_objects import role_scales
-from controller.models.model_infer.drain import drain
 from controller.models.model_infer.gang import gang_of, pod_groups, unused_pod_groups
 from controller.models.model_infer.groups import groups_of
 from controller.models.model_infer.pod_state import pods_of
 from controller.models.model_infer.recovery import as_status, recover
+from controller.models.model_infer.removal import drain
 from controller.models.model_infer.rollout import rollout_events, rollout_of
 from controller.models.model_infer.status import conditions_of, failed_groups, problems_of, refused_status, status_of
 from controller.models.model_infer.target import parse_model_infer, target_of

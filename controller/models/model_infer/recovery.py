@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.kube.plan import Delete, KubeEvent
-from controller.models.model_infer.drain import deletion
-from controller.models.model_infer.names import PodPosition, seconds_of, text_of
+from controller.kube.resources import seconds_of, timestamp_of
+from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailure, failure_of
+from controller.models.model_infer.removal import deletion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -124,7 +125,7 @@ def as_status(attempts: Iterable[Attempt]) -> list[Mapping[str, Any]]:
     """For the status, which has room for so many: the latest."""
     latest = sorted(attempts, key=lambda one: -one.at_s)[:_MOST]
     return [
-        {"name": one.name, "count": one.count, "at": text_of(one.at_s), "reason": one.reason}
+        {"name": one.name, "count": one.count, "at": timestamp_of(one.at_s), "reason": one.reason}
         for one in sorted(latest, key=lambda one: one.name)
     ]
 

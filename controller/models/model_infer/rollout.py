@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from controller.kube.plan import Annotate, KubeEvent
-from controller.kube.resources import CONTROLLER_REVISIONS
+from controller.kube.resources import CONTROLLER_REVISIONS, seconds_of, timestamp_of
 from controller.models.model_infer import names
 from controller.models.model_infer.changes import is_outdated
-from controller.models.model_infer.names import seconds_of, text_of
 from controller.models.model_infer.recovery import attempts_of
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def rollout_of(groups: Sequence[Group], target: DesiredState, now_s: float) -> R
         return _failed(target, waiting, notes, now_s)
     if counts and now_s >= fails_at_s and update.uid:
         # old pods still terminate, and it is not known yet whether the revision is good
-        notes += (_note(target, {names.ROLLED_OUT_SINCE: text_of(now_s)}),)
+        notes += (_note(target, {names.ROLLED_OUT_SINCE: timestamp_of(now_s)}),)
         fails_at_s = now_s + settings.progress_deadline
     new = [one for one in groups if one.is_whole_revision and one.revision.hash == update.hash]
     message = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
@@ -91,7 +90,7 @@ def _failed(target: DesiredState, waiting: Sequence[int], notes: tuple[Annotate,
     update, settings = target.history.update, target.spec.rollout
     message = f"revision {update.hash} made no progress for {settings.progress_deadline}{_waiting(waiting)}; "
     if settings.on_failure == "RollBack" and update.uid:
-        failed = _note(target, {names.FAILED: text_of(now_s)})
+        failed = _note(target, {names.FAILED: timestamp_of(now_s)})
         message += f"going back to {target.current.hash}"
         return Rollout(phase=BLOCKED, message=message, is_moving=False, notes=(*notes, failed))
     message += f"it has stopped, and {target.current.hash} serves"
@@ -133,9 +132,9 @@ def _notes(target: DesiredState, now_s: float, *, is_done: bool) -> Iterator[Ann
     if not update.uid:
         return
     if target.is_restarted:
-        yield _note(target, {names.ROLLED_OUT_SINCE: text_of(now_s), names.FAILED: None, names.REACHED: None})
+        yield _note(target, {names.ROLLED_OUT_SINCE: timestamp_of(now_s), names.FAILED: None, names.REACHED: None})
     elif is_done and update.hash != target.current.hash and target.first_moving and not update.reached:
-        yield _note(target, {names.REACHED: text_of(now_s)})
+        yield _note(target, {names.REACHED: timestamp_of(now_s)})
 
 
 def _note(target: DesiredState, annotations: dict[str, str | None]) -> Annotate:

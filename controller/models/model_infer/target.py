@@ -12,9 +12,8 @@ import msgspec
 
 from controller.api.common import ObjectMetadata, PodTemplate, Replicas, ShortName
 from controller.api.model_infer import ModelInfer, ModelInferSpec, Workers
-from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object
+from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object, seconds_of
 from controller.models.model_infer import names
-from controller.models.model_infer.names import seconds_of
 from controller.models.model_infer.pod_state import is_owned
 from extproc.api.quantities import decode_quantity
 

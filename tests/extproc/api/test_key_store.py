@@ -53,9 +53,9 @@ def test_keys_of_the_store_stand_behind_those_of_the_gateway() -> None:
 def test_while_a_key_is_rotated_two_digests_are_one_caller() -> None:
     found = snapshot(key(previous={"keySHA256": digest("sk-0"), "until": WHEN}))
     assert api_keys(found)[1:] == [("web", digest("sk-1")), ("web", digest("sk-0"))]
-    caller = Identities(found).caller({"x-attache-client": "web"}, namespace="default")
+    caller = Identities(found).caller({"x-attache-client": "web"}, server="default/chat")
     assert (caller.tenant, caller.api_key, caller.key_id) == ("acme", "web", f"{1:012x}")
-    other = Identities(found).caller({"x-attache-client": "ops"}, namespace="default")
+    other = Identities(found).caller({"x-attache-client": "ops"}, server="default/chat")
     assert other.key_id == digest("sk-ops-0123")[:12]
 
 

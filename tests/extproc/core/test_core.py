@@ -335,10 +335,10 @@ def test_engines_say_who_waits_and_so_how_much_does(core: Core, pool: Pool) -> N
     for number in range(9):
         arrive(core, chat(f"{number} {LONG}"), 0.0)
     row = int(table.in_flight.argmax())
-    sent = len(table.prefill_queues[row])
+    sent = len(table.prefill_queues[row].requests)
     assert sent >= 3
     apply_report(table, row, EngineReport(waiting=1, running=sent - 1, first_tokens=sent - 1), 0.5)
-    assert len(table.prefill_queues[row]) == 1
+    assert len(table.prefill_queues[row].requests) == 1
     assert requests_in_backlog(table, backlogs(table, 0.5))[row] == pytest.approx(1.0)
 
 

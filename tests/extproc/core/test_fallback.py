@@ -497,6 +497,16 @@ def test_an_outcome_of_a_client_that_left_says_nothing_of_the_fallback() -> None
     assert failures(core) == {A1: 1, A2: 1, B1: 0, B2: 0, C1: 0}
 
 
+def test_a_time_limit_in_the_middle_of_its_answer_is_neither_a_failure_of_a_fallback_nor_a_good_answer() -> None:
+    core = core_with()
+    decision, cut = sent(core, now=1.0), {"has_timed_out": True, "answer_bytes": 90_000, "ttfb_s": 0.1}
+    end(core, decision, 61.0, served=B1, served_by="default/b", attempts=3, duration_s=60.0, **cut)
+    table = core.pools["default/b"].table
+    row = table.row_of(B1)
+    assert row is not None
+    assert (table.healths[row].answers, failures(core)[B1]) == (0, 0)
+
+
 def of_tenant(core: Core, tenant: str, now: float) -> Decision:
     own, _ = core.arrive(request(core, "hi " * 100, headers={"x-attache-tenant": tenant}), now)
     assert isinstance(own, Decision)

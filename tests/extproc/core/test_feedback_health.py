@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -284,6 +285,64 @@ def test_a_client_that_leaves_a_long_answer_says_nothing_of_its_engine(core: Cor
     drill.run(150)
     assert drill.run(300) > 0.1
     assert drill.warnings == []
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+def test_a_time_limit_that_ends_an_answer_in_its_middle_says_nothing_of_the_engine(
+    core: Core, *, has_usage: bool
+) -> None:
+    ended: dict[str, Any] = {"has_timed_out": True, "duration_s": 60.0, "answer_bytes": 90_000}
+    drill = Drill(core, lambda _ticket, _addresses: ended | ({} if has_usage else NO_USAGE))
+    drill.run(150)
+    assert drill.run(300) > 0.1
+    assert drill.warnings == []
+    table = core.pools["default/llama"].table
+    row = table.row_of(drill.ill)
+    assert row is not None
+    assert (table.healths[row].answers, table.healths[row].served_at_s) == (0, 0)
+
+
+@pytest.mark.parametrize("got", [{"status": 504, "ttfb_s": None}, {"answer_bytes": 8}], ids=["nothing", "drips"])
+def test_an_engine_that_answers_nothing_until_the_limit_of_its_route_is_avoided(
+    core: Core, got: dict[str, Any]
+) -> None:
+    """However short the limit is: whoever wrote it knows the engines."""
+    silent: dict[str, Any] = {"has_timed_out": True, "duration_s": 3.0, **NO_USAGE, **got}
+    drill = Drill(core, lambda _ticket, _addresses: silent)
+    drill.run(150)
+    assert drill.run(600) < 0.01
+
+
+def test_a_request_that_reaches_the_limit_of_its_route_while_its_engine_serves_others_is_no_failure(core: Core) -> None:
+    late: dict[str, Any] = {"status": 504, "ttfb_s": None, "has_timed_out": True, "duration_s": 3.0, **NO_USAGE}
+    turns = itertools.cycle(({}, late))
+    drill = Drill(core, lambda _ticket, _addresses: next(turns), took_s=2.0)
+    drill.run(150)
+    assert drill.run(600) > 0.1
+    assert drill.warnings == []
+
+
+def test_a_limit_that_a_client_sets_for_its_call_says_no_more_than_its_leaving(core: Core) -> None:
+    hasty: dict[str, Any] = {"status": 504, "ttfb_s": None, "has_timed_out": True, "duration_s": 0.05, **NO_USAGE}
+    drill = Drill(core, lambda _ticket, _addresses: hasty | {"is_own_limit": True})
+    drill.run(150)
+    assert drill.run(300) > 0.1
+    assert drill.warnings == []
+    drill.illness = lambda _ticket, _addresses: hasty | {"is_own_limit": True, "duration_s": 8.0}
+    drill.run(150)
+    assert drill.run(600) < 0.01
+
+
+def test_an_engine_before_one_that_was_silent_until_the_limit_may_have_been_busy(core: Core) -> None:
+    """Of both, the one that had the time is silent; of the one before it, nobody knows what it answered."""
+    decision = arrive(core, chat(model="chat"), 1.0)
+    first, second = decision.assignment.addresses[:2]
+    silent = msgspec.structs.replace(GOOD, ticket=decision.ticket, served=second, status=504, ttfb_s=None)
+    core.on_outcome(msgspec.structs.replace(silent, has_timed_out=True, duration_s=3.0, **NO_USAGE), 4.0)
+    table = core.pools["default/llama"].table
+    failed = {table.addresses[row]: health.failed for row, health in enumerate(table.healths) if health.failed}
+    assert failed == {first: 1, second: 1}
+    assert table.trips.sum() == 0
 
 
 def test_an_engine_that_is_well_again_gets_its_part_again(core: Core) -> None:

@@ -17,7 +17,7 @@ def pending(*works: float, now: float = 0.0) -> PrefillQueue:
 
 
 def works(queue: PrefillQueue) -> list[float]:
-    return [one.work for one in queue]
+    return [one.work for one in queue.requests]
 
 
 def test_the_waiting_requests_are_the_last_ones_sent() -> None:
@@ -46,7 +46,7 @@ def test_requests_on_their_way_are_not_in_the_engines_count() -> None:
 def test_first_tokens_remove_the_head_of_the_queue() -> None:
     queue = pending(1_000, 1_000, 1_000, 1_000)
     queue.reconcile(1, 1.0, first_tokens=2)
-    assert len(queue) == 2
+    assert len(queue.requests) == 2
 
 
 def test_a_request_found_done_is_not_removed_twice() -> None:
@@ -99,11 +99,11 @@ def test_whatever_is_reported_the_sum_is_that_of_the_queue_and_bounds_are_ordere
             queue.first_token(value)  # type: ignore[arg-type]
         else:
             waiting, first_tokens = value  # type: ignore[misc]
-            before = len(queue)
+            before = len(queue.requests)
             bounds = queue.reconcile(waiting, now, first_tokens)
             assert 0 <= bounds.least <= bounds.most + 1e-6
             assert bounds.known <= waiting
-            assert min(waiting, before) <= len(queue) <= before
+            assert min(waiting, before) <= len(queue.requests) <= before
         assert abs(queue.work - sum(works(queue))) < 1e-6
-        numbers = [one.number for one in queue]
+        numbers = [one.number for one in queue.requests]
         assert numbers == sorted(set(numbers))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST = 20.0
 ENDS_AT_S = 4e9
-PART = BudgetPart("default/chat/b", "b", "tenant", "month", "requests")
+PART = BudgetPart("default/chat/b", "b", "b", "tenant", "month", "requests")
 
 
 def charge(amount: float = 1.0, key: str = "k") -> Charge:

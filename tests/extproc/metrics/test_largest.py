@@ -15,59 +15,70 @@ from extproc.metrics.registry import Metrics
 MINUTE_S = 60.0
 
 
-def ask(names: LargestNames, now: float, **counts: int) -> frozenset[str]:
-    lost = names.review(now)
-    for name, count in counts.items():
-        for _ in range(count):
-            names.count(name)
-    return lost
+class Names:
+    """Counts names, and knows which have lost their places."""
+
+    def __init__(self, most: int, *, most_counted: int = 20_000) -> None:
+        self.lost: set[str] = set()
+        self.all = LargestNames(most, others=OTHERS, forget=self.lost.update, most_counted=most_counted)
+
+    def ask(self, now: float, **counts: int) -> set[str]:
+        """So many requests of each. Returns the names that have lost their places."""
+        self.lost.clear()
+        for name, count in counts.items():
+            for _ in range(count):
+                assert self.all.count(name, now) == self.all.shown(name)
+        return set(self.lost)
+
+    def __contains__(self, name: str) -> bool:
+        return self.all.shown(name) == name
 
 
 def test_a_name_that_has_become_large_takes_the_place_of_the_smallest() -> None:
-    names = LargestNames(2)
-    ask(names, 0.0, first=5, second=3)
-    assert not ask(names, 30.0, late=4)
+    names = Names(2)
+    names.ask(0.0, first=5, second=3)
+    assert not names.ask(30.0, late=4)
     assert ("first" in names, "second" in names, "late" in names) == (True, True, False)
-    assert ask(names, 60.0) == {"second"}
+    assert names.ask(60.0, first=1) == {"second"}
     assert ("first" in names, "second" in names, "late" in names) == (True, False, True)
 
 
 def test_old_requests_count_less() -> None:
-    names = LargestNames(1)
-    ask(names, 0.0, old=100)
-    assert not ask(names, 60.0, new=30)
-    assert not ask(names, 120.0, new=30)
+    names = Names(1)
+    names.ask(0.0, old=100)
+    assert not names.ask(60.0, new=30)
+    assert not names.ask(120.0, new=30)
     # 100 / 4 of the one, 30 + 30 / 2 of the other
-    assert ask(names, 180.0) == {"old"}
+    assert names.ask(180.0, new=1) == {"old"}
 
 
 def test_a_place_that_nobody_wants_is_kept() -> None:
-    names = LargestNames(2)
-    ask(names, 0.0, a=1)
+    names = Names(2)
+    names.ask(0.0, a=1)
     for minute in range(1, 100):
-        assert not ask(names, minute * MINUTE_S)
+        assert not names.ask(minute * MINUTE_S, b=1)
     assert "a" in names
-    ask(names, 6000.0, b=1, c=1)
+    names.ask(6000.0, b=1, c=1)
     assert "b" in names
-    assert ask(names, 6060.0) == {"a"}
+    assert names.ask(6060.0, c=1) == {"a"}
 
 
 def test_equal_names_do_not_change_places() -> None:
-    names = LargestNames(2)
+    names = Names(2)
     for minute in range(20):
-        assert not ask(names, minute * MINUTE_S, z=1, y=1, b=1, a=1)
+        assert not names.ask(minute * MINUTE_S, z=1, y=1, b=1, a=1)
 
 
 def test_names_that_are_invented_take_no_place_and_little_memory() -> None:
-    names = LargestNames(3, most_counted=20)
-    ask(names, 0.0, a=5, b=5, c=5)
+    names = Names(3, most_counted=20)
+    names.ask(0.0, a=5, b=5, c=5)
     number = 0
     for minute in range(1, 50):
-        assert not ask(names, minute * MINUTE_S, a=5, b=5, c=5)
+        assert not names.ask(minute * MINUTE_S, a=5, b=5, c=5)
         for _ in range(100):
             number += 1
-            names.count(f"invented-{number}")
-        assert len(names._counts) <= 20
+            names.ask(minute * MINUTE_S, **{f"invented-{number}": 1})
+        assert len(names.all._counts) <= 20
 
 
 @given(
@@ -75,18 +86,19 @@ def test_names_that_are_invented_take_no_place_and_little_memory() -> None:
     most=st.integers(1, 4),
 )
 def test_a_review_gives_places_to_the_largest_and_no_more(minutes: list[list[str]], most: int) -> None:
-    names, counts = LargestNames(most), dict.fromkeys("abcdef", 0.0)
+    # the first request of a minute is of one more name, which is the smallest
+    names, counts = Names(most), dict.fromkeys("abcdef", 0.0)
     for minute, asked in enumerate(minutes):
         before = {name for name in "abcdef" if name in names}
-        lost = names.review(minute * MINUTE_S)
+        lost = names.ask(minute * MINUTE_S, z=1)
         placed = {name for name in "abcdef" if name in names}
-        assert lost == before - placed
+        assert lost - {"z"} == before - placed
         assert len(placed) <= most
         if placed and (others := counts.keys() - placed):
             assert min(counts[name] for name in placed) >= max(counts[name] for name in others) - 0.2
         counts = {name: count / 2 for name, count in counts.items()} if minute else counts
         for name in asked:
-            names.count(name)
+            names.ask(minute * MINUTE_S, **{name: 1})
             counts[name] += 1
         assert sum(1 for name in "abcdef" if name in names) <= most
 
@@ -120,12 +132,12 @@ def test_tenants_that_become_large_get_series_and_none_goes_backwards() -> None:
     now = [0.0]
     metrics = Metrics(list, lambda: 0.0, lambda: now[0])
     admission: AdmissionMetrics = metrics.admission
-    admission._tenants = LargestNames(2)
+    admission._tenants = LargestNames(2, others=OTHERS, forget=admission._forget_tenants)
     before: dict[str, float] = {}
     for minute, tenants in enumerate(["aab", "ccccccaa", "cccccbbb", "dddddddddd", "dddd"]):
         now[0] = minute * MINUTE_S
         for tenant in tenants:
-            admission._requests.add(admission._count_tenant(tenant), "picked")
+            admission._requests.add(admission._tenants.count(tenant, now[0]), "picked")
             counts = {one: count for (one, _), count in admission._requests.items()}
             grown = sum(max(0, count - before.get(one, 0)) for one, count in counts.items())
             assert grown == 1

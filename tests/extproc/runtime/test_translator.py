@@ -19,7 +19,7 @@ from aiohttp import web
 from bench.stack.processes import free_ports
 from extproc.cli.translate import main
 from extproc.ports import listen
-from extproc.protocol import CUT_MARK, TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
+from extproc.protocol import CUT_MARK, ENGINE_ANSWERED, LIMIT_MARK, TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 from extproc.runtime import translator
 from extproc.runtime.translator import running
 from extproc.runtime.translator_metrics import TranslatorMetrics, showing
@@ -41,9 +41,12 @@ ANSWER = {
 
 
 @asynccontextmanager
-async def client(folder: Path) -> AsyncIterator[aiohttp.ClientSession]:
+async def client(folder: Path, metrics: TranslatorMetrics | None = None) -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.UnixConnector(str(folder / TRANSLATOR_SOCKET))
-    async with running(folder, end_s=1.0), aiohttp.ClientSession("http://here", connector=connector) as http:
+    async with (
+        running(folder, end_s=1.0, metrics=metrics),
+        aiohttp.ClientSession("http://here", connector=connector) as http,
+    ):
         yield http
 
 
@@ -253,6 +256,52 @@ async def test_a_stream_that_an_engine_cuts_is_marked_behind_its_error(tmp_path:
     error, mark = b"".join(pieces).rsplit(b"\n\n", 2)[:-1]
     assert b"event: error" in error
     assert mark + b"\n\n" == CUT_MARK
+
+
+@pytest.mark.parametrize(("limit_s", "is_late"), [(0.3, True), (60.0, False), (None, False)])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_ends_at_its_time_limit_is_not_cut_by_the_engine(
+    tmp_path: Path, *, limit_s: float | None, is_late: bool, stream: bool
+) -> None:
+    metrics = TranslatorMetrics()
+
+    async def cuts(request: web.Request) -> web.StreamResponse:
+        kind = "text/event-stream" if stream else "application/json"
+        answer = web.StreamResponse(headers={"content-type": kind})
+        await answer.prepare(request)
+        await answer.write(b'data: {"id": "1", "choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n')
+        if is_late:
+            await asyncio.sleep(0.3)
+        assert request.transport is not None
+        request.transport.close()
+        return answer
+
+    pieces = list[bytes]()
+
+    async def read(answer: aiohttp.ClientResponse) -> None:
+        async for piece in answer.content.iter_any():
+            pieces.append(piece)
+
+    order = json.dumps({"client": "messages", "engine": "chat", "limit_s": limit_s})
+    asked = {"json": {**BODY, "stream": stream}, "headers": {TRANSLATE: order}}
+    async with envoy(tmp_path, cuts), client(tmp_path, metrics) as http, http.post(MESSAGES, **asked) as answer:
+        if stream:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read(answer)
+            assert b"".join(pieces).endswith(LIMIT_MARK if is_late else CUT_MARK)
+        else:
+            await read(answer)
+            assert answer.status == (504 if is_late else 502)
+            assert answer.headers.get(ENGINE_ANSWERED) == ("response_timeout" if is_late else None)
+    assert (b"time allowed" in b"".join(pieces)) is is_late
+    ended = "timeout" if is_late else "cut" if stream else "untranslatable"
+    labels = {"client": "messages", "engine": "chat", "ended": ended}
+    assert metrics.registry.get_sample_value("attache_translations_total", labels) == 1
+
+
+def test_both_marks_of_a_cut_have_one_length() -> None:
+    """Envoy's script reads the end of each piece once."""
+    assert len(CUT_MARK) == len(LIMIT_MARK)
 
 
 async def test_what_is_counted(tmp_path: Path) -> None:

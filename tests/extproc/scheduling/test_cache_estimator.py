@@ -7,7 +7,7 @@ import pytest
 
 from extproc.endpoints.table import EndpointTable
 from extproc.engines.metrics import CacheConfig
-from extproc.prefix.index import Turn, Turns, tail_of
+from extproc.prefix.index import Turn, Turns
 from extproc.prefix.kv_events import BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
@@ -105,8 +105,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     first = b'\nuser\n"' + b"q" * 1000 + b'"'
     expectation = caches.expect(Prompt(first, "m"), table, 0.0)
     caches.record_sent(1, expectation, 0.0)
-    covered = caches.index.covered_bytes(len(expectation.chain))
-    caches.index.record_turn(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
+    caches.index.record_turn(1, expectation.chain, Turn(expectation.tail, 400.0))
     second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
     # 1008 bytes of prompt and 400 of answer, four bytes a token
     assert cached(caches, table, Prompt(second, "m")) == [0.0, 352.0]

@@ -211,6 +211,18 @@ def test_of_a_translated_request_the_second_listener_has_seen_the_engine() -> No
     assert late.has_timed_out
 
 
+def test_a_translated_stream_that_a_time_limit_ended_was_cut_by_nobody() -> None:
+    seen: dict[str, str | float] = {"host": "10.0.0.2:8000", "attempts": 1.0, "details": "response_timeout"}
+    found = translated("upstream_connection_termination", **seen, cut=True)
+    assert (found.has_timed_out, found.was_cut, found.is_of_gateway) == (True, False, False)
+    assert (found.served, found.is_cut) == ("10.0.0.2:8000", True)
+
+
+@pytest.mark.parametrize(("flag", "is_own"), [("duration_timeout", True), ("upstream_request_timeout", False)])
+def test_an_entry_says_whose_time_limit_was_over(flag: str, *, is_own: bool) -> None:
+    assert read_outcome(entry(flag, status=504)).is_own_limit is is_own
+
+
 @pytest.mark.parametrize(
     "flag", ["upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error"]
 )

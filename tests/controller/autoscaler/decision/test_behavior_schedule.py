@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.api.autoscaling import Schedule
+from controller.api.autoscaling import Schedule, schedule_mistakes
 from controller.autoscaler.decision.behavior import ReplicaBounds, bounds_at
 from extproc.api.quantities import Duration
 
@@ -95,12 +95,10 @@ def test_a_window_longer_than_its_period_never_ends() -> None:
     ],
 )
 def test_what_cannot_be_read_is_told_and_the_rest_holds(line: str, zone: str) -> None:
-    found = bounds_at(
-        (schedule(line, "1h", zone, least=3), schedule("0 0 * * *", "24h", least=2)), at("2026-05-05T09:00")
-    )
-    assert found.least == 2
-    assert len(found.problems) == 1
-    assert line in found.problems[0]
+    schedules = schedule(line, "1h", zone, least=3), schedule("0 0 * * *", "24h", least=2)
+    assert bounds_at(schedules, at("2026-05-05T09:00")).least == 2
+    (mistake,) = schedule_mistakes(schedules)
+    assert line in mistake
 
 
 def test_without_schedules_there_is_no_bound_and_no_end() -> None:

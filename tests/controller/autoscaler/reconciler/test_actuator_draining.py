@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from controller.api.draining import DELETION_COST, DRAINING, HEARD_S
+from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S
 from controller.autoscaler.decision.situation import EngineReport, EngineState
 from controller.autoscaler.reconciler.actuator import drain, undone, victims
 from controller.autoscaler.reconciler.scalables import PodView

@@ -7,19 +7,17 @@ from typing import Any
 
 import msgspec
 
-from controller.api.autoscaling import Schedule
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.api.autoscaling_policy import AutoscalingPolicy, AutoscalingPolicySpec
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decision import AppliedRule, Decision, Recommendation, StageDecision, TargetDecision
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, TargetSituation
-from controller.autoscaler.reconciler.bindings import ManualOverride, PolicyView
+from controller.autoscaler.reconciler.bindings import ManualOverride, trimmed_policy
 from controller.autoscaler.reconciler.controller import policy_status
 from controller.autoscaler.reconciler.resolver import ResolvedTarget, TargetProblem
 from controller.autoscaler.reconciler.result import Result, ScaleEvent, target_actions
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
 from controller.autoscaler.reconciler.status import events_of, status_of
-from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata
+from extproc.api.spec import API_VERSION
 
 SPEC = msgspec.convert({"name": "main", "ref": {"kind": "ModelInfer", "name": "llama"}, "maxReplicas": 9}, ScaleTarget)
 PLACE = ("default", "attache.dev", "ModelInfer", "llama")
@@ -195,14 +193,14 @@ def test_a_recommendation_says_why() -> None:
 
 
 def test_a_schedule_that_cannot_be_read_is_told() -> None:
-    window = Schedule(start="0 8 * * 1-5", duration=Duration("10h"), time_zone="Europe/Berln", min_replicas=2)
-    spec = AutoscalingPolicySpec(schedules=(window,))
+    window = {"start": "0 8 * * 1-5", "duration": "10h", "timeZone": "Europe/Berln", "minReplicas": 2}
     unknown = "'Europe/Berln' is no time zone that this machine knows; write a name such as Europe/Berlin, or UTC"
     said = f"schedule '0 8 * * 1-5' in Europe/Berln: {unknown}"
-    bad = msgspec.structs.replace(result(), policy=spec)
+    thing = {"apiVersion": API_VERSION, "metadata": {"name": "p"}, "spec": {"schedules": [window]}}
+    view = trimmed_policy(thing)["view"]
+    bad = msgspec.structs.replace(result(), policy=view.policy.spec, bad_schedules=view.bad_schedules)
     assert messages(status_of(bad, {}))["ScalingActive"] == f"the mode of the policy is Auto; {said}"
-    policy = AutoscalingPolicy(metadata=Metadata(name="p"), spec=spec)
-    (accepted,) = policy_status(PolicyView({}, policy), 1)["conditions"]
+    (accepted,) = policy_status(view, 1)["conditions"]
     assert (accepted["status"], accepted["reason"]) == ("False", "ScheduleInvalid")
     assert accepted["message"] == f"{said}; all else of the policy holds"
 

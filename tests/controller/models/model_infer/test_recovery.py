@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.models.model_infer.names import text_of
+from controller.kube.resources import timestamp_of
 from tests.model_infer_cluster import START_S, Cluster, model_infer, role, template
 
 CRASHED = {"exitCode": 139, "reason": "Error"}
@@ -23,7 +23,7 @@ def settled(**spec: Any) -> Cluster:  # noqa: ANN401 - any field of the spec
 
 def crash(cluster: Cluster, name: str, restarts: int = 1) -> None:
     """The engine has ended and is started again; it is not ready."""
-    ended = {**CRASHED, "finishedAt": text_of(cluster.now_s)}
+    ended = {**CRASHED, "finishedAt": timestamp_of(cluster.now_s)}
     cluster.run(
         name,
         ready=False,
@@ -221,7 +221,7 @@ def test_an_engine_that_takes_an_hour_to_load_is_left_alone() -> None:
 )
 def test_a_pod_that_somebody_deletes_takes_along_what_it_works_with(recovery: str, expected: list[str]) -> None:
     cluster = settled(recovery=recovery)
-    cluster.pod("llama-1-prefill-0-1")["metadata"]["deletionTimestamp"] = text_of(START_S)
+    cluster.pod("llama-1-prefill-0-1")["metadata"]["deletionTimestamp"] = timestamp_of(START_S)
     cluster.look(after_s=1)
     assert going(cluster) == expected
     cluster.settle()
@@ -230,7 +230,7 @@ def test_a_pod_that_somebody_deletes_takes_along_what_it_works_with(recovery: st
 
 def test_a_pod_that_vanished_unseen_takes_along_those_that_knew_it() -> None:
     cluster = settled()
-    cluster.pod("llama-1-prefill-0-0")["metadata"]["deletionTimestamp"] = text_of(START_S)
+    cluster.pod("llama-1-prefill-0-0")["metadata"]["deletionTimestamp"] = timestamp_of(START_S)
     cluster.gone()
     cluster.look(after_s=1)
     assert going(cluster) == ["llama-1-prefill-0-1"]
@@ -239,7 +239,7 @@ def test_a_pod_that_vanished_unseen_takes_along_those_that_knew_it() -> None:
 def test_a_replica_of_which_only_half_could_be_made_is_completed() -> None:
     cluster = Cluster(model_infer(role("all", workerReplicas=1, workerTemplate=template())))
     cluster.look()
-    cluster.pod("llama-0-all-0-1")["metadata"]["deletionTimestamp"] = text_of(START_S)
+    cluster.pod("llama-0-all-0-1")["metadata"]["deletionTimestamp"] = timestamp_of(START_S)
     cluster.gone()
     cluster.look(after_s=1)
     assert cluster.names() == ["llama-0-all-0-0", "llama-0-all-0-1"]
@@ -267,7 +267,7 @@ def test_weights_that_cannot_be_fetched_are_told() -> None:
     cluster = Cluster(model_infer())
     cluster.look()
     cluster.ready(yes=False)
-    ended = {"exitCode": 1, "finishedAt": text_of(START_S)}
+    ended = {"exitCode": 1, "finishedAt": timestamp_of(START_S)}
     cluster.pod("llama-0-all-0-0")["status"]["initContainerStatuses"] = [
         {"name": "weights", "ready": False, "lastState": {"terminated": ended}}
     ]
@@ -282,7 +282,7 @@ def test_a_pod_that_is_deleted_while_it_fetches_its_weights_has_not_failed() -> 
     cluster.change(replicas=1)
     cluster.look()
     going = next(name for name in cluster.names() if name.endswith("-"))
-    ended = {"exitCode": 143, "finishedAt": text_of(START_S)}
+    ended = {"exitCode": 143, "finishedAt": timestamp_of(START_S)}
     cluster.pod(going.removesuffix("-"))["status"]["initContainerStatuses"] = [
         {"name": "download", "ready": False, "state": {"terminated": ended}}
     ]

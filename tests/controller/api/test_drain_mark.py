@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.api.draining import HEARD_S, drained_or_when
+from controller.api.drain_mark import HEARD_S, drained_or_when
 
 NOW_S = 1_000.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods that have to go: gateways stop sending first, and they are deleted once nothing runs on them."""
+"""Which pods of a ModelInfer that have to go are marked to drain now, and which are deleted: those that are idle."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.draining import DRAINING, drained_or_when
+from controller.api.drain_mark import DRAINING, drained_or_when
 from controller.kube.plan import Annotate, Delete
-from controller.kube.resources import PODS
+from controller.kube.resources import PODS, timestamp_of
 from controller.models.model_infer.groups import entries
-from controller.models.model_infer.names import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -62,7 +61,7 @@ def drain(
 
 def mark_draining(pod: Pod, at_s: float | None) -> Annotate:
     """None takes the mark off."""
-    return Annotate(PODS, pod.key, pod.uid, {DRAINING: None if at_s is None else text_of(at_s)})
+    return Annotate(PODS, pod.key, pod.uid, {DRAINING: None if at_s is None else timestamp_of(at_s)})
 
 
 def deletion(pod: Pod, lost_nodes: Collection[str]) -> Delete:

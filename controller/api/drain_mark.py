@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pods are drained: they are marked, gateways send them nothing new, and they go once they have finished."""
+"""The mark of pods that drain, at which gateways send them nothing new, and when pods that have it may be deleted."""
 
 from __future__ import annotations
 
