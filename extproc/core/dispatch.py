@@ -292,8 +292,8 @@ class Dispatcher:
         if leg is None:
             own = self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         elif is_beside:
-            beside = LegResult(leg.address, "beside", 0.0)
-            own = self.decide(record, run, pending, body=body, leg=beside, is_leased=True)
+            under_way = LegResult(leg.address, "beside", 0.0)
+            own = self.decide(record, run, pending, body=body, leg=under_way, is_leased=True)
             self.beside[record.ticket] = BesideLeg(leg, now)
         else:
             own = Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))

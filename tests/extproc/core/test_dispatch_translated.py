@@ -75,8 +75,8 @@ def test_a_directive_is_read_as_it_is_written() -> None:
 def test_a_request_of_another_api_is_translated() -> None:
     for translation in ("Lenient", "Strict"):
         core = core_with(to("a"), a=server(A, "ChatCompletions", translation))
-        order = TranslationDirective("messages", "chat", is_strict=translation == "Strict", limit_s=1800.0)
-        assert sent(core).translation == order
+        directive = TranslationDirective("messages", "chat", is_strict=translation == "Strict", limit_s=1800.0)
+        assert sent(core).translation == directive
         assert sent(core, "/v1/chat/completions").translation is None
 
 
