@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,13 +13,12 @@ import pytest_asyncio
 
 from bench.cluster.node.node import gpu_node, running_nodes
 from controller.kube.client import connect
-from controller.kube.resources import MODEL_SERVERS, NAMESPACES, NODES
+from controller.kube.resources import MODEL_SERVERS, NODES
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from extproc.scheduling.pickers import NO_PREFILL
 from tests.waiting import eventually
-from tests.with_kube.conftest import has_account
-from tests.with_kube.kubes import Kube
+from tests.with_kube.kubes import Kube, make_namespace
 from tests.with_kube.managing import define_kinds, managing, model_infer
 from tests.with_kube.under_load import QUICK, Site, Streams, gateway
 
@@ -41,10 +39,8 @@ log = logging.getLogger(__name__)
 async def site(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     """Shared by all tests here: each has a ModelInfer of its own."""
     kube, folder = Kube(plane.admin, plane.nobody, plane=plane), tmp_path_factory.mktemp("site")
-    namespace = f"test-{uuid.uuid4().hex[:8]}"
     async with connect(kube.admin, manager="test") as client:
-        await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-        await eventually(lambda: has_account(client, namespace))
+        namespace = await make_namespace(client, kube)
         await define_kinds(client)
         specs = [gpu_node(f"node-{number}-{namespace}", labels={"test": namespace}) for number in range(2)]
         async with (
