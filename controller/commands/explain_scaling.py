@@ -44,7 +44,7 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
     )
     made.add_argument("binding", metavar="NAMESPACE/NAME", type=_key, help="the AutoscalingPolicyBinding")
     made.add_argument(
-        "--manager", metavar="URL", default="http://127.0.0.1:9006", help="its pages; default: %(default)s"
+        "--manager", metavar="URL", type=_url, default="http://127.0.0.1:9006", help="its pages; default: %(default)s"
     )
     made.add_argument("--token-file", metavar="FILE", type=Path, help="the token for a manager with --metrics-auth")
     made.add_argument(
@@ -63,8 +63,6 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
 def main(words: list[str], prog: str) -> int:
     """Exit status: see the epilog."""
     options = parser(prog).parse_args(words)
-    if "://" not in options.manager:
-        options.manager = f"http://{options.manager}"
     try:
         headers = {} if options.token_file is None else {"authorization": f"Bearer {_token(options.token_file)}"}
         tls = _trusting(options.ca)
@@ -126,6 +124,10 @@ def _asked(url: str, path: str, headers: Mapping[str, str], tls: ssl.SSLContext)
         return answer.status, answer.read(_MAX_BYTES)
     finally:
         connection.close()
+
+
+def _url(text: str) -> str:
+    return text if "://" in text else f"http://{text}"
 
 
 def _key(text: str) -> str:

@@ -46,7 +46,7 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     source.add_argument(
         "--config", type=Path, metavar="DIR", help="use this configuration, knowing nothing yet about its engines"
     )
-    source.add_argument("--url", help="ask the process that runs with --debug, at its metrics address")
+    source.add_argument("--url", type=_url, help="ask the process that runs with --debug, at its metrics address")
     made.add_argument("--path", default=CHAT_PATH, help="the request's path (default: %(default)s)")
     made.add_argument(
         "--header", action="append", default=[], metavar="'NAME: VALUE'", help="a request header; may be repeated"
@@ -69,11 +69,13 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     return made
 
 
+def _url(text: str) -> str:
+    return text if "://" in text else f"http://{text}"
+
+
 def main(words: list[str], prog: str = "extproc explain") -> int:
     """Exit status: 0, 1 if the request would be refused, 2 if the question could not be asked."""
     options = parser(prog).parse_args(words)
-    if options.url and "://" not in options.url:
-        options.url = f"http://{options.url}"
     pairs = (line.partition(":") for line in options.header)
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     try:
