@@ -308,7 +308,7 @@ async def test_an_unused_model_is_shown_no_more_and_then_unloaded_unless_it_is_a
             return await one.states() == {"a": "unloading", "kept": "loaded"}
 
         await eventually(leaves, pause_s=0.005)
-        # it is there still, and who asks for it keeps it; a busy machine may take longer to ask for states than it is kept
+        # it is there still, and who asks for it keeps it: for less time than a busy machine takes to ask for its state
         assert (await one.load("a")).json()["state"] == "loaded"
         assert one.server.ready == {"a", "kept"}
         await eventually(lambda: one.server.ready == {"kept"})
