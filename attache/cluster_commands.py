@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerCheck, PickerFile
 
 
-class WithPlugins:
+class CommandWithPlugins:
     """A program whose check of EndpointPickerConfigs is extproc's own.
 
     ``module``: has ``parser(prog)`` and ``main(words, prog, check_picker)``; it is imported when one of them is called.
@@ -55,9 +55,9 @@ def _check_with_plugins(*, of_objects: bool) -> PickerCheck:
     return check
 
 
-PROGRAMS: Final[Mapping[str, WithPlugins]] = MappingProxyType(
+PROGRAMS: Final[Mapping[str, CommandWithPlugins]] = MappingProxyType(
     {
-        "epp": WithPlugins("controller.commands.epp", of_objects=False),
-        **{name: WithPlugins(f"controller.commands.{name}") for name in ("gateway", "manager", "render")},
+        "epp": CommandWithPlugins("controller.commands.epp", of_objects=False),
+        **{name: CommandWithPlugins(f"controller.commands.{name}") for name in ("gateway", "manager", "render")},
     }
 )

@@ -31,11 +31,11 @@ def parser(prog: str = "attache completion") -> argparse.ArgumentParser:
 def main(words: list[str], prog: str = "attache completion") -> int:
     """Print the script."""
     shell = parser(prog).parse_args(words).shell
-    print(shtab.complete(whole(), shell=shell))
+    print(shtab.complete(all_commands_parser(), shell=shell))
     return 0
 
 
-def whole() -> argparse.ArgumentParser:
+def all_commands_parser() -> argparse.ArgumentParser:
     """All commands as one parser. Commands whose extra is not installed are in it without options."""
     made = argparse.ArgumentParser(prog="attache")
     made.add_argument("--version", action="store_true", help="print the version")

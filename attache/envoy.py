@@ -44,7 +44,7 @@ def main(words: list[str], prog: str = "attache envoy") -> int:
     options, envoys_own = parser(prog).parse_known_args(words)
     if options.fetch and not _fetched().is_file() and not _fetch():
         return 2
-    found = _fetched() if options.fetch else find()
+    found = _fetched() if options.fetch else find_envoy()
     if found is None:
         print(f"there is no Envoy; run: {prog} --fetch, or set ENVOY to the path of the binary", file=sys.stderr)
         return 2
@@ -58,7 +58,7 @@ def main(words: list[str], prog: str = "attache envoy") -> int:
     return 0
 
 
-def find() -> Path | None:
+def find_envoy() -> Path | None:
     """The binary to use, if there is one."""
     given = os.environ.get("ENVOY")
     if given:

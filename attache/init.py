@@ -94,7 +94,7 @@ class Key(msgspec.Struct, frozen=True):
     key: str
 
 
-class Plan(msgspec.Struct, frozen=True):
+class GatewayPlan(msgspec.Struct, frozen=True):
     """What a directory is to have. ``limit``: requests and unit of time, of each tenant. ``tls``: files of a
     certificate and its key. ``connection``: to all engines.
     """
@@ -178,7 +178,7 @@ def serve_command(directory: Path, ports: Ports) -> str:
     return f"attache serve --config {shlex.quote(str(directory))}{metrics}"
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> GatewayPlan:
     """Ask the engines. Raises ValueError, OSError or ListenFailed for options that cannot be met."""
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -196,12 +196,12 @@ def _plan(options: argparse.Namespace) -> Plan:
     settings = _settings(connection)
     ports = free_ports() if options.port is None else _ports_from(options.port)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        engines = tuple(pool.map(partial(ask, settings=settings), addresses))
+        engines = tuple(pool.map(partial(inspect_engine, settings=settings), addresses))
     keys = tuple(
         Key(name, tenant or name, _PREFIX + token_urlsafe(_RANDOM_BYTES))
         for name, tenant in zip_longest(options.key, options.tenant)
     )
-    return Plan(
+    return GatewayPlan(
         engines,
         ports,
         keys,
@@ -273,7 +273,7 @@ def _check_free(ports: Ports) -> None:
         try_to_bind(f"127.0.0.1:{port}", "--port")
 
 
-def ask(address: str, settings: ConnectionSettings) -> Engine:
+def inspect_engine(address: str, settings: ConnectionSettings) -> Engine:
     """What the engine at ``address`` is and serves."""
     try:
         listed = models_in(_get(address, _MODELS_PATH, settings)).base
@@ -334,7 +334,7 @@ def _write(directory: Path, text: str) -> None:
         file.write(text)
 
 
-def scalar(text: str) -> str:
+def yaml_scalar(text: str) -> str:
     """``text``, which prints, as YAML."""
     return text if _PLAIN.fullmatch(text) else _quoted(text)
 
@@ -343,7 +343,7 @@ def _quoted(text: str | None) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def document(plan: Plan) -> str:
+def document(plan: GatewayPlan) -> str:
     """The file."""
     by_model: dict[str, list[Engine]] = {}
     for engine in plan.engines:
@@ -385,7 +385,7 @@ def _head(kind: str, name: str) -> str:
     return f"apiVersion: attache.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {json.dumps(name)}}}\nspec:\n"
 
 
-def _gateway(plan: Plan) -> str:
+def _gateway(plan: GatewayPlan) -> str:
     listen = f"127.0.0.1:{plan.ports.listen}"
     lines = [
         "# How Envoy listens, authenticates callers and calls extproc.\n",
@@ -429,7 +429,7 @@ def _server(name: str, model: str, engines: Sequence[Engine], connection: Engine
     lines = [
         "# The engines that serve one model.\n",
         _head("ModelServer", name),
-        f"  model: {scalar(model)}    # the name that the engines list\n",
+        f"  model: {yaml_scalar(model)}    # the name that the engines list\n",
         f"  engine: {engine}    # the server program, which determines the names of metrics\n",
         "  endpoints:    # IP:PORT or NAME:PORT of each engine\n",
     ]
@@ -448,11 +448,11 @@ def _server(name: str, model: str, engines: Sequence[Engine], connection: Engine
     return "".join(lines)
 
 
-def _route(name: str, model: str, plan: Plan) -> str:
+def _route(name: str, model: str, plan: GatewayPlan) -> str:
     lines = [
         "# The name that clients ask for, and who serves it.\n",
         _head("ModelRoute", name),
-        f"  modelName: {scalar(model)}    # in the field 'model' of requests; may be another name\n",
+        f"  modelName: {yaml_scalar(model)}    # in the field 'model' of requests; may be another name\n",
         f"  rules:\n    - targetModels: [{{modelServerName: {json.dumps(name)}}}]\n",
     ]
     if plan.limit is not None:

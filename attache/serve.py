@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from attache.envoy import find
-from controller.bundle.admin import begin_drain, running_requests, why_not_ready
+from attache.envoy import find_envoy
+from controller.bundle.envoy_admin import begin_drain, running_requests, why_not_ready
 from extproc.api.addresses import worker_addresses
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
@@ -299,7 +299,7 @@ def main(words: list[str], prog: str = "attache serve") -> int:
         gateway = load_directory(options.config).gateway
     except ConfigInvalid as error:
         return print_mistakes(error)
-    envoy = find()
+    envoy = find_envoy()
     if envoy is None:
         return _refuse("there is no Envoy; run: attache envoy --fetch, or set ENVOY to the path of the binary")
     if gateway.usage_log is not None and find_spec("sqlalchemy") is None:

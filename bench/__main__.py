@@ -23,7 +23,7 @@ from bench.engine.hardware import GPUS, LINKS
 from bench.lab import export, lab_command, replay_command, workload_command
 from bench.lab.hardware import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
-from bench.lab.policies.own_file import PolicyFailed
+from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.runner import TrialFailed
 from bench.lab.validation import unmeasured_hardware, validate
 from bench.workload.traces import FORMATS, TraceInvalid
@@ -32,7 +32,7 @@ from extproc.api.errors import ConfigInvalid
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bench.lab.trial import Conditions
+    from bench.lab.trial import TrialConditions
 
 # Errors that are printed as a message, without a traceback.
 _SAID: Final = (
@@ -100,11 +100,11 @@ def _run(program: BenchCommand, options: argparse.Namespace, command_line: str) 
 def _replay(options: argparse.Namespace, console: Console) -> int:
     status = replay_command.replay(options, console)
     if status == 0:
-        _caution({trial.conditions for trial in replay_command.trials_of(options)}, console)
+        _caution({trial.conditions for trial in replay_command.replay_trials(options)}, console)
     return status
 
 
-def _caution(conditions: Iterable[Conditions], console: Console) -> None:
+def _caution(conditions: Iterable[TrialConditions], console: Console) -> None:
     """Prints for which engines the model was never compared with a measurement."""
     unknown = unmeasured_hardware()
     parts = {part for one in conditions for part in gpus_of(one.hardware)}
@@ -128,9 +128,9 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    first, second = export.read_side(options.first), export.read_side(options.second)
+    first, second = export.read_policy_trials(options.first), export.read_policy_trials(options.second)
     for table in export.tables((options.first, options.second), first, second):
-        console.print(table.on_terminal())
+        console.print(table.as_rich_table())
     return 0
 
 

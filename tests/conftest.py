@@ -16,7 +16,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-from bench.stack.guard import Guard
+from bench.stack.process_guard import ProcessGuard
 from tests.examples import IS_CI, IS_SLOW
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def guard() -> Iterator[Guard]:
+def guard() -> Iterator[ProcessGuard]:
     """Ends the process groups that were added to it if this runner is killed."""
-    with Guard() as one:
+    with ProcessGuard() as one:
         yield one

@@ -47,7 +47,7 @@ _PRELOADED: Final = (
     "extproc.runtime.app",
     "uvloop",
 )
-_PROGRAMS: Final = frozenset({"attache", "bench.engine", "bench.engine.vllm", "controller", "extproc"})
+_PROGRAMS: Final = frozenset({"attache", "bench.engine", "bench.engine.vllm_command_line", "controller", "extproc"})
 # By these coverage tells processes to measure themselves.
 _MEASURED: Final = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 REAL_SPAWN: Final = processes.spawn

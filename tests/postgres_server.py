@@ -22,7 +22,7 @@ from tests.programs import program
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 # It refuses to run as root.
 _USERS = ("postgres", "nobody")
@@ -31,7 +31,7 @@ _USERS = ("postgres", "nobody")
 class Postgres:
     """A server that can be ended and started again on its port. ``url``: of a database in it, by name."""
 
-    def __init__(self, folder: Path, guard: Guard) -> None:
+    def __init__(self, folder: Path, guard: ProcessGuard) -> None:
         self._guard = guard
         self._initdb, self._binary, self._isready = program("initdb"), program("postgres"), program("pg_isready")
         self._data = folder / "data"
@@ -94,7 +94,7 @@ class Postgres:
 
 
 @contextmanager
-def _running(guard: Guard) -> Iterator[Postgres]:
+def _running(guard: ProcessGuard) -> Iterator[Postgres]:
     program("initdb")
     folder = Path(tempfile.mkdtemp(prefix="attache-postgres-"))
     server = Postgres(folder, guard)
@@ -107,14 +107,14 @@ def _running(guard: Guard) -> Iterator[Postgres]:
 
 
 @pytest.fixture(name="postgres", scope="session")
-def running_postgres(guard: Guard) -> Iterator[Postgres]:
+def running_postgres(guard: ProcessGuard) -> Iterator[Postgres]:
     """A running server, one for all tests of a process."""
     with _running(guard) as server:
         yield server
 
 
 @pytest.fixture
-def own_postgres(guard: Guard) -> Iterator[Postgres]:
+def own_postgres(guard: ProcessGuard) -> Iterator[Postgres]:
     """A running server for a test that stops it."""
     with _running(guard) as server:
         yield server

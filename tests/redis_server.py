@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 
 class Redis:
     """A server that can be ended and started again on its port."""
 
-    def __init__(self, binary: str, directory: Path, guard: Guard) -> None:
+    def __init__(self, binary: str, directory: Path, guard: ProcessGuard) -> None:
         self._guard = guard
         self._client = program("redis-cli")
         (self.port,) = free_ports(1)
@@ -58,7 +58,7 @@ class Redis:
 
 
 @pytest.fixture(name="redis")
-def running_redis(tmp_path: Path, guard: Guard) -> Iterator[Redis]:
+def running_redis(tmp_path: Path, guard: ProcessGuard) -> Iterator[Redis]:
     """A running server with nothing in it."""
     server = Redis(program("redis-server"), tmp_path, guard)
     server.start()

@@ -17,7 +17,7 @@ from controller.autoscaler.decision.situation import (
     Situation,
     TargetSituation,
 )
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 
 if TYPE_CHECKING:
@@ -87,11 +87,13 @@ def steady(
 ) -> Traffic:
     """Requests a second with prompts and answers of so many tokens, for so long, all answered."""
     count = requests * seconds
-    last = Totals(arrivals=count, finished=count, prompt_tokens=count * prompt, output_tokens=count * answer)
-    begin = Point(now_s - seconds, Totals())
+    last = TrafficTotals(arrivals=count, finished=count, prompt_tokens=count * prompt, output_tokens=count * answer)
+    begin = TrafficPoint(now_s - seconds, TrafficTotals())
     # points within the windows too: constant rates
-    between = [Point(now_s - seconds + step, _share(last, step / seconds)) for step in range(10, int(seconds), 10)]
-    return Traffic((begin, *between, Point(now_s, last)))
+    between = [
+        TrafficPoint(now_s - seconds + step, _share(last, step / seconds)) for step in range(10, int(seconds), 10)
+    ]
+    return Traffic((begin, *between, TrafficPoint(now_s, last)))
 
 
 def latencies(*, ttft_s: float | None = None, tpot_s: float | None = None, now_s: float = NOW_S) -> Traffic:
@@ -100,9 +102,9 @@ def latencies(*, ttft_s: float | None = None, tpot_s: float | None = None, now_s
     tpot = _histogram(tpot_s, TPOT_BOUNDS_S)
     return Traffic(
         (
-            Point(now_s - 120, Totals()),
-            Point(now_s - 30, Totals()),
-            Point(now_s, Totals(arrivals=100, finished=100, ttft=ttft, tpot=tpot)),
+            TrafficPoint(now_s - 120, TrafficTotals()),
+            TrafficPoint(now_s - 30, TrafficTotals()),
+            TrafficPoint(now_s, TrafficTotals(arrivals=100, finished=100, ttft=ttft, tpot=tpot)),
         )
     )
 
@@ -121,8 +123,8 @@ def some_report(rng: random.Random) -> EngineReport | None:
     )
 
 
-def _share(totals: Totals, share: float) -> Totals:
-    return Totals(
+def _share(totals: TrafficTotals, share: float) -> TrafficTotals:
+    return TrafficTotals(
         arrivals=totals.arrivals * share,
         finished=totals.finished * share,
         prompt_tokens=totals.prompt_tokens * share,

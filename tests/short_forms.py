@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 
 class ShortForm(NamedTuple):
@@ -178,7 +178,7 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "python -m bench.cluster.netns": "tests/bench/cluster/node/test_pod_network.py::"
         "test_a_command_in_the_network_sees_its_range_and_nothing_else",
         "python -m bench.lab.fairness": _RUN,
-        "python -m bench.lab.tiers": "tests/bench/lab/test_tiers.py::"
+        "python -m bench.lab.gpu_tiers": "tests/bench/lab/test_gpu_tiers.py::"
         "test_tiers_keep_objectives_at_less_than_the_dear_price",
         "python -m bench.micro": _RUN,
         "python -m extproc": _TOP,
@@ -213,9 +213,9 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
             ("python -m bench.cluster.failover", "python -m bench.cluster.manager_cost"),
             "measures a cluster for minutes",
         ),
-        "python -m bench.micro.dead_store": "loads three gateways or five for 20 minutes",
+        "python -m bench.micro.store_outage": "loads three gateways or five for 20 minutes",
         "python -m bench.micro.batching": "loads an engine for two minutes; tests/bench/micro runs its parts",
-        "python -m bench.micro.legs": "measures three gateways for minutes",
+        "python -m bench.micro.prefill_legs": "measures three gateways for minutes",
         "python -m bench.micro.observability": "measures seven gateways for minutes",
         "python -m bench.micro.response_cache": "loads two gateways for four minutes",
         "python -m bench.micro.translation": "loads a gateway for a minute and a half",
@@ -261,7 +261,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(of_tests)}
 
 
-def run(short: ShortForm, directory: Path, guard: Guard) -> str:
+def run(short: ShortForm, directory: Path, guard: ProcessGuard) -> str:
     """Its output; fails with it unless the exit status is 0."""
     said = directory.parent / "said.txt"
     with said.open("wb") as output:
@@ -286,7 +286,7 @@ def run(short: ShortForm, directory: Path, guard: Guard) -> str:
     return text
 
 
-def check(short: ShortForm, directory: Path, guard: Guard) -> None:
+def check(short: ShortForm, directory: Path, guard: ProcessGuard) -> None:
     """Run it in a copy of the sources under ``directory``."""
     clone = directory / "clone"
     copy_sources(clone)

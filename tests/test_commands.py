@@ -25,13 +25,13 @@ from tests.short_forms import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("short", [as_parameter(one) for one in SHORT_FORMS if not one.needs_envoy])
-def test_a_short_form_works(short: ShortForm, tmp_path: Path, guard: Guard) -> None:
+def test_a_short_form_works(short: ShortForm, tmp_path: Path, guard: ProcessGuard) -> None:
     check(short, tmp_path, guard)
 
 
@@ -41,7 +41,7 @@ def files_of(directory: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_what_is_generated_is_what_is_committed(tmp_path: Path, guard: Guard) -> None:
+def test_what_is_generated_is_what_is_committed(tmp_path: Path, guard: ProcessGuard) -> None:
     clone = tmp_path / "clone"
     copy_sources(clone)
     before = files_of(clone)
@@ -53,7 +53,7 @@ def test_what_is_generated_is_what_is_committed(tmp_path: Path, guard: Guard) ->
     assert different == []
 
 
-def test_nothing_that_make_makes_is_left(tmp_path: Path, guard: Guard) -> None:
+def test_nothing_that_make_makes_is_left(tmp_path: Path, guard: ProcessGuard) -> None:
     clone = tmp_path / "clone"
     copy_sources(clone)
     before = files_of(clone)

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.agents.downloader.progress import ProgressMetrics
-from controller.agents.runtime.metrics import Counters, EnginePage, write_page
+from controller.agents.runtime.metrics import Counters, EngineMetricsPage, write_page
 from controller.autoscaler.decision.decision import AppliedRule, Recommendation, StageDecision
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
 from controller.bundle.acknowledgements import Acknowledgements
-from controller.bundle.metrics import BundleSeries
+from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from controller.kube.metrics import ManagerMetrics, observe_api_calls
@@ -62,7 +62,7 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
     TlsMetrics(extproc)
     yield extproc
     manager, gateway = ManagerMetrics().registry, GatewayMetrics().registry
-    ScalingMetrics(manager).follow(lambda: [BINDING])
+    ScalingMetrics(manager).set_series_source(lambda: [BINDING])
     ModelMetrics(manager)
     observe_api_calls(manager)
     observe_api_calls(gateway)
@@ -71,7 +71,7 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
     yield gateway
     bundle = CollectorRegistry()
     acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
-    bundle.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
+    bundle.register(BundleMetrics(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     yield bundle
     yield ProgressMetrics().registry
     yield TranslatorMetrics().registry
@@ -80,7 +80,7 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
 def of_agents() -> Iterator[tuple[str, Said]]:
     """They write their page themselves."""
     values = {one.name: {"m": 1.0} for one in FAMILIES if one.kind != "histogram"}
-    for family in text_string_to_metric_families(write_page(EnginePage(values, {}), STATE, Counters())):
+    for family in text_string_to_metric_families(write_page(EngineMetricsPage(values, {}), STATE, Counters())):
         yield said_of(family, ())
 
 

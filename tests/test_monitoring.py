@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.bundle.acknowledgements import Acknowledgements
-from controller.bundle.metrics import BundleSeries
+from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from controller.kube.metrics import ManagerMetrics, observe_api_calls
 from controller.models.metrics import ModelMetrics
-from controller.usage.ingest import Counts
-from controller.usage.metrics import UsageSeries
+from controller.usage.ingest import IngestCounters
+from controller.usage.metrics import UsageMetrics
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
@@ -46,12 +46,12 @@ def exported(folder: Path) -> dict[str, set[str]]:
     TlsMetrics(extproc)
     PickerMetrics(gateway.registry, "default/llama")
     acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
-    follower.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
-    follower.register(UsageSeries(Counts(), lambda: 0.0))
+    follower.register(BundleMetrics(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
+    follower.register(UsageMetrics(IngestCounters(), lambda: 0.0))
     manager = ManagerMetrics().registry
-    ScalingMetrics(manager).follow(lambda: [BINDING])
+    ScalingMetrics(manager).set_series_source(lambda: [BINDING])
     one = {"metadata": {"namespace": "default", "name": "llama"}, "spec": {}, "status": {"phase": "Loaded"}}
-    ModelMetrics(manager).follow(lambda: ([one], []))
+    ModelMetrics(manager).set_objects_source(lambda: ([one], []))
     observe_api_calls(manager)
     found: dict[str, set[str]] = {}
     translator = TranslatorMetrics()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bench.cluster.assets import Versions, versions
-from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, choose_suites, suites
+from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, choose_suites, list_suites
 from tools.go_modules import build, build_tests, go_mod_text, toolchain_missing
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _made(target: Path, modules: Mapping[str, str], package: str, *, is_test: bo
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 if all is there, 2 if there is no toolchain for it."""
     wanted = versions()
-    known = suites(wanted)
+    known = list_suites(wanted)
     made = argparse.ArgumentParser(prog="conformance_suites", description="Build conformance suites from Go modules.")
     made.add_argument(
         "names", nargs="*", metavar="SUITE", help=f"of {', '.join(one.name for one in known)} (default: all)"

@@ -179,7 +179,7 @@ def snapshot_of(
     )
 
 
-def demo(*, tenants: tuple[str, ...] = ("search", "support", "research")) -> Gateway:
+def demo_gateway(*, tenants: tuple[str, ...] = ("search", "support", "research")) -> Gateway:
     """Two models, a queue, limits, an engine that fails and one that is silent."""
 
     def engines(network: int, count: int) -> list[dict[str, str]]:
@@ -270,7 +270,7 @@ def _report(gateway: Gateway, draws: random.Random) -> None:
                 )
 
 
-async def until(page: Page, condition: str, *, patience_s: float = 120.0) -> None:
+async def wait_until(page: Page, condition: str, *, patience_s: float = 120.0) -> None:
     """Wait until a JavaScript expression holds; raises TimeoutError that names it."""
     try:
         async with asyncio.timeout(patience_s):
@@ -283,7 +283,7 @@ async def until(page: Page, condition: str, *, patience_s: float = 120.0) -> Non
 async def draw(folder: Path, program: str, port: int) -> None:
     """Engines in the light, requests in the dark, and both on a phone."""
     with tempfile.TemporaryDirectory() as profile:
-        async with demo().served(port) as url, browser_page(program, Path(profile)) as page:
+        async with demo_gateway().served(port) as url, browser_page(program, Path(profile)) as page:
             for name, tab, size, dark in (
                 ("console-light", "engines", _SIZE, False),
                 ("console-dark", "requests", _SIZE, True),
@@ -291,7 +291,7 @@ async def draw(folder: Path, program: str, port: int) -> None:
             ):
                 await page.show("about:blank", width=size[0], height=size[1], dark=dark)
                 await page.show(f"{url}#{tab}", width=size[0], height=size[1], dark=dark)
-                await until(page, f"document.querySelector('#panel-{tab} tbody tr') !== null")
+                await wait_until(page, f"document.querySelector('#panel-{tab} tbody tr') !== null")
                 (folder / f"{name}.png").write_bytes(await page.picture())
 
 

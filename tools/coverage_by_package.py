@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parent.parent
 
 
-def shares(files: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+def covered_percent(files: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
     """Percent by package, from what coverage.py says of each file; a package's subpackages count to it and for
     themselves.
     """
@@ -35,7 +35,7 @@ def shares(files: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
     return {package: 100 * covered[package] / whole[package] for package in sorted(whole) if whole[package]}
 
 
-def too_low(found: Mapping[str, float], asked: Mapping[str, float]) -> list[str]:
+def below_minimum(found: Mapping[str, float], asked: Mapping[str, float]) -> list[str]:
     """A line for each package with less than is asked of it, or that nothing is known of."""
     return [
         f"{package}: {found.get(package, 0.0):.1f}%, {least:g}% are asked for"
@@ -59,10 +59,10 @@ def main() -> int:
         measured.json_report(outfile=str(out))
         files = {name: one["summary"] for name, one in json.loads(out.read_text())["files"].items()}
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["attache"]["coverage"]
-    found = shares(files)
+    found = covered_percent(files)
     for package, share in found.items():
         print(f"{package:<32} {share:5.1f}%{'' if package not in asked else f'   at least {asked[package]:g}%'}")
-    failures = too_low(found, asked)
+    failures = below_minimum(found, asked)
     for line in failures:
         print(f"TOO LITTLE IS TESTED: {line}", file=sys.stderr)
     return 1 if failures else 0

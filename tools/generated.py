@@ -64,7 +64,7 @@ def with_lists(text: str, lists: Mapping[str, Sequence[str]]) -> str:
     return text
 
 
-def stale(wanted: Mapping[Path, bytes]) -> Iterator[Path]:
+def stale_files(wanted: Mapping[Path, bytes]) -> Iterator[Path]:
     """Files that are missing or different, and files in ``FOLDERS`` that nothing makes."""
     yield from (path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content)
     yield from (path for folder in FOLDERS for path in folder.glob("*") if path not in wanted)
@@ -79,7 +79,7 @@ def main(words: list[str]) -> int:
     # the chart is made of manifests that are made themselves
     for _ in range(_MOST_PASSES):
         wanted = generated_files()
-        found = list(stale(wanted))
+        found = list(stale_files(wanted))
         for path in found:
             if path in wanted:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def main(words: list[str]) -> int:
 
 
 def _complain(what: str) -> int:
-    found = sorted(stale(generated_files()))
+    found = sorted(stale_files(generated_files()))
     for path in found:
         print(f"{path.relative_to(ROOT)} {what}")
     return int(bool(found))

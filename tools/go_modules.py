@@ -27,7 +27,7 @@ def go_version(said: str) -> tuple[int, int]:
 def toolchain_missing() -> str:
     """What is needed and what was found, if that is too little; empty if the toolchain will do."""
     program = shutil.which("go")
-    said = go(["version"]) if program else ""
+    said = run_go(["version"]) if program else ""
     if go_version(said) >= _GO_NEEDED:
         return ""
     return f"Go {'.'.join(map(str, _GO_NEEDED))} or newer is needed, found {said.strip() or 'none'}"
@@ -35,7 +35,7 @@ def toolchain_missing() -> str:
 
 def download_module(module: str, version: str) -> dict[str, Any]:
     """What go says of a module in its cache, into which it is downloaded: ``Dir``, ``GoMod`` and more."""
-    answer: dict[str, Any] = json.loads(go(["mod", "download", "-json", f"{module}@v{version}"]))
+    answer: dict[str, Any] = json.loads(run_go(["mod", "download", "-json", f"{module}@v{version}"]))
     return answer
 
 
@@ -56,15 +56,15 @@ def build(packages: Sequence[str], work: Path, out: Path, flags: str) -> None:
     ``-mod=mod``: go completes go.mod and go.sum by itself, from what the modules ask for.
     """
     target = f"{out}/" if out.is_dir() else str(out)
-    go(["build", "-mod=mod", "-trimpath", "-ldflags", flags, "-o", target, *packages], work)
+    run_go(["build", "-mod=mod", "-trimpath", "-ldflags", flags, "-o", target, *packages], work)
 
 
 def build_tests(package: str, work: Path, out: Path) -> None:
     """Build the tests of a package as a program that runs them."""
-    go(["test", "-c", "-mod=mod", "-trimpath", "-ldflags", "-s -w", "-o", str(out), package], work)
+    run_go(["test", "-c", "-mod=mod", "-trimpath", "-ldflags", "-s -w", "-o", str(out), package], work)
 
 
-def go(words: Sequence[str], directory: Path | None = None) -> str:
+def run_go(words: Sequence[str], directory: Path | None = None) -> str:
     """Run go with nothing of this machine's C compiler; its output. What it says on stderr is shown."""
     environment = {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
     with tempfile.TemporaryDirectory() as empty:  # not in our repository, nor under somebody's go.mod

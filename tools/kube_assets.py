@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bench.cluster.assets import BINARIES, Versions, built_in, versions
 from tools.go_modules import build as build_programs
-from tools.go_modules import download_module, go, go_mod_text, source, toolchain_missing
+from tools.go_modules import download_module, go_mod_text, run_go, source, toolchain_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +67,7 @@ def build(wanted: Versions, out: Path) -> None:
 def _build_kubernetes(version: str, work: Path, out: Path) -> None:
     work.mkdir()
     own = download_module(_KUBERNETES, version)["GoMod"]
-    given = json.loads(go(["mod", "edit", "-json", own]))
+    given = json.loads(run_go(["mod", "edit", "-json", own]))
     (work / "go.mod").write_text(module_file(given, version))
     programs = [f"{_KUBERNETES}/cmd/{name}" for name in BINARIES if name != "etcd"]
     build_programs(programs, work, out, linker_flags(version))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bench.cluster.assets import find_assets
 from bench.cluster.control_plane import apply_crds, running_control_plane
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.lease import LeaderElection
 from controller.kube.resources import (
@@ -60,7 +60,7 @@ async def collect(plane: ControlPlane, assets: ClusterBinaries, client: Client, 
     async with connect(client.access, manager=CONTROLLER) as own:
         election = LeaderElection(own, namespace=NAMESPACE, name="gateway", identity="pages")
         settings = GatewaySettings(config=folder, namespace=NAMESPACE, gateway_config=f"{NAMESPACE}/gateway")
-        role = GatewayRole(own, settings, GatewayMetrics(), election=election)
+        role = GatewayRunner(own, settings, GatewayMetrics(), election=election)
         running = asyncio.create_task(role.run())
         try:
             await _until_reported(client)
@@ -88,7 +88,7 @@ async def _make_objects(client: Client) -> None:
         await client.create(resource, thing)
     async with asyncio.timeout(30):
         # pods are refused until the controllers have made it
-        while await client.find(SERVICE_ACCOUNTS, "default", NAMESPACE) is None:  # noqa: ASYNC110  there is no event
+        while await client.get_or_none(SERVICE_ACCOUNTS, "default", NAMESPACE) is None:  # noqa: ASYNC110  there is no event
             await asyncio.sleep(0.05)
     for number in (1, 2):
         await _make_pod(client, f"llama-{number}", f"10.0.0.{number}")

@@ -75,7 +75,7 @@ def problems(
     target: str, words: Sequence[str], missing: Sequence[Preparation], environment: Mapping[str, str]
 ) -> Iterator[str]:
     """What would stop the target, each with what to do. ``words``: its ARGS. ``missing``: what it has to make first."""
-    from bench.cluster.netns import NoNamespace, way  # noqa: PLC0415 - as tomllib
+    from bench.cluster.netns import NoNamespace, unshare_command  # noqa: PLC0415 - as tomllib
     from tools.go_modules import toolchain_missing  # noqa: PLC0415 - as tomllib
 
     needs_suites = "suites" in TARGETS[target]
@@ -91,7 +91,7 @@ def problems(
         yield "there is no mmdebstrap: `apt-get install --no-install-recommends mmdebstrap`; or start docker or podman"
     if needs_suites or "--own-network" in words:
         try:
-            way()
+            unshare_command()
         except NoNamespace as error:
             yield str(error)
     if target in {"up", "up-kube"} and not {"--bare", "--own-network"} & {*words}:
@@ -105,9 +105,9 @@ def _lacking_space(missing: Sequence[Preparation], built: Sequence[Preparation])
     """By file system: the caches of Go may be on another one."""
     needed = {ROOT: sum(one.disk_gb for one in missing)}
     if built:
-        from tools.go_modules import go  # noqa: PLC0415 - as tomllib
+        from tools.go_modules import run_go  # noqa: PLC0415 - as tomllib
 
-        cache = next(one for one in (Path(go(["env", "GOCACHE"]).strip()), Path.home(), ROOT) if one.exists())
+        cache = next(one for one in (Path(run_go(["env", "GOCACHE"]).strip()), Path.home(), ROOT) if one.exists())
         needed[cache] = sum(one.cache_gb for one in built)
     by_device: dict[int, list[Path]] = {}
     for path in needed:

@@ -89,7 +89,7 @@ def find_words(name: str, path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{path}:{line}: {one}: '{word.lower()}' -> {INSTEAD[word.lower()]}"
 
 
-def find_stranded(path: str, tree: ast.Module) -> Iterator[str]:
+def find_misplaced(path: str, tree: ast.Module) -> Iterator[str]:
     """Names that are imported twice, and constants that could stand at the head: ``path:line: message``."""
     imported, defined, is_below = set[str](), set[str](), False
     for node in [one for top in tree.body for one in (top.body if _is_for_types(top) else [top])]:
@@ -124,7 +124,7 @@ def main() -> int:
         for file in sorted((ROOT / package).rglob("*.py"))
         for tree in [ast.parse(file.read_text())]
         for path in [str(file.relative_to(ROOT))]
-        for line in (*find_words(file.stem, path, tree), *find_stranded(path, tree))
+        for line in (*find_words(file.stem, path, tree), *find_misplaced(path, tree))
     ]
     print("\n".join(lines) or "no word that should not come back, no constant out of its place")
     return 1 if lines else 0

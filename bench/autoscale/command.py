@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.load_profiles import LOADS, Half
+from bench.autoscale.load_profiles import LOADS, DataSplit
 from bench.autoscale.policies import POLICIES, policy_named
 from bench.autoscale.report import write_report
 from bench.autoscale.trial import ComparisonPlan, Trial, TrialResult, run_trial
@@ -96,7 +96,7 @@ def run_grid(
                 out.write(msgspec.json.encode(result) + b"\n")
                 out.flush()
                 found[result.trial] = result
-                console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
+                console.print(f"{number}/{len(missing)} {format_result(result)}", highlight=False)
     return {one: found[one] for one in trials}
 
 
@@ -107,7 +107,7 @@ def _ahead(count: int, kept: Iterable[TrialResult]) -> str:
     return f"{count} {'trial' if count == 1 else 'trials'} to run, a line for each when it has ended: {each}"
 
 
-def line_of(result: TrialResult) -> str:
+def format_result(result: TrialResult) -> str:
     """A trial in a line, for the terminal."""
     trial = result.trial
     return (
@@ -155,7 +155,7 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
     if options.quick:
         return _quick(options, policies, console)
     plan = ComparisonPlan(loads, policies, options.seeds, options.period, options.start)
-    trials = [*plan.trials(Half.TUNING), *plan.trials(Half.HELD)]
+    trials = [*plan.trials(DataSplit.TUNING), *plan.trials(DataSplit.HELD)]
     found = run_grid(trials, options.out / "trials.jsonl", options.traces or TRACES, console, jobs=options.jobs)
     _print_report(found.values(), options.out, console)
     return 0
@@ -193,7 +193,7 @@ def _quick(options: argparse.Namespace, policies: list[str], console: Console) -
     plan = ComparisonPlan(_QUICK_LOADS, policies, 1, options.period, _QUICK_START_S, _QUICK_S)
     trials = [
         one
-        for one in plan.trials(Half.HELD)
+        for one in plan.trials(DataSplit.HELD)
         if one.knob == policy_named(one.policy).grid[len(policy_named(one.policy).grid) // 2]
     ]
     file = options.out / "quick.jsonl"
@@ -206,7 +206,7 @@ def _quick(options: argparse.Namespace, policies: list[str], console: Console) -
 def _print_report(results: Iterable[TrialResult], out: Path, console: Console) -> None:
     report = write_report(results, out)
     for table in report.tables:
-        console.print(table.on_terminal())
+        console.print(table.as_rich_table())
     for one in report.said:
         console.print(f"- {one}", highlight=False)
     console.print(f"written: {out}/autoscale.md, autoscale.png, tuned.json", highlight=False)

@@ -93,7 +93,7 @@ ONE: Final = (Variant("a100", "a100x2", cost=1.0, accelerators=2),)
 SEVERAL: Final = (*ONE, Variant("h100", "h100x2", cost=2.6, accelerators=2, start_s=90.0, max_replicas=3))
 
 
-class Mean(msgspec.Struct, frozen=True):
+class MeanRequestTokens(msgspec.Struct, frozen=True):
     """Lengths in tokens: of the uncached part of a prompt, of its cached part, of the answer."""
 
     uncached: float
@@ -110,27 +110,27 @@ class EngineCapacity(msgspec.Struct, frozen=True):
     output_token_s: float
 
 
-def capacity(kind: EngineKind, mean: Mean, tpot_s: float) -> EngineCapacity:
+def engine_capacity(kind: EngineKind, mean: MeanRequestTokens, tpot_s: float) -> EngineCapacity:
     """The largest rate of mean requests at which steps are short enough, and no more than all of the time is used."""
-    low, high = 0.0, 1 / max(1e-9, prefill_of(kind, mean.uncached, mean.cached))
+    low, high = 0.0, 1 / max(1e-9, prompt_prefill_s(kind, mean.uncached, mean.cached))
     for _ in range(_STEPS):
         middle = (low + high) / 2
         if _has_steps(kind, mean, tpot_s, middle):
             low = middle
         else:
             high = middle
-    left = 1 - low * prefill_of(kind, mean.uncached, mean.cached)
+    left = 1 - low * prompt_prefill_s(kind, mean.uncached, mean.cached)
     return EngineCapacity(low, left / max(1e-9, low * mean.output))
 
 
-def prefill_of(kind: EngineKind, uncached: float, cached: float) -> float:
+def prompt_prefill_s(kind: EngineKind, uncached: float, cached: float) -> float:
     """Engine time of one prompt."""
     return prefill_s(kind.speed, max(1, round(uncached)), round(cached), budget=kind.limits.max_num_batched_tokens)
 
 
-def _has_steps(kind: EngineKind, mean: Mean, tpot_s: float, rate: float) -> bool:
+def _has_steps(kind: EngineKind, mean: MeanRequestTokens, tpot_s: float, rate: float) -> bool:
     """Whether the batch at this rate settles where its steps are short enough and its tokens fit into the cache."""
-    left = 1 - rate * prefill_of(kind, mean.uncached, mean.cached)
+    left = 1 - rate * prompt_prefill_s(kind, mean.uncached, mean.cached)
     if left <= 0:
         return False
     held = mean.uncached + mean.cached + mean.output / 2
@@ -173,11 +173,11 @@ class Replica(msgspec.Struct):
         return self.ready_at_s is None and self.gone_at_s is None
 
     @property
-    def is_wanted(self) -> bool:
+    def is_kept(self) -> bool:
         """It counts against what was ordered: a draining one cannot be had back."""
         return self.is_ready or self.is_starting
 
-    def paid_s(self, since_s: float, until_s: float) -> float:
+    def billed_s(self, since_s: float, until_s: float) -> float:
         """How long it has cost in a time."""
         end = until_s if self.gone_at_s is None else min(self.gone_at_s, until_s)
         return max(0.0, end - max(since_s, self.created_at_s))
@@ -190,7 +190,7 @@ class Replica(msgspec.Struct):
         return max(0.0, min(ends) - max(since_s, self.ready_at_s))
 
 
-class Bill(msgspec.Struct, frozen=True):
+class FleetCost(msgspec.Struct, frozen=True):
     """What a fleet has used. ``replica_hours``: paid for. ``cost``: by the variants' costs. ``wasted_gpu_s``:
     GPU-seconds of replicas that were starting or draining.
     """
@@ -200,18 +200,18 @@ class Bill(msgspec.Struct, frozen=True):
     wasted_gpu_s: float
 
 
-def bill(replicas: Iterable[Replica], since_s: float, until_s: float) -> Bill:
+def fleet_cost(replicas: Iterable[Replica], since_s: float, until_s: float) -> FleetCost:
     """Of all replicas, from one instant to another."""
     hours = cost = wasted_s = 0.0
     for one in replicas:
-        paid_s = one.paid_s(since_s, until_s)
+        paid_s = one.billed_s(since_s, until_s)
         hours += paid_s / _HOUR_S
         cost += one.cost * paid_s / _HOUR_S
         wasted_s += one.accelerators * (paid_s - one.serving_s(since_s, until_s))
-    return Bill(hours, cost, wasted_s)
+    return FleetCost(hours, cost, wasted_s)
 
 
-def victims(replicas: Sequence[Replica], count: int, in_flight: dict[str, int]) -> list[Replica]:
+def choose_replicas_to_remove(replicas: Sequence[Replica], count: int, in_flight: dict[str, int]) -> list[Replica]:
     """Which of a target's replicas go: those that are starting, the newest first; then those with the least to do.
 
     ``in_flight``: requests by address.
@@ -267,12 +267,12 @@ class Fleet:
             self.orders.append(ScaleOrder(now, asked))
         changed = False
         for name, count in asked.items():
-            wanted = [one for one in self.replicas if one.target == name and one.is_wanted]
+            wanted = [one for one in self.replicas if one.target == name and one.is_kept]
             for _ in range(count - len(wanted)):
                 self._start(name, now)
             if count < len(wanted):
                 in_flight = {one.address: self.simulation.in_flight(one.address) for one in wanted}
-                for one in victims(wanted, len(wanted) - count, in_flight):
+                for one in choose_replicas_to_remove(wanted, len(wanted) - count, in_flight):
                     self._let_go(one, now)
                 changed = True
         if changed:
@@ -316,7 +316,7 @@ class Fleet:
                 self.simulation.add_engine(made.address, self._kinds[target])
                 self._set_endpoints(later)
 
-        self.simulation.at(now + self.variants[target].drawn_start_s(self._rng), ready)
+        self.simulation.schedule_at(now + self.variants[target].drawn_start_s(self._rng), ready)
 
     def _let_go(self, replica: Replica, now: float) -> None:
         if replica.is_starting:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import numpy as np
 
-from bench.autoscale.fleet import ONE, SEVERAL, Mean, Variant, capacity
+from bench.autoscale.fleet import ONE, SEVERAL, MeanRequestTokens, Variant, engine_capacity
 from bench.lab.measures import LatencyObjective
-from bench.workload.sessions import Piece, Session, SessionTurn, Workload
+from bench.workload.sessions import Session, SessionTurn, TextPiece, Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _DAY: Final = (3, 2, 2, 2, 2, 3, 4, 6, 9, 11, 12, 12, 10, 11, 13, 13, 12, 10, 8,
 _NOTHING = 1e-9
 
 
-class Shape(Protocol):
+class LoadCurve(Protocol):
     """Load by time."""
 
     @property
@@ -42,12 +42,12 @@ class Shape(Protocol):
         """Never exceeded."""
         ...
 
-    def at(self, at_s: float) -> float:
+    def load_at(self, at_s: float) -> float:
         """Engines' worth of requests at an instant."""
         ...
 
 
-class Lines(msgspec.Struct, frozen=True):
+class PiecewiseLinearLoad(msgspec.Struct, frozen=True):
     """Straight lines between ``points`` of time and load; the first and the last level go on. Two points at one instant
     are a step.
     """
@@ -59,7 +59,7 @@ class Lines(msgspec.Struct, frozen=True):
         """The highest point."""
         return max(load for _, load in self.points)
 
-    def at(self, at_s: float) -> float:
+    def load_at(self, at_s: float) -> float:
         """By interpolation."""
         after = bisect_right(self.points, at_s, key=lambda one: one[0])
         if after == 0:
@@ -70,7 +70,7 @@ class Lines(msgspec.Struct, frozen=True):
         return low + (high - low) * (at_s - begin_s) / (end_s - begin_s)
 
 
-class Sines(msgspec.Struct, frozen=True):
+class SineLoad(msgspec.Struct, frozen=True):
     """``mean`` and ``waves`` of a period and an amplitude each; never below 0."""
 
     mean: float
@@ -81,36 +81,38 @@ class Sines(msgspec.Struct, frozen=True):
         """All waves at once."""
         return self.mean + sum(amplitude for _, amplitude in self.waves)
 
-    def at(self, at_s: float) -> float:
+    def load_at(self, at_s: float) -> float:
         """The sum at an instant."""
         waves = (amplitude * math.sin(2 * math.pi * at_s / period_s) for period_s, amplitude in self.waves)
         return max(0.0, self.mean + sum(waves))
 
 
-def steps(*levels: tuple[float, float]) -> Lines:
+def step_load(*levels: tuple[float, float]) -> PiecewiseLinearLoad:
     """``levels``: from when on which load."""
     points = [levels[0]]
     for begin_s, load in levels[1:]:
         points += [(begin_s, points[-1][1]), (begin_s, load)]
-    return Lines(tuple(points))
+    return PiecewiseLinearLoad(tuple(points))
 
 
-def spikes(base: float, *found: tuple[float, float, float]) -> Lines:
+def spiky_load(base: float, *found: tuple[float, float, float]) -> PiecewiseLinearLoad:
     """``found``: when, for how long, and up to which load."""
     levels = [(0.0, base)]
     for begin_s, length_s, load in found:
         levels += [(begin_s, load), (begin_s + length_s, base)]
-    return steps(*levels)
+    return step_load(*levels)
 
 
-def days(mean: float, day_s: float, begins_at: float = 0.0) -> Lines:
+def daily_load(mean: float, day_s: float, begins_at: float = 0.0) -> PiecewiseLinearLoad:
     """A day in ``day_s``, twice, so that any excerpt of one day can begin at the hour ``begins_at``."""
     hours = [mean * len(_DAY) * load / sum(_DAY) for load in _DAY]
     hour_s = day_s / len(hours)
-    return Lines(tuple(((number - begins_at) * hour_s, load) for number, load in enumerate([*hours, *hours])))
+    return PiecewiseLinearLoad(
+        tuple(((number - begins_at) * hour_s, load) for number, load in enumerate([*hours, *hours]))
+    )
 
 
-def arrivals(shape: Shape, per_engine: float, duration_s: float, rng: random.Random) -> Iterator[float]:
+def arrival_times(shape: LoadCurve, per_engine: float, duration_s: float, rng: random.Random) -> Iterator[float]:
     """Instants of a Poisson process whose rate follows the shape, by thinning (Lewis and Shedler, 1979).
 
     ``per_engine``: requests a second that one engine serves.
@@ -121,11 +123,11 @@ def arrivals(shape: Shape, per_engine: float, duration_s: float, rng: random.Ran
         at_s += rng.expovariate(highest)
         if at_s >= duration_s:
             return
-        if rng.random() * highest < shape.at(at_s) * per_engine:
+        if rng.random() * highest < shape.load_at(at_s) * per_engine:
             yield at_s
 
 
-class Half(enum.StrEnum):
+class DataSplit(enum.StrEnum):
     """TUNING: for the choice of settings. HELD: for their evaluation."""
 
     TUNING = "tuning"
@@ -145,9 +147,9 @@ class TokenLengths(msgspec.Struct, frozen=True):
     longest: int = 16_000
 
     @property
-    def mean(self) -> Mean:
+    def mean(self) -> MeanRequestTokens:
         """Once an engine has seen the instructions."""
-        return Mean(uncached=self.prompt, cached=self.shared, output=self.output)
+        return MeanRequestTokens(uncached=self.prompt, cached=self.shared, output=self.output)
 
     def draw(self, mean: int, rng: random.Random) -> int:
         """One length."""
@@ -162,54 +164,56 @@ class LoadProfile(msgspec.Struct, frozen=True):
 
     name: str
     duration_s: float
-    shapes: Mapping[Half, Shape] = {}
+    shapes: Mapping[DataSplit, LoadCurve] = {}
     lengths: TokenLengths = TokenLengths()
     trace: str = ""
     copies: float = 1.0
-    trace_mean: Mean | None = None
+    trace_mean: MeanRequestTokens | None = None
     objective: LatencyObjective = LatencyObjective(ttft_s=3.0, tpot_s=0.075)
     variants: tuple[Variant, ...] = ONE
     min_replicas: int = 1
 
     @property
-    def mean(self) -> Mean:
+    def mean(self) -> MeanRequestTokens:
         """The mean request."""
         return self.lengths.mean if self.trace_mean is None else self.trace_mean
 
-    def workload(self, half: Half, seed: int, traces: Path) -> Workload:
+    def workload(self, half: DataSplit, seed: int, traces: Path) -> Workload:
         """``traces``: the directory with trace files. Raises TraceInvalid."""
         if self.trace:
             return self._replayed(half, seed, traces)
         rng = random.Random(f"{self.name}/{half}/{seed}")
         shape = self.shapes[half]
-        per_engine = capacity(self.variants[0].kind(), self.mean, self.objective.tpot_s).requests_per_s
-        begins = arrivals(shape, per_engine, self.duration_s, rng)
+        per_engine = engine_capacity(self.variants[0].kind(), self.mean, self.objective.tpot_s).requests_per_s
+        begins = arrival_times(shape, per_engine, self.duration_s, rng)
         key = f"{self.name}/{half}/{seed}"
         return Workload(key, tuple(self._session(key, number, at_s, rng) for number, at_s in enumerate(begins)))
 
     def _session(self, key: str, number: int, at_s: float, rng: random.Random) -> Session:
         lengths = self.lengths
         pieces = (
-            Piece(f"instruction/{rng.randrange(lengths.groups)}", lengths.shared),
-            Piece(f"{key}/{number}", lengths.draw(lengths.prompt, rng)),
+            TextPiece(f"instruction/{rng.randrange(lengths.groups)}", lengths.shared),
+            TextPiece(f"{key}/{number}", lengths.draw(lengths.prompt, rng)),
         )
         return Session(at_s, (SessionTurn(pieces, lengths.draw(lengths.output, rng)),))
 
-    def _replayed(self, half: Half, seed: int, traces: Path) -> Workload:
+    def _replayed(self, half: DataSplit, seed: int, traces: Path) -> Workload:
         sessions = _read(traces / self.trace)
         middle_s = sessions[-1].begins_at_s / 2
-        begin_s = 0.0 if half is Half.TUNING else middle_s
+        begin_s = 0.0 if half is DataSplit.TUNING else middle_s
         end_s = min(middle_s, self.duration_s)
         mine = [
             msgspec.structs.replace(one, begins_at_s=one.begins_at_s - begin_s)
             for one in sessions
             if begin_s <= one.begins_at_s < begin_s + end_s
         ]
-        copied = copies(mine, self.copies, random.Random(f"{self.name}/{seed}"))
+        copied = replicate_sessions(mine, self.copies, random.Random(f"{self.name}/{seed}"))
         return Workload(f"{self.name}/{half}/{seed}", tuple(copied))
 
 
-def copies(sessions: Sequence[Session], count: float, rng: random.Random, *, apart_s: float = 5.0) -> list[Session]:
+def replicate_sessions(
+    sessions: Sequence[Session], count: float, rng: random.Random, *, apart_s: float = 5.0
+) -> list[Session]:
     """``count`` sessions for each, in the mean: the rate grows, and how it changes stays.
 
     ``apart_s``: copies begin up to so much later. Copies share no text with what they were copied from beyond what the
@@ -226,7 +230,7 @@ def copies(sessions: Sequence[Session], count: float, rng: random.Random, *, apa
 
 
 def _renamed(turn: SessionTurn, copy: int) -> SessionTurn:
-    pieces = tuple(Piece(f"{piece.key}/{copy}", piece.tokens, piece.first) for piece in turn.pieces)
+    pieces = tuple(TextPiece(f"{piece.key}/{copy}", piece.tokens, piece.first) for piece in turn.pieces)
     return msgspec.structs.replace(turn, pieces=pieces)
 
 
@@ -238,49 +242,55 @@ def _read(file: Path) -> Sequence[Session]:
 
 
 def _shaped(
-    name: str, tuning: Shape, held: Shape, duration_s: float, variants: tuple[Variant, ...] = ONE
+    name: str, tuning: LoadCurve, held: LoadCurve, duration_s: float, variants: tuple[Variant, ...] = ONE
 ) -> LoadProfile:
-    return LoadProfile(name, duration_s, {Half.TUNING: tuning, Half.HELD: held}, variants=variants)
+    return LoadProfile(name, duration_s, {DataSplit.TUNING: tuning, DataSplit.HELD: held}, variants=variants)
 
 
-_RAMP_TUNING: Final = Lines(((0, 2), (120, 2), (600, 9), (720, 9), (960, 3)))
-_RAMP_HELD: Final = Lines(((0, 3), (90, 3), (330, 10), (540, 10), (1020, 2)))
+_RAMP_TUNING: Final = PiecewiseLinearLoad(((0, 2), (120, 2), (600, 9), (720, 9), (960, 3)))
+_RAMP_HELD: Final = PiecewiseLinearLoad(((0, 3), (90, 3), (330, 10), (540, 10), (1020, 2)))
 _LOADS: Final = (
-    _shaped("steps", steps((0, 2), (240, 7), (720, 3)), steps((0, 3), (180, 9), (420, 5), (660, 8), (900, 2)), 1080),
+    _shaped(
+        "steps", step_load((0, 2), (240, 7), (720, 3)), step_load((0, 3), (180, 9), (420, 5), (660, 8), (900, 2)), 1080
+    ),
     _shaped("ramps", _RAMP_TUNING, _RAMP_HELD, 1140),
     _shaped(
         "spikes",
-        spikes(3, (200, 75, 8), (560, 45, 9), (860, 90, 7)),
-        spikes(2, (150, 60, 7), (420, 120, 6), (780, 40, 10)),
+        spiky_load(3, (200, 75, 8), (560, 45, 9), (860, 90, 7)),
+        spiky_load(2, (150, 60, 7), (420, 120, 6), (780, 40, 10)),
         1080,
     ),
-    _shaped("sines", Sines(5, ((400, 3), (90, 0.7))), Sines(6, ((280, 2.5), (700, 2), (60, 0.5))), 1200),
-    _shaped("days", days(5, 1200), days(6, 900, begins_at=5), 1200),
-    _shaped("noise", Sines(5, ()), Sines(3.4, ()), 1200),
+    _shaped("sines", SineLoad(5, ((400, 3), (90, 0.7))), SineLoad(6, ((280, 2.5), (700, 2), (60, 0.5))), 1200),
+    _shaped("days", daily_load(5, 1200), daily_load(6, 900, begins_at=5), 1200),
+    _shaped("noise", SineLoad(5, ()), SineLoad(3.4, ()), 1200),
     msgspec.structs.replace(
         _shaped(
             "idle",
-            steps((0, 4), (180, 0.05), (480, 5), (660, 0), (960, 3)),
-            steps((0, 3), (240, 0), (540, 6), (660, 0.05), (900, 4)),
+            step_load((0, 4), (180, 0.05), (480, 5), (660, 0), (960, 3)),
+            step_load((0, 3), (240, 0), (540, 6), (660, 0.05), (900, 4)),
             1140,
         ),
         min_replicas=0,
     ),
     _shaped("kinds", _RAMP_TUNING, _RAMP_HELD, 1140, SEVERAL),
-    LoadProfile("azure-code", 720, trace="azure2023_code_a.csv.gz", copies=3, trace_mean=Mean(2048, 0, 28)),
-    LoadProfile("azure-chat", 900, trace="azure2023_conv_a.csv.gz", copies=2.5, trace_mean=Mean(1155, 0, 211)),
+    LoadProfile(
+        "azure-code", 720, trace="azure2023_code_a.csv.gz", copies=3, trace_mean=MeanRequestTokens(2048, 0, 28)
+    ),
+    LoadProfile(
+        "azure-chat", 900, trace="azure2023_conv_a.csv.gz", copies=2.5, trace_mean=MeanRequestTokens(1155, 0, 211)
+    ),
     LoadProfile(
         "mooncake",
         1000,
         trace="mooncake_conversation_a.jsonl.gz",
         copies=0.6,
-        trace_mean=Mean(8000, 4000, 343),
+        trace_mean=MeanRequestTokens(8000, 4000, 343),
         objective=LatencyObjective(ttft_s=8.0, tpot_s=0.1),
     ),
 )
 LOADS: Final[Mapping[str, LoadProfile]] = MappingProxyType({one.name: one for one in _LOADS})
 # For a quick trial run; they are not evaluated.
-_QUICK_SHAPE: Final = steps((0, 1.5), (80, 5))
+_QUICK_SHAPE: Final = step_load((0, 1.5), (80, 5))
 QUICK_LOADS: Final[Mapping[str, LoadProfile]] = MappingProxyType(
     {
         "quick": _shaped("quick", _QUICK_SHAPE, _QUICK_SHAPE, 180),
@@ -294,9 +304,9 @@ def load_named(name: str) -> LoadProfile:
     return LOADS[name] if name in LOADS else QUICK_LOADS[name]
 
 
-def worths(load: LoadProfile) -> dict[str, float]:
+def relative_capacities(load: LoadProfile) -> dict[str, float]:
     """What one replica of each variant carries, in replicas of the first."""
-    rates = [capacity(one.kind(), load.mean, load.objective.tpot_s).requests_per_s for one in load.variants]
+    rates = [engine_capacity(one.kind(), load.mean, load.objective.tpot_s).requests_per_s for one in load.variants]
     return {one.name: rate / rates[0] for one, rate in zip(load.variants, rates, strict=True)}
 
 
@@ -310,7 +320,7 @@ class VariantMixes(msgspec.Struct, frozen=True):
     units: np.ndarray
     costs: np.ndarray
 
-    def carrying(self, units: float) -> np.ndarray:
+    def carries(self, units: float) -> np.ndarray:
         """Whether each mix carries so much; if none does, those that carry most."""
         return self.units >= min(units, float(self.units.max())) - _NOTHING
 
@@ -320,13 +330,13 @@ class VariantMixes(msgspec.Struct, frozen=True):
 
     def cheapest_mix(self, units: float) -> dict[str, int]:
         """The mix with the least cost that carries so much; of equals the one with the fewest replicas."""
-        rows = np.flatnonzero(self.carrying(units))
+        rows = np.flatnonzero(self.carries(units))
         return self.replicas_by_variant(int(min(rows, key=lambda row: (self.costs[row], self.counts[row].sum()))))
 
 
 def variant_mixes(load: LoadProfile, min_replicas: int) -> VariantMixes:
     """``min_replicas``: of the first variant."""
-    variants, worth = load.variants, worths(load)
+    variants, worth = load.variants, relative_capacities(load)
     bounds = [range(0 if number else min_replicas, one.max_replicas + 1) for number, one in enumerate(variants)]
     counts = np.array(list(itertools.product(*bounds)))
     return VariantMixes(
@@ -352,7 +362,7 @@ def cheapest_plan(
     later = np.zeros(len(mixes.counts))
     choices = []
     for units in reversed(needs):
-        value = np.where(mixes.carrying(units), mixes.costs + later, np.inf)
+        value = np.where(mixes.carries(units), mixes.costs + later, np.inf)
         totals = starts + value[None, :]
         choices.append(totals.argmin(axis=1))
         later = totals.min(axis=1)

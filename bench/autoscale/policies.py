@@ -27,7 +27,7 @@ from bench.autoscale.baselines.dynamo import DynamoPlanner
 from bench.autoscale.baselines.kthena import Kthena
 from bench.autoscale.baselines.llm_d import KedaQueue, KedaSlo
 from bench.autoscale.baselines.wva import WvaV1, WvaV2
-from bench.autoscale.fleet import capacity, prefill_of
+from bench.autoscale.fleet import engine_capacity, prompt_prefill_s
 from bench.autoscale.load_profiles import LoadProfile, cheapest_plan, variant_mixes
 from bench.workload.sessions import Workload
 from controller.api.autoscaling import LatencyObjective, ScaleToZero
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from bench.autoscale.baselines.baseline import Baseline
     from bench.autoscale.fleet import Variant
-    from controller.autoscaler.decision.memory import Memory
+    from controller.autoscaler.decision.saved_state import Memory
     from controller.autoscaler.decision.situation import Situation
 
 # The percentile of latencies in the policies' objective.
@@ -76,7 +76,7 @@ class Scaler(Protocol):
         ...
 
 
-class Setup(msgspec.Struct, frozen=True):
+class ScalerSetup(msgspec.Struct, frozen=True):
     """A scaler's inputs. ``knob``: the value of the policy's knob. ``workload``: future arrivals, for the oracle alone.
     ``min_replicas``: of the first target; the others may have none. ``initial``: replicas of the first target at the
     start.
@@ -90,7 +90,7 @@ class Setup(msgspec.Struct, frozen=True):
     initial: int = 1
 
 
-def objective_of(setup: Setup, share: float = 1.0) -> LatencyObjective:
+def scaled_objective(setup: ScalerSetup, share: float = 1.0) -> LatencyObjective:
     """The load's objective as a policy has it, or a share of its latencies."""
     asked = setup.load.objective
     return LatencyObjective(
@@ -109,7 +109,7 @@ class Policy(msgspec.Struct, frozen=True):
     """
 
     name: str
-    make: Callable[[Setup], Scaler]
+    make: Callable[[ScalerSetup], Scaler]
     knob: str
     grid: tuple[float, ...]
     native_period_s: float
@@ -123,14 +123,14 @@ def work_by_second(load: LoadProfile, workload: Workload) -> list[float]:
     The cached share of a prompt is taken to be the mean's.
     """
     kind, mean = load.variants[0].kind(), load.mean
-    per_output_s = capacity(kind, mean, load.objective.tpot_s).output_token_s
+    per_output_s = engine_capacity(kind, mean, load.objective.tpot_s).output_token_s
     uncached = mean.uncached / (mean.uncached + mean.cached)
     seconds = [0.0] * math.ceil(load.duration_s)
     for session in workload.sessions:
         for turn in session.turns:
             prompt = sum(piece.tokens for piece in turn.pieces)
             second = min(len(seconds) - 1, int(session.begins_at_s))
-            seconds[second] += prefill_of(kind, uncached * prompt, (1 - uncached) * prompt)
+            seconds[second] += prompt_prefill_s(kind, uncached * prompt, (1 - uncached) * prompt)
             seconds[second] += per_output_s * turn.output_tokens
     return seconds
 
@@ -152,7 +152,7 @@ def units_needed(work: Sequence[float], utilization: float, window_s: float = WI
     return found
 
 
-def orders_ahead(need: Sequence[int], lead_s: float, min_replicas: int) -> list[int]:
+def hindsight_orders(need: Sequence[int], lead_s: float, min_replicas: int) -> list[int]:
     """What to have ordered at each second: the most that is needed from then until an engine ordered now would be
     there.
 
@@ -165,7 +165,7 @@ def orders_ahead(need: Sequence[int], lead_s: float, min_replicas: int) -> list[
 class Oracle:
     """Follows the plan that it made of the whole workload."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ScalerSetup) -> None:
         work = work_by_second(setup.load, setup.workload)
         self._plans = _one_kind(setup, work) if len(setup.load.variants) == 1 else _several_kinds(setup, work)
         self._most = {one.name: one.max_replicas for one in setup.load.variants}
@@ -178,29 +178,29 @@ class Oracle:
         }
 
 
-def _lead_s(variant: Variant, setup: Setup) -> float:
+def _lead_s(variant: Variant, setup: ScalerSetup) -> float:
     return variant.start_s * (1 + variant.jitter) + setup.period_s
 
 
-def _one_kind(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
+def _one_kind(setup: ScalerSetup, work: Sequence[float]) -> dict[str, list[int]]:
     (one,) = setup.load.variants
-    return {one.name: orders_ahead(required_engines(work, setup.knob), _lead_s(one, setup), setup.min_replicas)}
+    return {one.name: hindsight_orders(required_engines(work, setup.knob), _lead_s(one, setup), setup.min_replicas)}
 
 
-def _several_kinds(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
+def _several_kinds(setup: ScalerSetup, work: Sequence[float]) -> dict[str, list[int]]:
     variants = setup.load.variants
     leads_s = {one.name: _lead_s(one, setup) for one in variants}
     initial = {variants[0].name: setup.initial}
     plan = cheapest_plan(
         variant_mixes(setup.load, setup.min_replicas), units_needed(work, setup.knob), leads_s, initial
     )
-    return {name: orders_ahead([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
+    return {name: hindsight_orders([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
 
 
 class LiveAutoscaler:
     """One binding with all variants of the load as its targets."""
 
-    def __init__(self, setup: Setup, policy: AutoscalingPolicySpec) -> None:
+    def __init__(self, setup: ScalerSetup, policy: AutoscalingPolicySpec) -> None:
         targets = tuple(
             variant.target(0 if number else setup.min_replicas) for number, variant in enumerate(setup.load.variants)
         )
@@ -221,19 +221,19 @@ class LiveAutoscaler:
         return {one.name: one.desired for one in decision.targets if one.desired is not None}
 
 
-def by_headroom(setup: Setup) -> LiveAutoscaler:
+def autoscaler_with_headroom(setup: ScalerSetup) -> LiveAutoscaler:
     """The load's objective as it is. The knob: for how many times the load of now there is room."""
     work = Strategy(name="Work", work=WorkParameters(headroom=setup.knob))
-    return LiveAutoscaler(setup, _policy(setup, objective_of(setup), (work,)))
+    return LiveAutoscaler(setup, _policy(setup, scaled_objective(setup), (work,)))
 
 
-def by_utilization(setup: Setup) -> LiveAutoscaler:
+def autoscaler_with_utilization(setup: ScalerSetup) -> LiveAutoscaler:
     """The knob: the utilization of the strategy Work."""
     work = Strategy(name="Work", work=WorkParameters(utilization=setup.knob))
-    return LiveAutoscaler(setup, _policy(setup, objective_of(setup), (work,)))
+    return LiveAutoscaler(setup, _policy(setup, scaled_objective(setup), (work,)))
 
 
-def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...]) -> AutoscalingPolicySpec:
+def _policy(setup: ScalerSetup, objective: LatencyObjective, strategies: tuple[Strategy, ...]) -> AutoscalingPolicySpec:
     return AutoscalingPolicySpec(
         strategies=strategies,
         objective=objective,
@@ -242,7 +242,7 @@ def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strateg
     )
 
 
-class OfBaseline:
+class BaselineScaler:
     """A baseline in its loop. ``ask``: returns its replicas of each target, and its state for the next call."""
 
     def __init__(self, ask: Callable[[Situation, Any], tuple[Mapping[str, int], Any]]) -> None:
@@ -255,44 +255,44 @@ class OfBaseline:
         return desired
 
 
-def _of_first(baseline: Baseline[Any]) -> OfBaseline:
+def _of_first(baseline: Baseline[Any]) -> BaselineScaler:
     """It supports one kind of engine, and scales the first target."""
 
     def ask(situation: Situation, memory: object) -> tuple[Mapping[str, int], object]:
         desired, memory = baseline.desired_replicas(situation, memory)
         return {situation.targets[0].name: desired}, memory
 
-    return OfBaseline(ask)
+    return BaselineScaler(ask)
 
 
-def _baseline(make: Callable[[Setup], Baseline[Any]]) -> Callable[[Setup], Scaler]:
+def _baseline(make: Callable[[ScalerSetup], Baseline[Any]]) -> Callable[[ScalerSetup], Scaler]:
     return lambda setup: _of_first(make(setup))
 
 
-def _kinds_baseline(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Setup], Scaler]:
+def _kinds_baseline(make: Callable[[ScalerSetup], WvaV1 | WvaV2 | Kthena]) -> Callable[[ScalerSetup], Scaler]:
     """With one kind of engine: its simpler form."""
 
-    def made(setup: Setup) -> Scaler:
+    def made(setup: ScalerSetup) -> Scaler:
         baseline = make(setup)
-        return _of_first(baseline) if len(setup.load.variants) == 1 else OfBaseline(baseline.desired_kinds)
+        return _of_first(baseline) if len(setup.load.variants) == 1 else BaselineScaler(baseline.desired_kinds)
 
     return made
 
 
-def _wva_v1(setup: Setup) -> WvaV1:
+def _wva_v1(setup: ScalerSetup) -> WvaV1:
     return WvaV1(SpareCapacityParameters(kv_spare_trigger=setup.knob), period_s=setup.period_s)
 
 
-def _wva_v2(setup: Setup) -> WvaV2:
+def _wva_v2(setup: ScalerSetup) -> WvaV2:
     """The two utilizations stay as far apart as in the original."""
     up, down = setup.knob, setup.knob * 0.70 / 0.85
     return WvaV2(TokensParameters(scale_up_utilization=up, scale_down_utilization=down), period_s=setup.period_s)
 
 
-def _slo(setup: Setup) -> Baseline[Any]:
+def _slo(setup: ScalerSetup) -> Baseline[Any]:
     """The two thresholds stay in the original's proportion."""
     up, down = setup.knob, setup.knob * 0.40 / 0.55
-    return KedaSlo(objective_of(setup), up, down, period_s=setup.period_s)
+    return KedaSlo(scaled_objective(setup), up, down, period_s=setup.period_s)
 
 
 PEER_POLICIES: Final = (
@@ -336,7 +336,7 @@ PEER_POLICIES: Final = (
     ),
     Policy(
         "dynamo",
-        _baseline(lambda setup: DynamoPlanner(objective_of(setup, setup.knob), period_s=setup.period_s)),
+        _baseline(lambda setup: DynamoPlanner(scaled_objective(setup, setup.knob), period_s=setup.period_s)),
         "share of the objective",
         (0.6, 0.75, 0.9, 1.0, 1.15),
         5.0,
@@ -362,7 +362,7 @@ class PolicyUnknown(ValueError):
 class FixedReplicas:
     """Always the same number; of several kinds of engine the cheapest mix that carries as much."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ScalerSetup) -> None:
         first, *others = setup.load.variants
         self._desired = {first.name: math.ceil(setup.knob)}
         if others:
@@ -375,8 +375,10 @@ class FixedReplicas:
 
 
 _POLICIES: Final = (
-    Policy(OURS, by_headroom, "headroom", (1.0, 1.25, 1.5, 2.0, 3.0), 5.0, has_zero=True),
-    Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0, has_zero=True),
+    Policy(OURS, autoscaler_with_headroom, "headroom", (1.0, 1.25, 1.5, 2.0, 3.0), 5.0, has_zero=True),
+    Policy(
+        "attache-utilization", autoscaler_with_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0, has_zero=True
+    ),
     *PEER_POLICIES,
     Policy("fixed", FixedReplicas, "replicas", (4, 6, 8, 10, 12), 5.0),
     Policy("oracle", Oracle, "share of engines' time", (0.8, 0.95, 1.1, 1.25, 1.4), 5.0, has_zero=True),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from bench.autoscale.load_profiles import LOADS, Half, load_named
+from bench.autoscale.load_profiles import LOADS, DataSplit, load_named
 from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policies_for, policy_named
 from bench.autoscale.trial import GOAL, TrialResult, TunedPolicy, tune_policies
 from bench.reporting.pages import Table, figure
@@ -60,7 +60,7 @@ _WIDTH: Final = 118
 _UNKNOWN: Final = "unknown code"
 
 
-class Spot(msgspec.Struct, frozen=True):
+class PolicyPoint(msgspec.Struct, frozen=True):
     """One policy at one setting on one load, over all seeds. ``attainment``: 0 to 1. ``cost``: an hour, in the mean.
     ``low`` and ``high``: of the 95% interval of the attainment.
     """
@@ -74,13 +74,13 @@ class Spot(msgspec.Struct, frozen=True):
     cost: float
 
 
-def spot(results: Sequence[TrialResult]) -> Spot:
+def policy_point(results: Sequence[TrialResult]) -> PolicyPoint:
     """``results``: of all seeds of a policy at one setting on one load."""
     trial = results[0].trial
     interval = attainment_interval(results)
     hours = sum(one.hours for one in results)
     cost = sum(one.bill.cost for one in results) / hours
-    return Spot(trial.policy, trial.load, trial.knob, interval.value, interval.low, interval.high, cost)
+    return PolicyPoint(trial.policy, trial.load, trial.knob, interval.value, interval.low, interval.high, cost)
 
 
 def attainment_interval(results: Sequence[TrialResult]) -> Interval:
@@ -89,12 +89,12 @@ def attainment_interval(results: Sequence[TrialResult]) -> Interval:
     return mean_interval(blocks)
 
 
-def dominates(one: Spot, other: Spot) -> bool:
+def dominates(one: PolicyPoint, other: PolicyPoint) -> bool:
     """Whether it meets the targets more often and costs less."""
     return one.attainment > other.attainment and one.cost < other.cost
 
 
-def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
+def cost_at(frontier: Sequence[PolicyPoint], attainment: float) -> float | None:
     """What a policy costs at an attainment, between the settings of its knob that were run; None where they do not
     reach.
 
@@ -113,16 +113,16 @@ def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
     return None
 
 
-def pareto_front(spots: Sequence[Spot]) -> list[Spot]:
+def pareto_front(spots: Sequence[PolicyPoint]) -> list[PolicyPoint]:
     """Those that attain more than every cheaper one, by cost."""
-    best: list[Spot] = []
+    best: list[PolicyPoint] = []
     for one in sorted(spots, key=lambda one: (one.cost, -one.attainment)):
         if not best or one.attainment > best[-1].attainment:
             best.append(one)
     return best
 
 
-def extra_cost(ours: Spot, frontier: Sequence[Spot]) -> float | None:
+def extra_cost(ours: PolicyPoint, frontier: Sequence[PolicyPoint]) -> float | None:
     """Our cost over the other policy's at our attainment, minus 1: -0.15 is fifteen percent less. None where the other
     never attains as much.
     """
@@ -140,8 +140,8 @@ def extra_interval(
     much in a draw, its cost is without bound, and the extra is minus infinity.
     """
     mine = _drawn_attainment(ours, seed)
-    theirs = [(spot(each), _drawn_attainment(each, seed)) for each in frontier]
-    cost = spot(ours).cost
+    theirs = [(policy_point(each), _drawn_attainment(each, seed)) for each in frontier]
+    cost = policy_point(ours).cost
     found = []
     for draw in range(_DRAWS):
         spots = [msgspec.structs.replace(one, attainment=float(drawn[draw])) for one, drawn in theirs]
@@ -158,12 +158,12 @@ def _drawn_attainment(results: Sequence[TrialResult], seed: int) -> np.ndarray:
     return np.asarray(met[drawn].sum(axis=1) / np.maximum(1.0, due[drawn].sum(axis=1)))
 
 
-class Line(msgspec.Struct, frozen=True):
+class PolicyLine(msgspec.Struct, frozen=True):
     """A policy at one setting on one load, over its seeds. ``is_hindsight``: nothing was tuned, and this setting is the
     best on the very load.
     """
 
-    spot: Spot
+    spot: PolicyPoint
     results: Sequence[TrialResult]
     is_hindsight: bool = False
 
@@ -174,7 +174,7 @@ class EqualAttainment(msgspec.Struct, frozen=True):
     where that baseline does not attain as much.
     """
 
-    ours: Line
+    ours: PolicyLine
     extra: Mapping[str, float | None]
     low: float = 0.0
     high: float = 0.0
@@ -194,18 +194,20 @@ class EqualAttainment(msgspec.Struct, frozen=True):
         return baseline, extra
 
 
-def lines_of(results: Iterable[TrialResult]) -> dict[str, dict[str, list[Line]]]:
+def policy_lines(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicyLine]]]:
     """By load and policy: a line for each setting."""
     grouped: dict[tuple[str, str, float], list[TrialResult]] = defaultdict(list)
     for one in results:
         grouped[one.trial.load, one.trial.policy, one.trial.knob].append(one)
-    found: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[PolicyLine]]] = defaultdict(lambda: defaultdict(list))
     for (load, policy, _), each in sorted(grouped.items(), key=lambda one: one[0]):
-        found[load][policy].append(Line(spot(each), each))
+        found[load][policy].append(PolicyLine(policy_point(each), each))
     return found
 
 
-def chosen_settings(lines: Mapping[str, Sequence[Line]], settings: Mapping[str, TunedPolicy]) -> dict[str, Line]:
+def chosen_settings(
+    lines: Mapping[str, Sequence[PolicyLine]], settings: Mapping[str, TunedPolicy]
+) -> dict[str, PolicyLine]:
     """Of each policy the line at the setting that tuning gave it; without tuning the best one, in hindsight.
 
     A policy whose tuned setting was not run on the load is left out.
@@ -219,7 +221,7 @@ def chosen_settings(lines: Mapping[str, Sequence[Line]], settings: Mapping[str, 
     return found
 
 
-def _best(lines: Sequence[Line]) -> Line:
+def _best(lines: Sequence[PolicyLine]) -> PolicyLine:
     good = [one for one in lines if one.spot.attainment >= GOAL]
     best = (
         min(good, key=lambda one: one.spot.cost)
@@ -229,14 +231,14 @@ def _best(lines: Sequence[Line]) -> Line:
     return msgspec.structs.replace(best, is_hindsight=True)
 
 
-def load_table(load: str, lines: Mapping[str, Line]) -> Table:
+def load_table(load: str, lines: Mapping[str, PolicyLine]) -> Table:
     """The most in target first."""
     ordered = sorted(lines.items(), key=lambda one: -one[1].spot.attainment)
     styles = ["bold" if policy == OURS else "" for policy, _ in ordered]
     return Table(f"Load {load}", _HEADINGS, [_columns(policy, line) for policy, line in ordered], row_styles=styles)
 
 
-def _columns(policy: str, line: Line) -> list[str]:
+def _columns(policy: str, line: PolicyLine) -> list[str]:
     found, results = line.spot, line.results
     hours = sum(one.hours for one in results)
     delays = sorted(delay for one in results for delay in one.to_order_s)
@@ -255,7 +257,7 @@ def _columns(policy: str, line: Line) -> list[str]:
     ]
 
 
-def describe_failures(lines: Mapping[str, Mapping[str, Sequence[Line]]]) -> list[str]:
+def describe_failures(lines: Mapping[str, Mapping[str, Sequence[PolicyLine]]]) -> list[str]:
     """Policies that refused or lost requests, in sentences."""
     said = []
     for load, policies in lines.items():
@@ -267,7 +269,7 @@ def describe_failures(lines: Mapping[str, Mapping[str, Sequence[Line]]]) -> list
     return said
 
 
-def dominators(lines: Mapping[str, Line]) -> list[str]:
+def dominating_baselines(lines: Mapping[str, PolicyLine]) -> list[str]:
     """Baselines that met the targets more often than we did, and cost less."""
     ours = lines.get(OURS)
     if ours is None:
@@ -279,7 +281,7 @@ def _is_baseline(policy: str) -> bool:
     return policy not in BOUNDS and policy not in OWN
 
 
-def equal_attainment(ours: Line, lines: Mapping[str, Sequence[Line]]) -> EqualAttainment:
+def equal_attainment(ours: PolicyLine, lines: Mapping[str, Sequence[PolicyLine]]) -> EqualAttainment:
     """``lines``: of all policies at all their settings on the held half, which is kinder to baselines than to us."""
     baselines = {policy: each for policy, each in lines.items() if _is_baseline(policy)}
     extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in baselines.items()}
@@ -364,7 +366,7 @@ def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[
 
 
 def write_plot(
-    loads: Mapping[str, Mapping[str, Sequence[Line]]], tuned: Mapping[str, Mapping[str, Line]], file: Path
+    loads: Mapping[str, Mapping[str, Sequence[PolicyLine]]], tuned: Mapping[str, Mapping[str, PolicyLine]], file: Path
 ) -> None:
     """As PNG. ``tuned``: the setting of each policy that tuning chose, which gets a larger mark."""
     columns = min(_COLUMNS, len(loads))
@@ -383,7 +385,7 @@ def write_plot(
         _add_legend(panels[0], {policy for policies in loads.values() for policy in policies})
 
 
-def _draw(axes: Axes, policy: str, lines: Sequence[Line], chosen: Line | None) -> None:
+def _draw(axes: Axes, policy: str, lines: Sequence[PolicyLine], chosen: PolicyLine | None) -> None:
     """Every setting as a dot; a line along those that no cheaper one surpasses."""
     look = _line_style(policy)
     spots = [one.spot for one in lines]
@@ -440,8 +442,8 @@ class Report(msgspec.Struct, frozen=True):
     tables: Sequence[Table]
     said: Sequence[str]
     settings: Mapping[str, TunedPolicy]
-    loads: Mapping[str, Mapping[str, Sequence[Line]]]
-    judged: Mapping[str, Mapping[str, Line]]
+    loads: Mapping[str, Mapping[str, Sequence[PolicyLine]]]
+    judged: Mapping[str, Mapping[str, PolicyLine]]
 
 
 def write_report(results: Iterable[TrialResult], out: Path) -> Report:
@@ -457,16 +459,16 @@ def write_report(results: Iterable[TrialResult], out: Path) -> Report:
 def report_of(results: Iterable[TrialResult]) -> Report:
     """Raises NothingToReport. ``results``: of one period and one start time."""
     each = sorted(results, key=lambda one: list(LOADS).index(one.trial.load) if one.trial.load in LOADS else -1)
-    held = [one for one in each if one.trial.half is Half.HELD]
+    held = [one for one in each if one.trial.half is DataSplit.HELD]
     if not held:
         msg = "there is nothing to report: no trial of a held-back half is among those that were asked for"
         raise NothingToReport(msg)
-    settings = tune_policies(one for one in each if one.trial.half is Half.TUNING)
-    found = lines_of(held)
+    settings = tune_policies(one for one in each if one.trial.half is DataSplit.TUNING)
+    found = policy_lines(held)
     loads = {load: found[load] for load in dict.fromkeys(one.trial.load for one in held)}
     mine = {load: chosen_settings(policies, settings) for load, policies in loads.items()}
     equals = [equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
-    dominated = {load: dominators(lines) for load, lines in mine.items() if OURS in lines}
+    dominated = {load: dominating_baselines(lines) for load, lines in mine.items() if OURS in lines}
     missing = _missing(each)
     said = [*_judgement(each, equals, dominated, is_whole=not missing), *describe_failures(loads), *_mixed(each)]
     tables = [summary_table(equals, dominated), equal_table(equals)] if equals else []
@@ -505,8 +507,8 @@ def _bullet(text: str) -> list[str]:
 def _preface(results: Sequence[TrialResult]) -> list[str]:
     trial = results[0].trial
     period = f"each {trial.period_s:g} s" if trial.period_s else "as often as its own program does"
-    seeds = len({one.trial.seed for one in results if one.trial.half is Half.HELD})
-    tuning = list(dict.fromkeys(one.trial.load for one in results if one.trial.half is Half.TUNING))
+    seeds = len({one.trial.seed for one in results if one.trial.half is DataSplit.HELD})
+    tuning = list(dict.fromkeys(one.trial.load for one in results if one.trial.half is DataSplit.TUNING))
     told = [
         f"Every policy decides {period}. {seeds} {'seed' if seeds == 1 else 'seeds'} of the held-back halves.",
         f"Each policy has one setting for all loads: the cheapest on the tuning halves with {GOAL:.0%} of requests in",
@@ -546,18 +548,18 @@ def _mixed(results: Sequence[TrialResult]) -> list[str]:
 
 def _missing(results: Sequence[TrialResult]) -> list[str]:
     """What would be there if all had been run, by load."""
-    there: Mapping[tuple[str, Half], set[Trial]] = defaultdict(set)
+    there: Mapping[tuple[str, DataSplit], set[Trial]] = defaultdict(set)
     for one in results:
         there[one.trial.load, one.trial.half].add(one.trial)
-    seeds = {half: {one.trial.seed for one in results if one.trial.half is half} for half in Half}
-    absent = [one for one in LOADS if not there[one, Half.HELD]]
+    seeds = {half: {one.trial.seed for one in results if one.trial.half is half} for half in DataSplit}
+    absent = [one for one in LOADS if not there[one, DataSplit.HELD]]
     told = _bullet(f"no held-back half of: {', '.join(absent)}.") if absent else []
     for (load, half), trials in there.items():
         if not trials:
             continue
         parts = []
         for policy in policies_for(POLICIES, len(load_named(load).variants)):
-            if policy in BOUNDS and half is Half.TUNING:
+            if policy in BOUNDS and half is DataSplit.TUNING:
                 continue
             run = {(one.knob, one.seed) for one in trials if one.policy == policy}
             lacking = sorted({(knob, seed) for knob in policy_named(policy).grid for seed in seeds[half]} - run)

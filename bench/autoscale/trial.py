@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.fleet import Bill, Fleet, bill
-from bench.autoscale.load_profiles import Half, load_named, worths
-from bench.autoscale.policies import Setup, objective_of, policies_for, policy_named, required_engines, work_by_second
+from bench.autoscale.fleet import Fleet, FleetCost, fleet_cost
+from bench.autoscale.load_profiles import DataSplit, load_named, relative_capacities
+from bench.autoscale.policies import (
+    ScalerSetup,
+    policies_for,
+    policy_named,
+    required_engines,
+    scaled_objective,
+    work_by_second,
+)
 from bench.reporting.results import Distribution, distribution
 from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.decision.situation import Engine, EngineState, Situation, TargetSituation
-from controller.autoscaler.decision.speeds import speed_of
+from controller.autoscaler.decision.speeds import estimate_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,7 +56,7 @@ WARM_UP_S: Final = 60.0
 GOAL: Final = 0.95
 
 
-class Pictures:
+class SituationBuilder:
     """One ModelServer with one gateway, and the fleet as it is."""
 
     def __init__(self, objective: autoscaling.LatencyObjective, *, min_replicas: int) -> None:
@@ -61,25 +68,25 @@ class Pictures:
         self._servers: tuple[str, ...] = ()
         self._engines: Mapping[str, EngineDemand] = {}
 
-    def take(self, demand: Demand, now: float) -> None:
+    def ingest(self, demand: Demand, now: float) -> None:
         """A page of the core."""
         if not self._servers:
             self._servers = tuple(demand.servers)
-            self._signals.follow(self._servers, now)
+            self._signals.set_subscriptions(self._servers, now)
             self._signals.set_gateways([_GATEWAY], now)
         self._signals.ingest(_GATEWAY, demand, now)
         self._signals.tick(now)
         self._signals_at_s = now
         self._engines = demand.servers[self._servers[0]].engines
 
-    def is_missed(self, fleet: Fleet) -> bool:
+    def is_starved(self, fleet: Fleet) -> bool:
         """Whether a request waits and no replica is there or ordered."""
-        waiting = self._signals.of(self._servers, self._signals_at_s).waiting
-        return waiting.requests > 0 and not any(one.is_wanted for one in fleet.replicas)
+        waiting = self._signals.merged_signals(self._servers, self._signals_at_s).waiting
+        return waiting.requests > 0 and not any(one.is_kept for one in fleet.replicas)
 
     def situation(self, fleet: Fleet, now: float) -> Situation:
         """At an instant after the first page."""
-        known = self._signals.of(self._servers, now)
+        known = self._signals.merged_signals(self._servers, now)
         targets = []
         for number, variant in enumerate(fleet.variants.values()):
             spec = variant.target(0 if number else self._min_replicas)
@@ -90,7 +97,7 @@ class Pictures:
                     spec=spec,
                     current=fleet.desired[variant.name],
                     engines=tuple(_engines(mine, known.engines)),
-                    speed=speed_of(spec.capacity, said),
+                    speed=estimate_speed(spec.capacity, said),
                     start_s=variant.start_s,
                 )
             )
@@ -114,7 +121,7 @@ def _engines(replicas: Iterable[Replica], said: Mapping[str, EngineSignal]) -> I
         yield Engine(one.name, state, one.created_at_s, one.ready_at_s, report)
 
 
-class Window(msgspec.Struct, frozen=True, array_like=True):
+class WindowAttainment(msgspec.Struct, frozen=True, array_like=True):
     """``due``: requests of a part of the run. ``met``: those of them that met both targets."""
 
     due: int
@@ -128,7 +135,7 @@ def met_by_window(
     *,
     since_s: float,
     until_s: float,
-) -> list[Window]:
+) -> list[WindowAttainment]:
     """Parts of equal length, so that those of two policies have the same requests. ``due_at_s``: of all requests: one
     that has no result is lost, and missed. Those before ``since_s`` do not count.
     """
@@ -145,10 +152,10 @@ def met_by_window(
             continue
         is_met = not one.error and one.ttft_s <= objective.ttft_s and one.tpot_s <= objective.tpot_s
         met[window(one.due_at_s)] += is_met
-    return [Window(*both) for both in zip(due, met, strict=True)]
+    return [WindowAttainment(*both) for both in zip(due, met, strict=True)]
 
 
-def reversals(totals: Sequence[float]) -> int:
+def direction_changes(totals: Sequence[float]) -> int:
     """How often orders changed direction. ``totals``: after each change."""
     directions = [later > before for before, later in itertools.pairwise(totals) if later != before]
     return sum(one != other for one, other in itertools.pairwise(directions))
@@ -184,7 +191,7 @@ class Trial(msgspec.Struct, frozen=True):
     """
 
     load: str
-    half: Half
+    half: DataSplit
     policy: str
     knob: float
     seed: int
@@ -208,10 +215,10 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     refused: int
     lost: int
-    windows: list[Window]
+    windows: list[WindowAttainment]
     ttft_s: Distribution
     tpot_s: Distribution
-    bill: Bill
+    bill: FleetCost
     reversals: int
     orders: int
     to_order_s: list[float]
@@ -236,7 +243,7 @@ def load_of(trial: Trial) -> LoadProfile:
     return load
 
 
-def kind_first(load: LoadProfile, kind: int) -> LoadProfile:
+def with_first_variant(load: LoadProfile, kind: int) -> LoadProfile:
     """The load with another variant as the first: the one that the fleet begins with. Its requests stay."""
     if not kind:
         return load
@@ -254,44 +261,44 @@ def run_load(trial: Trial, load: LoadProfile, traces: Path) -> TrialResult:
     began = time.process_time()
     policy = policy_named(trial.policy)
     workload = load.workload(trial.half, trial.seed, traces)
-    load = kind_first(load, policy.kind)
+    load = with_first_variant(load, policy.kind)
     period_s = trial.period_s or policy.native_period_s
     work = work_by_second(load, workload)
     need = [float(one) for one in required_engines(work, _FULL)]
-    least, initial = load.min_replicas if policy.has_zero else 1, first_replicas(work)
-    setup = Setup(load, workload, trial.knob, period_s, least, initial)
+    least, initial = load.min_replicas if policy.has_zero else 1, initial_replicas(work)
+    setup = ScalerSetup(load, workload, trial.knob, period_s, least, initial)
     fleet = Fleet(load.variants, {load.variants[0].name: initial}, seed=trial.seed)
     _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)
     return _result(trial, load, workload, results, fleet, need, time.process_time() - began)
 
 
-def first_replicas(work: Sequence[float]) -> int:
+def initial_replicas(work: Sequence[float]) -> int:
     """The initial fleet. ``work``: engines' worth by second."""
     return max(1, math.ceil(sum(work[: int(WARM_UP_S)]) / WARM_UP_S / _AT_FIRST))
 
 
-def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
+def _drive(fleet: Fleet, scaler: Scaler, setup: ScalerSetup) -> None:
     """Plan the ticks: pages each second, decisions each period, until the load ends. What still waits then is served by
     the fleet as it is.
     """
-    pictures = Pictures(objective_of(setup), min_replicas=setup.min_replicas)
+    pictures = SituationBuilder(scaled_objective(setup), min_replicas=setup.min_replicas)
     load = setup.load
     next_at_s = 0.0
 
     def tick(now: float) -> None:
         nonlocal next_at_s
         fleet.collect(now)
-        pictures.take(fleet.simulation.core.demand(now), now)
-        if now >= next_at_s or (not setup.min_replicas and pictures.is_missed(fleet)):
+        pictures.ingest(fleet.simulation.core.demand(now), now)
+        if now >= next_at_s or (not setup.min_replicas and pictures.is_starved(fleet)):
             next_at_s = max(next_at_s, now + setup.period_s)
             desired = scaler.decide(pictures.situation(fleet, now))
             if now >= WARM_UP_S:
                 fleet.order(desired, now)
         if now + _DEMAND_S < load.duration_s:
-            fleet.simulation.at(now + _DEMAND_S, tick)
+            fleet.simulation.schedule_at(now + _DEMAND_S, tick)
 
-    fleet.simulation.at(0.0, tick)
+    fleet.simulation.schedule_at(0.0, tick)
 
 
 def _result(
@@ -306,7 +313,7 @@ def _result(
     counted = [one for one in results if one.due_at_s >= WARM_UP_S]
     good = [one for one in counted if not one.error]
     due_at_s = [at_s for session in workload.sessions if (at_s := session.begins_at_s) >= WARM_UP_S]
-    worth = worths(load)
+    worth = relative_capacities(load)
     totals = [(one.at_s, sum(worth[name] * count for name, count in one.desired.items())) for one in fleet.orders]
     return TrialResult(
         trial=trial,
@@ -316,8 +323,8 @@ def _result(
         windows=met_by_window(due_at_s, counted, load.objective, since_s=WARM_UP_S, until_s=load.duration_s),
         ttft_s=distribution(one.ttft_s for one in good),
         tpot_s=distribution(one.tpot_s for one in good if one.output_tokens > 1),
-        bill=bill(fleet.replicas, WARM_UP_S, load.duration_s),
-        reversals=reversals([total for _, total in totals]),
+        bill=fleet_cost(fleet.replicas, WARM_UP_S, load.duration_s),
+        reversals=direction_changes([total for _, total in totals]),
         orders=len(totals) - 1,
         to_order_s=overload_to_order_s([0.0] * int(WARM_UP_S) + need[int(WARM_UP_S) :], totals),
         hours=(load.duration_s - WARM_UP_S) / 3600,
@@ -337,9 +344,9 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
     start_s: float = 0.0
     duration_s: float = 0.0
 
-    def trials(self, half: Half) -> list[Trial]:
+    def trials(self, half: DataSplit) -> list[Trial]:
         """Every policy at every setting on every load."""
-        seeds = self.seeds if half is Half.HELD else -(-self.seeds // 2)
+        seeds = self.seeds if half is DataSplit.HELD else -(-self.seeds // 2)
         return [
             Trial(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
             for seed in range(seeds)

@@ -24,7 +24,7 @@ from bench.cluster.control_plane import (
     apply_folder,
     running_control_plane,
 )
-from bench.cluster.netns import NoNamespace, enter, host_address, pod_range
+from bench.cluster.netns import NoNamespace, host_address, pod_range, run_in_namespace
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
 from bench.cluster.service_proxy import serving_services
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None, prog: str = "bench.cluster") -> int
     console = Console(highlight=False)
     try:
         if options.own_network and pod_range() is None:
-            enter([sys.executable, "-m", "bench.cluster", *given])
+            run_in_namespace([sys.executable, "-m", "bench.cluster", *given])
         uvloop.run(_stay(find_assets(), options, console))
     except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError, NoNamespace) as error:
         console.print(str(error), style="red", markup=False)

@@ -22,8 +22,8 @@ import yaml
 from bench.cluster.certificates import Authority, signing_key, write_private
 from bench.cluster.netns import SERVICE_RANGE
 from bench.stack.processes import Processes, StartFailed, free_ports
-from controller.kube.access import ClusterAccess
 from controller.kube.client import Client, connect
+from controller.kube.cluster_access import ClusterAccess
 from controller.kube.errors import ClusterError
 from controller.kube.resources import CRDS, NAMESPACES, SERVICE_ACCOUNTS
 
@@ -352,9 +352,9 @@ class _HasAccounts:
 
     async def __call__(self) -> bool:
         try:
-            if await self._client.find(NAMESPACES, "default") is None:
+            if await self._client.get_or_none(NAMESPACES, "default") is None:
                 return False
-            return await self._client.find(SERVICE_ACCOUNTS, "default", "default") is not None
+            return await self._client.get_or_none(SERVICE_ACCOUNTS, "default", "default") is not None
         except ClusterError:  # on a busy machine an answer may be late
             return False
 

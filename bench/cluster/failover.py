@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench.cluster.assets import ROOT, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, apply_folder, running_control_plane
-from bench.cluster.netns import enter, host_address, pod_range
+from bench.cluster.netns import host_address, pod_range, run_in_namespace
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
 from bench.cluster.service_proxy import serving_services
@@ -56,7 +56,7 @@ _EXTPROC: Final = "SIGKILL of extproc in one"
 _REDIS_STATES: Final = {"with Redis": 1, "without Redis": 0, "Redis is back": 1}
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RequestOutcome(msgspec.Struct, frozen=True):
     """A request: when it was sent, how long it took, and why it failed, which is empty if it did not."""
 
     sent_s: float
@@ -68,7 +68,7 @@ class SteadyLoad:
     """Requests at a steady rate from ``_CLIENTS`` clients, each with connections of its own, inside the block."""
 
     def __init__(self, url: str, model: str, rate_per_s: float) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
         self._url, self._model, self._pause_s = f"{url}/v1/chat/completions", model, 1 / rate_per_s
         self._running: set[asyncio.Task[None]] = set()
 
@@ -110,10 +110,10 @@ class SteadyLoad:
                     failure = "cut"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             failure = f"{type(error).__name__} {error}"
-        self.outcomes.append(Outcome(sent_s, _CLOCK() - sent_s, failure))
+        self.outcomes.append(RequestOutcome(sent_s, _CLOCK() - sent_s, failure))
 
 
-class Trial:
+class FailoverTrial:
     """The cluster of a trial. ``url``: of the gateways' Service."""
 
     def __init__(self, client: Client, nodes: Mapping[str, Node], url: str) -> None:
@@ -152,7 +152,7 @@ class Trial:
             while not _all_ready(await self.pods(name), count):  # noqa: ASYNC110 - only the objects show it
                 await asyncio.sleep(0.2)
 
-    async def measure(self, load: SteadyLoad, fault: Callable[[], Awaitable[None]]) -> Measured:
+    async def measure(self, load: SteadyLoad, fault: Callable[[], Awaitable[None]]) -> FaultMeasurement:
         """A fault under load, until all pods are ready again and for a while after."""
         await asyncio.sleep(_BEFORE_S)
         began_s = _CLOCK()
@@ -165,9 +165,9 @@ class Trial:
         await asyncio.sleep(_AFTER_S)
         # what runs at the fault counts, and what was sent until now
         found = [one for one in load.outcomes if one.sent_s + one.took_s >= began_s]
-        return Measured(ready_s, began_s, tuple(found))
+        return FaultMeasurement(ready_s, began_s, tuple(found))
 
-    async def limit(self) -> None:
+    async def add_rate_limit(self) -> None:
         """A limit of both gateways together. With it, only extproc may decide: `failureMode` becomes `Close`."""
         limit = {"per": "Route", "unit": "second", "requests": _LIMIT_PER_S, "scope": "Global"}
         rules = [{"targetModels": [{"modelServerName": "llama"}]}]
@@ -181,7 +181,7 @@ class Trial:
         # both gateways have it
         await asyncio.sleep(_AFTER_S)
 
-    async def limited(self) -> tuple[int, int]:
+    async def measure_rate_limit(self) -> tuple[int, int]:
         """How many of the requests for the limited model were granted, and how many should be at most."""
         # the bucket is full again
         await asyncio.sleep(3.0)
@@ -192,12 +192,12 @@ class Trial:
         return sum(not one.failure for one in load.outcomes), int(_LIMIT_PER_S * (_LIMIT_TRIED_S + 1))
 
 
-class Measured(msgspec.Struct, frozen=True):
+class FaultMeasurement(msgspec.Struct, frozen=True):
     """A fault under load. ``ready_s``: until all pods were ready again."""
 
     ready_s: float
     began_s: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestOutcome, ...]
 
     @property
     def lost(self) -> list[str]:
@@ -219,7 +219,7 @@ def _all_ready(pods: list[Object], count: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def running_trial(directory: Path, range_: str) -> AsyncIterator[Trial]:
+async def running_trial(directory: Path, range_: str) -> AsyncIterator[FailoverTrial]:
     """The cluster with two gateways, Redis and engines, all ready."""
     assets = find_assets()
     specs = [gpu_node(f"node-{number}") for number in range(2)]
@@ -233,7 +233,7 @@ async def running_trial(directory: Path, range_: str) -> AsyncIterator[Trial]:
         await apply_crds(client, [ROOT / "manifests" / "crds"])
         await apply_folder(plane, assets, ROOT / "manifests" / "local-ha")
         service = await client.get(SERVICES, _GATEWAY, _SYSTEM)
-        trial = Trial(client, nodes, f"http://{service['spec']['clusterIP']}")
+        trial = FailoverTrial(client, nodes, f"http://{service['spec']['clusterIP']}")
         await trial.until_ready(_GATEWAY, 2)
         await trial.until_ready(_REDIS, 1)
         yield trial
@@ -259,12 +259,12 @@ async def _run(options: argparse.Namespace, range_: str, console: Console) -> No
                 runs = range(1, options.runs + 1)
                 for run, (name, fault) in itertools.product(runs, trial.faults.items()):
                     await measure(name, run, fault)
-                await trial.limit()
+                await trial.add_rate_limit()
                 for run in runs:
                     await measure("SIGKILL of extproc in one, failureMode Close", run, trial.faults[_EXTPROC])
             for run, (what, replicas) in itertools.product(runs, _REDIS_STATES.items()):
                 await trial.scale(_REDIS, replicas)
-                granted, bound = await trial.limited()
+                granted, bound = await trial.measure_rate_limit()
                 console.print(f"run {run}, {what}: {granted} granted, bound {bound}")
     console.print(table)
 
@@ -278,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = made.parse_args(given)
     range_ = pod_range()
     if range_ is None:
-        enter([sys.executable, "-m", "bench.cluster.failover", *given])
+        run_in_namespace([sys.executable, "-m", "bench.cluster.failover", *given])
         return 0
     uvloop.run(_run(options, range_, Console(highlight=False, width=160)))
     return 0

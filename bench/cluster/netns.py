@@ -49,7 +49,7 @@ def gateway_range(range_: str) -> str:
     return str(list(ipaddress.IPv4Network(range_).subnets(new_prefix=24))[-1])
 
 
-def way() -> tuple[str, ...]:
+def unshare_command() -> tuple[str, ...]:
     """The words that run a command in a namespace of its own; raises NoNamespace."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
@@ -67,7 +67,7 @@ def way() -> tuple[str, ...]:
     )
 
 
-def commands(range_: str) -> list[str]:
+def network_setup_commands(range_: str) -> list[str]:
     """What ``ip`` does in the new namespace."""
     network = ipaddress.IPv4Network(range_)
     return [
@@ -81,10 +81,10 @@ def commands(range_: str) -> list[str]:
     ]
 
 
-def enter(words: Sequence[str], range_: str = RANGE) -> None:
+def run_in_namespace(words: Sequence[str], range_: str = RANGE) -> None:
     """Replace this process by ``words``, run in a new network; raises NoNamespace and OSError."""
     inner = [sys.executable, "-m", "bench.cluster.netns", "--range", range_, "--inside", *words]
-    arguments = [*way(), "--", *inner]
+    arguments = [*unshare_command(), "--", *inner]
     os.execvp(arguments[0], arguments)  # noqa: S606 - no shell
 
 
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     try:
         if not options.inside:
-            enter(words, options.range)
+            run_in_namespace(words, options.range)
         _run(words, options.range)
     except (NoNamespace, OSError, subprocess.CalledProcessError) as error:
         print(f"netns: {error}", file=sys.stderr)
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(words: Sequence[str], range_: str) -> None:
     """Set the new namespace up and become the command."""
-    subprocess.run(["ip", "-batch", "-"], input="\n".join(commands(range_)), text=True, check=True)  # noqa: S607
+    subprocess.run(["ip", "-batch", "-"], input="\n".join(network_setup_commands(range_)), text=True, check=True)  # noqa: S607
     inherited = {name: value for name, value in os.environ.items() if name.lower() not in _PROXIES}
     os.execvpe(words[0], list(words), {**inherited, _VARIABLE: range_})  # noqa: S606 - no shell
 

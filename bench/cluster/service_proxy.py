@@ -96,7 +96,7 @@ class _ServiceProxy:
         return await asyncio.start_server(connected, address, number)
 
     async def _forward(self, key: str, port: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ready = endpoints(self._by_service.of(key), port)
+        ready = endpoints(self._by_service.objects_with(key), port)
         try:
             if not ready:
                 raise ConnectionRefusedError(f"no endpoint of {key} is ready")

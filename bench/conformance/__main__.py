@@ -14,9 +14,9 @@ import uvloop
 from rich.console import Console
 
 from bench.cluster.assets import ROOT, AssetsMissing, versions
-from bench.cluster.netns import NoNamespace, enter, pod_range
-from bench.conformance.page import PAGE, REPORTS, Disagreement, keep, write_page
-from bench.conformance.suites import Suite, SuiteOptions, built_in, choose_suites, run_suite, suites
+from bench.cluster.netns import NoNamespace, pod_range, run_in_namespace
+from bench.conformance.results_page import PAGE, REPORTS, ReportMismatch, save_result, write_page
+from bench.conformance.suites import Suite, SuiteOptions, built_in, choose_suites, list_suites, run_suite
 from bench.stack.processes import StartFailed
 from bench.stack.stack import EnvoyMissing
 from controller.kube.errors import ClusterError
@@ -29,7 +29,7 @@ _OUT: Final = ROOT / "bench" / "out" / "conformance"
 
 def parser(prog: str = "bench.conformance") -> argparse.ArgumentParser:
     """The options of the command."""
-    known = suites(versions())
+    known = list_suites(versions())
     names = [*(one.name for one in known), *dict.fromkeys(one.kind for one in known)]
     made = argparse.ArgumentParser(
         prog=prog,
@@ -78,9 +78,9 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
     console = Console(highlight=False)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if options.rewrite:
-        write_page([one.name for one in suites(versions())])
+        write_page([one.name for one in list_suites(versions())])
         return 0
-    wished = choose_suites(options.suite or (), suites(versions()))
+    wished = choose_suites(options.suite or (), list_suites(versions()))
     try:
         missing = [one.program for one in wished if not (built_in(versions()) / one.program).is_file()]
         if missing:
@@ -89,10 +89,10 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
             )
         range_ = pod_range()
         if range_ is None:
-            enter([sys.executable, "-m", "bench.conformance", *given])
+            run_in_namespace([sys.executable, "-m", "bench.conformance", *given])
         assert range_ is not None
         return uvloop.run(_run(wished, range_, options, console))
-    except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError, NoNamespace, Disagreement) as error:
+    except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError, NoNamespace, ReportMismatch) as error:
         console.print(f"NO CONFORMANCE RUN: {error}", style="red", markup=False)
         return 2
     except KeyboardInterrupt:
@@ -112,9 +112,9 @@ async def _run(wished: Sequence[Suite], range_: str, options: argparse.Namespace
                 failed += 1
                 console.print(f"  {one.name}: {one.why}", markup=False, soft_wrap=True)
         if options.page and wishes == SuiteOptions():
-            await asyncio.to_thread(keep, result)
+            await asyncio.to_thread(save_result, result)
     if options.page and wishes == SuiteOptions():
-        await asyncio.to_thread(write_page, [one.name for one in suites(versions())])
+        await asyncio.to_thread(write_page, [one.name for one in list_suites(versions())])
         console.print(f"{PAGE.relative_to(ROOT)} is written anew", markup=False)
     return 1 if failed else 0
 

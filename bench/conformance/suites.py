@@ -21,7 +21,7 @@ from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply
 from bench.cluster.netns import gateway_range, host_address
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
-from bench.conformance.page import SuiteResult, cases, check
+from bench.conformance.results_page import SuiteResult, check_against_report, parse_cases
 from bench.stack.processes import StartFailed
 from bench.stack.stack import envoy_binary
 from controller.kube.client import connect
@@ -78,7 +78,7 @@ class Suite(msgspec.Struct, frozen=True):
         return f"{self.name}.test"
 
 
-def suites(wanted: Versions) -> list[Suite]:
+def list_suites(wanted: Versions) -> list[Suite]:
     """All that are run, in their order."""
     inference = [Suite(INFERENCE, version) for version in wanted.inference_conformance]
     return [Suite(GATEWAY_API, wanted.gateway_api), *inference]
@@ -109,7 +109,7 @@ class SuiteOptions(msgspec.Struct, frozen=True):
     quick: bool = False
 
 
-def arguments(suite: Suite, report: Path, usable_address: str, wishes: SuiteOptions) -> list[str]:
+def suite_arguments(suite: Suite, report: Path, usable_address: str, wishes: SuiteOptions) -> list[str]:
     """The words after the program's name."""
     words = [
         "-test.v",
@@ -149,16 +149,16 @@ async def run_suite(suite: Suite, out: Path, range_: str, wishes: SuiteOptions) 
     began_s = time.perf_counter()
     async with _cluster(out, range_) as plane:
         report = out / "report.yaml"
-        words = arguments(suite, report, _usable_address(range_), wishes)
+        words = suite_arguments(suite, report, _usable_address(range_), wishes)
         await _run([str(built_in(versions()) / suite.program), *words], plane)
     wall_s = time.perf_counter() - began_s
     written: dict[str, Any] = yaml.safe_load(report.read_text()) if report.is_file() else {}
     with output.open(errors="replace") as lines:
-        found = cases(lines)
+        found = parse_cases(lines)
     if not found:
         raise StartFailed(f"{suite.name} ran no case, see {output}")
     if written:
-        check(found, written)
+        check_against_report(found, written)
     return SuiteResult(suite.name, tuple(found), written, wall_s)
 
 

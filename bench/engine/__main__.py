@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from bench.engine.adapters import AdapterLimits
-from bench.engine.contracts import TransferConfig
-from bench.engine.exchange import ExchangeSettings
 from bench.engine.hardware import PRESETS
-from bench.engine.publisher import KvEventsConfig
+from bench.engine.kv_connectors import TransferConfig
+from bench.engine.kv_event_publisher import KvEventsConfig
+from bench.engine.kv_exchange import ExchangeSettings
+from bench.engine.kv_transfer import NETWORKS
+from bench.engine.lora_adapters import AdapterLimits
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
-from bench.engine.transfer import NETWORKS
 from extproc.api.advice import is_port
 from extproc.ports import ListenFailed
 

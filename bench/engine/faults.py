@@ -14,7 +14,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
-async def answer_wrongly(http: web.Request, kind: str) -> web.StreamResponse:
+async def serve_bad_answer(http: web.Request, kind: str) -> web.StreamResponse:
     """``kind``: of the fault ``ill``. An answer without an end lasts until the client leaves."""
     await http.read()
     if kind == "garbage":
@@ -40,7 +40,7 @@ class Stall(msgspec.Struct, frozen=True, tag_field="fault", tag="stall"):
     for_s: Seconds
 
 
-class Cut(msgspec.Struct, frozen=True, tag_field="fault", tag="cut"):
+class CutStreams(msgspec.Struct, frozen=True, tag_field="fault", tag="cut"):
     """Cut the connections of the next ``times`` answers after ``after_tokens`` tokens."""
 
     after_tokens: Count
@@ -66,7 +66,7 @@ class BadAnswers(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
     times: Count
 
 
-class IllPage(msgspec.Struct, frozen=True, tag_field="fault", tag="ill-page"):
+class BadMetricsPage(msgspec.Struct, frozen=True, tag_field="fault", tag="ill-page"):
     """Answer the next ``times`` requests for metrics wrongly: in the ways of ``BadAnswers``, or with an empty page
     (``empty``).
     """
@@ -89,30 +89,30 @@ class FailLoads(msgspec.Struct, frozen=True, tag_field="fault", tag="fail-loads"
     after_s: Seconds = 0.0
 
 
-Fault = Refuse | Stall | Cut | Unavailable | BadAnswers | IllPage | DropEvents | FailLoads
+Fault = Refuse | Stall | CutStreams | Unavailable | BadAnswers | BadMetricsPage | DropEvents | FailLoads
 
 
 class FaultPlan:
     """The faults that still await requests."""
 
     def __init__(self) -> None:
-        self._cut = Cut(0, 0)
+        self._cut = CutStreams(0, 0)
         self._unavailable = Unavailable(0)
         self._asked = 0
         self._ill = BadAnswers("garbage", 0)
-        self._page = IllPage("garbage", 0)
+        self._page = BadMetricsPage("garbage", 0)
         self._loads = FailLoads(0)
 
-    def set(self, fault: Cut | Unavailable | BadAnswers | IllPage | FailLoads) -> None:
+    def set(self, fault: CutStreams | Unavailable | BadAnswers | BadMetricsPage | FailLoads) -> None:
         """Plan a fault; it replaces an earlier one of its kind."""
         match fault:
-            case Cut():
+            case CutStreams():
                 self._cut = fault
             case Unavailable():
                 self._unavailable = fault
             case BadAnswers():
                 self._ill = fault
-            case IllPage():
+            case BadMetricsPage():
                 self._page = fault
             case FailLoads():
                 self._loads = fault
@@ -143,7 +143,7 @@ class FaultPlan:
         self._cut = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault.after_tokens
 
-    def next_illness(self) -> str | None:
+    def next_bad_answer(self) -> str | None:
         """How to answer this request wrongly; None: serve it."""
         fault = self._ill
         if not fault.times:
@@ -151,7 +151,7 @@ class FaultPlan:
         self._ill = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault.kind
 
-    def take_metrics_fault(self) -> str | None:
+    def next_metrics_fault(self) -> str | None:
         """How to answer this request for metrics wrongly; None: serve it."""
         fault = self._page
         if not fault.times:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from bench.engine.structured import Structure, StructureInvalid, forced_call, json_structure
-from bench.engine.text import Message, count_tokens, render_chat, tokens_of
+from bench.engine.fake_tokenizer import Message, count_tokens, render_chat, tokens_of
+from bench.engine.structured_outputs import OutputStructure, StructureInvalid, forced_tool_call, json_structure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -105,7 +105,7 @@ class ResponsesRequest(msgspec.Struct):
     cache_salt: str | None = None
 
 
-class Job(msgspec.Struct, frozen=True):
+class GenerationJob(msgspec.Struct, frozen=True):
     """The engine's work for a request of any API. ``prompts``: each gets ``choices`` answers. ``max_tokens``: of an
     answer, if the request limits it. ``structure``: that answers must have, if any. ``salt``: prompts share cached
     blocks under the same alone. ``options``: more that its format needs.
@@ -117,16 +117,16 @@ class Job(msgspec.Struct, frozen=True):
     is_streamed: bool
     wants_usage: bool
     choices: int = 1
-    structure: Structure | None = None
+    structure: OutputStructure | None = None
     salt: str = ""
     options: dict[str, Any] = {}
 
 
-def chat_job(body: ChatRequest) -> Job:
+def chat_job(body: ChatRequest) -> GenerationJob:
     """A chat as a job; raises StructureInvalid."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     structure = _chat_structure(body)
-    return Job(
+    return GenerationJob(
         model=body.model,
         prompts=(render_chat(body.messages),),
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -139,26 +139,26 @@ def chat_job(body: ChatRequest) -> Job:
     )
 
 
-def _chat_structure(body: ChatRequest) -> Structure | None:
+def _chat_structure(body: ChatRequest) -> OutputStructure | None:
     functions = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
     if body.tool_choice == "required":
-        return forced_call(functions, None)
+        return forced_tool_call(functions, None)
     if isinstance(body.tool_choice, dict):
         named = body.tool_choice.get("function")
         # as in OpenAI's API, a call of a named function ends with "stop"
-        return forced_call(functions, named.get("name", "") if isinstance(named, dict) else "", reason="stop")
+        return forced_tool_call(functions, named.get("name", "") if isinstance(named, dict) else "", reason="stop")
     return json_structure(body.response_format)
 
 
-def sglang_chat_job(body: ChatRequest) -> Job:
+def sglang_chat_job(body: ChatRequest) -> GenerationJob:
     """The same as SGLang reads it: given both limits, it takes the other one (``ChatCompletionRequest`` there)."""
     return msgspec.structs.replace(chat_job(body), max_tokens=body.max_tokens or body.max_completion_tokens)
 
 
-def completion_job(body: CompletionRequest) -> Job:
+def completion_job(body: CompletionRequest) -> GenerationJob:
     """A completion as a job; raises StructureInvalid."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Job(
+    return GenerationJob(
         model=body.model,
         prompts=_prompts(body.prompt),
         max_tokens=body.max_tokens,
@@ -171,18 +171,18 @@ def completion_job(body: CompletionRequest) -> Job:
     )
 
 
-def responses_job(body: ResponsesRequest) -> Job:
+def responses_job(body: ResponsesRequest) -> GenerationJob:
     """A response as a job; its stream always ends with usage. Raises StructureInvalid."""
     messages = [Message("user", body.input)] if isinstance(body.input, str) else body.input
     functions = {tool.name: tool.parameters for tool in body.tools or () if tool.name}
-    structure: Structure | None
+    structure: OutputStructure | None
     if isinstance(body.tool_choice, dict):
-        structure = forced_call(functions, str(body.tool_choice.get("name", "")))
+        structure = forced_tool_call(functions, str(body.tool_choice.get("name", "")))
     elif body.tool_choice == "required":
-        structure = forced_call(functions, None)
+        structure = forced_tool_call(functions, None)
     else:
         structure = json_structure(None if body.text is None else body.text.format)
-    return Job(
+    return GenerationJob(
         model=body.model,
         prompts=(render_chat(messages),),
         max_tokens=body.max_output_tokens,
@@ -211,7 +211,7 @@ def _text_bytes(prompt: str | list[int]) -> bytes:
     return prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes()
 
 
-class Format(Protocol):
+class ResponseFormat(Protocol):
     """How one API writes an answer.
 
     Made with the request's key, its time of creation in Unix seconds, and the model.
@@ -226,14 +226,14 @@ class Format(Protocol):
     def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
         """The end of a stream; a request for each choice. ``wants_usage``: of ``stream_options.include_usage``."""
 
-    def whole(self, requests: Sequence[Request]) -> bytes:
+    def full_response(self, requests: Sequence[Request]) -> bytes:
         """An answer that is not streamed."""
 
 
 class ChatFormat:
     """Chat completions."""
 
-    def __init__(self, key: str, created: int, model: str, *, structure: Structure | None, choices: int) -> None:
+    def __init__(self, key: str, created: int, model: str, *, structure: OutputStructure | None, choices: int) -> None:
         """``structure``: of the answers, maybe calls of a function. ``choices``: how many answers."""
         self._head = {"id": f"chatcmpl-{key}", "created": created, "model": model}
         self._chunk = {**self._head, "object": "chat.completion.chunk"}
@@ -263,7 +263,7 @@ class ChatFormat:
     def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
         return _closing(self._chunk, requests, self._choices, wants_usage=wants_usage)
 
-    def whole(self, requests: Sequence[Request]) -> bytes:
+    def full_response(self, requests: Sequence[Request]) -> bytes:
         choices = [
             {
                 "index": index,
@@ -300,7 +300,7 @@ class CompletionFormat:
     def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
         return _closing(self._head, requests, self._choices, wants_usage=wants_usage)
 
-    def whole(self, requests: Sequence[Request]) -> bytes:
+    def full_response(self, requests: Sequence[Request]) -> bytes:
         choices = [
             {"index": index, "text": one.answer.decode(), "logprobs": None, "finish_reason": one.finish_reason}
             for index, one in enumerate(requests)
@@ -311,7 +311,7 @@ class CompletionFormat:
 class ResponsesFormat:
     """Responses: named events, with usage in the last. The output is one item: a message, or a function call."""
 
-    def __init__(self, key: str, created: int, model: str, *, structure: Structure | None) -> None:
+    def __init__(self, key: str, created: int, model: str, *, structure: OutputStructure | None) -> None:
         """``structure``: of the answer, maybe the call of a function."""
         self._head = {"id": f"resp_{key}", "object": "response", "created_at": created, "model": model}
         self._key = key
@@ -347,7 +347,7 @@ class ResponsesFormat:
         ended += self._named("response.output_item.done", output_index=0, item=item)
         return ended + self._named("response.completed", response=self._whole(requests[0]))
 
-    def whole(self, requests: Sequence[Request]) -> bytes:
+    def full_response(self, requests: Sequence[Request]) -> bytes:
         cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return _dump({**self._whole(requests[0]), **(cut if requests[0].finish_reason == "length" else {})})
 
@@ -455,9 +455,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-def generate_job(body: GenerateRequest) -> Job:
+def generate_job(body: GenerateRequest) -> GenerationJob:
     """Four bytes for each token id."""
-    return Job(
+    return GenerationJob(
         model=body.model or "",
         prompts=(array("I", body.token_ids).tobytes(),),
         max_tokens=body.sampling_params.max_tokens,
@@ -485,7 +485,7 @@ class GenerateFormat:
         usage = self._event([], usage=chat_usage(requests)) if wants_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def whole(self, requests: Sequence[Request]) -> bytes:
+    def full_response(self, requests: Sequence[Request]) -> bytes:
         choice = _choice(requests[0].answer.decode(), is_last=True)
         return json.dumps({**self._head, "choices": [choice], "usage": chat_usage(requests)}).encode()
 
@@ -498,7 +498,7 @@ def _choice(text: str, *, is_last: bool) -> dict[str, Any]:
     return {"index": 0, "logprobs": None, "finish_reason": reason, "token_ids": tokens_of(text.encode())}
 
 
-class Block(msgspec.Struct):
+class ContentBlock(msgspec.Struct):
     """A block of content, of which text and images count."""
 
     type: str
@@ -509,14 +509,14 @@ class Block(msgspec.Struct):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 class MessageParam(msgspec.Struct):
     """One message."""
 
     role: str
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class ToolChoice(msgspec.Struct):
@@ -531,7 +531,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     model: str
     messages: list[MessageParam]
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: ToolChoice | None = None
 
@@ -552,11 +552,11 @@ class MessagesRequest(CountRequest, kw_only=True):
     cache_salt: str | None = None
 
 
-def messages_job(body: MessagesRequest) -> Job:
+def messages_job(body: MessagesRequest) -> GenerationJob:
     """A job; its answer is a tool call where the request requires one. Raises StructureInvalid."""
     prompt = render_chat(list(_chat(body)))
     structure = _messages_structure(body)
-    return Job(
+    return GenerationJob(
         model=body.model,
         prompts=(prompt,),
         max_tokens=body.max_tokens,
@@ -568,15 +568,15 @@ def messages_job(body: MessagesRequest) -> Job:
     )
 
 
-def _messages_structure(body: MessagesRequest) -> Structure | None:
+def _messages_structure(body: MessagesRequest) -> OutputStructure | None:
     choice = body.tool_choice
     if choice is not None and choice.type in {"any", "tool"}:
         functions = {str(tool.get("name")): tool.get("input_schema") for tool in body.tools}
-        return forced_call(functions, choice.name)
+        return forced_tool_call(functions, choice.name)
     return json_structure(None if body.output_config is None else body.output_config.format)
 
 
-async def count(http: web.Request) -> web.Response:
+async def count_tokens_handler(http: web.Request) -> web.Response:
     """The handler: tokens as this engine counts them."""
     try:
         body = msgspec.json.decode(await http.read(), type=CountRequest)
@@ -585,7 +585,7 @@ async def count(http: web.Request) -> web.Response:
     return web.json_response({"input_tokens": count_tokens(render_chat(list(_chat(body))))})
 
 
-def in_its_form(handler: Handler) -> Handler:
+def with_anthropic_errors(handler: Handler) -> Handler:
     """``handler`` with errors as clients of this API read them; the type is vLLM's."""
 
     async def handle(http: web.Request) -> web.StreamResponse:
@@ -601,7 +601,9 @@ def in_its_form(handler: Handler) -> Handler:
 class MessagesFormat:
     """Messages: named events, with usage in the first and in the last but one."""
 
-    def __init__(self, key: str, created: int, model: str, *, structure: Structure | None, prompt_tokens: int) -> None:
+    def __init__(
+        self, key: str, created: int, model: str, *, structure: OutputStructure | None, prompt_tokens: int
+    ) -> None:
         """``structure``: of the answer, maybe the use of a tool. ``prompt_tokens``: all that the prompt has."""
         del created
         self._tool = "" if structure is None else structure.function
@@ -632,7 +634,7 @@ class MessagesFormat:
         told = _named("message_delta", delta={"stop_reason": _stop_reason(request)}, usage=_usage(request))
         return _named("content_block_stop", index=0) + told + _named("message_stop")
 
-    def whole(self, requests: Sequence[Request]) -> bytes:
+    def full_response(self, requests: Sequence[Request]) -> bytes:
         (request,) = requests
         text = request.answer.decode()
         block = self._use(_as_input(text)) if self._tool else {"type": "text", "text": text}
@@ -679,13 +681,13 @@ def _chat(body: CountRequest) -> Iterator[Message]:
             yield Message(said.role, _text(said.content))
 
 
-def _text(content: str | list[Block]) -> str:
+def _text(content: str | list[ContentBlock]) -> str:
     if isinstance(content, str):
         return content
     return "".join(_text_of(block) for block in content)
 
 
-def _text_of(block: Block) -> str:
+def _text_of(block: ContentBlock) -> str:
     match block.type:
         case "text":
             text = block.text or ""

@@ -55,7 +55,7 @@ ACTIVATIONS_BYTES: Final = 2 * 2**30
 BYTES_PER_VALUE: Final = 2  # bf16
 
 
-class Link(msgspec.Struct, frozen=True):
+class GpuLink(msgspec.Struct, frozen=True):
     """``bandwidth``: of all-reduces, bytes/s. ``latency_s``: of one all-reduce of a few bytes."""
 
     bandwidth: float
@@ -66,17 +66,17 @@ class Link(msgspec.Struct, frozen=True):
         return self.latency_s + 2 * (gpus - 1) / gpus * size / self.bandwidth if gpus > 1 else 0.0
 
 
-LINKS: Final[Mapping[str, Link]] = MappingProxyType(
+LINKS: Final[Mapping[str, GpuLink]] = MappingProxyType(
     {
-        "nvlink3": Link(bandwidth=230e9, latency_s=6e-6),
-        "nvlink4": Link(bandwidth=366e9, latency_s=6e-6),
-        "nvlink5": Link(bandwidth=690e9, latency_s=6e-6),
-        "pcie4": Link(bandwidth=15e9, latency_s=17e-6),
-        "pcie5": Link(bandwidth=30e9, latency_s=17e-6),
+        "nvlink3": GpuLink(bandwidth=230e9, latency_s=6e-6),
+        "nvlink4": GpuLink(bandwidth=366e9, latency_s=6e-6),
+        "nvlink5": GpuLink(bandwidth=690e9, latency_s=6e-6),
+        "pcie4": GpuLink(bandwidth=15e9, latency_s=17e-6),
+        "pcie5": GpuLink(bandwidth=30e9, latency_s=17e-6),
     }
 )
 # What kernels measured one by one do not include.
-NO_EXCHANGE: Final = Link(bandwidth=float("inf"), latency_s=0.0)
+NO_EXCHANGE: Final = GpuLink(bandwidth=float("inf"), latency_s=0.0)
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Gpu(msgspec.Struct, frozen=True):
     flops: float
     bandwidth: float
     memory: float
-    link: Link = LINKS["pcie5"]
+    link: GpuLink = LINKS["pcie5"]
     weight_streaming: float = WEIGHT_STREAMING
     kv_reading: float = KV_READING
     prefill_gemm: float = PREFILL_GEMM
@@ -146,7 +146,7 @@ class Hardware(msgspec.Struct, frozen=True):
         """Of all GPUs together."""
         return self.gpu.bandwidth * self.gpus
 
-    def exchange_s(self, tokens: int) -> float:
+    def all_reduce_s(self, tokens: int) -> float:
         """The all-reduces of a step with ``tokens`` tokens: two a layer, of all tokens' activations."""
         size = tokens * self.model.hidden * BYTES_PER_VALUE
         return 2 * self.model.layers * self.gpu.link.all_reduce_s(self.gpus, size)

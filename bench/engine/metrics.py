@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from bench.engine.adapters import Adapters
+    from bench.engine.lora_adapters import Adapters
     from bench.engine.request import Request
     from bench.engine.scheduler import EngineLimits, Scheduler
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from bench.engine.tensors import TensorRoutes
-from bench.engine.vllm import pod_host
+from bench.engine.tensor_api import TensorRoutes
+from bench.engine.vllm_command_line import pod_host
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,9 +13,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from bench.engine.formats import Job, TokenId, error_response
+from bench.engine.fake_tokenizer import Message, render_chat, tokens_of
+from bench.engine.formats import GenerationJob, TokenId, error_response
 from bench.engine.request import Request
-from bench.engine.text import Message, render_chat, tokens_of
 from extproc.protocol import Api
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _EMBEDDING_SIZE: Final = 64
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # A job as the finished request, or as the answer that it cannot be done.
-Compute = Callable[[Job], Awaitable[Request | web.Response]]
+Compute = Callable[[GenerationJob], Awaitable[Request | web.Response]]
 _SAMPLE_RATE: Final = 16_000
 _TOKENS_PER_S: Final = 25
 _CHARACTERS_PER_S: Final = 15
@@ -37,7 +37,7 @@ class PoolingApi(msgspec.Struct, frozen=True):
     """One API: its body's type, its prompts as a job, and the answer."""
 
     body: type[Any]
-    to_job: Callable[[Any], Job]
+    to_job: Callable[[Any], GenerationJob]
     answer: Callable[[Any, Request], dict[str, Any]]
 
 
@@ -53,7 +53,7 @@ class EmbeddingsRequest(msgspec.Struct):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-def _embeddings_job(body: EmbeddingsRequest) -> Job:
+def _embeddings_job(body: EmbeddingsRequest) -> GenerationJob:
     return _job(body.model, "".join(body.texts))
 
 
@@ -74,7 +74,7 @@ class RerankRequest(msgspec.Struct):
     top_n: int = 0
 
 
-def _rerank_job(body: RerankRequest) -> Job:
+def _rerank_job(body: RerankRequest) -> GenerationJob:
     return _job(body.model, "".join(body.query + document for document in body.documents))
 
 
@@ -97,19 +97,19 @@ class ScoreRequest(msgspec.Struct):
     text_2: str | list[str]
 
     @property
-    def others(self) -> list[str]:
+    def texts_to_compare(self) -> list[str]:
         """What ``text_1`` is compared with."""
         return [self.text_2] if isinstance(self.text_2, str) else self.text_2
 
 
-def _score_job(body: ScoreRequest) -> Job:
-    return _job(body.model, "".join(body.text_1 + other for other in body.others))
+def _score_job(body: ScoreRequest) -> GenerationJob:
+    return _job(body.model, "".join(body.text_1 + other for other in body.texts_to_compare))
 
 
 def _score(body: ScoreRequest, request: Request) -> dict[str, Any]:
     data = [
         {"index": index, "object": "score", "score": _likeness(body.text_1, other)}
-        for index, other in enumerate(body.others)
+        for index, other in enumerate(body.texts_to_compare)
     ]
     return {"object": "list", "data": data, "model": body.model, "usage": _usage(request)}
 
@@ -120,8 +120,8 @@ def _likeness(query: str, text: str) -> float:
     return len(words & set(text.split())) / max(1, len(words))
 
 
-def _job(model: str, prompt: str) -> Job:
-    return Job(model=model, prompts=(prompt.encode(),), max_tokens=1, is_streamed=False, wants_usage=False)
+def _job(model: str, prompt: str) -> GenerationJob:
+    return GenerationJob(model=model, prompts=(prompt.encode(),), max_tokens=1, is_streamed=False, wants_usage=False)
 
 
 def _usage(request: Request) -> dict[str, int]:
@@ -179,8 +179,8 @@ def audio_handlers(compute: Compute) -> dict[Api, Handler]:
     return {Api.SPEECH: speech, Api.TRANSCRIPTIONS: transcribe}
 
 
-def _audio_job(model: str, prompt: bytes, max_tokens: int | None) -> Job:
-    return Job(model=model, prompts=(prompt,), max_tokens=max_tokens, is_streamed=False, wants_usage=False)
+def _audio_job(model: str, prompt: bytes, max_tokens: int | None) -> GenerationJob:
+    return GenerationJob(model=model, prompts=(prompt,), max_tokens=max_tokens, is_streamed=False, wants_usage=False)
 
 
 def _silence(tokens: int) -> bytes:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.engine.text import BYTES_PER_TOKEN, BlockHashes, count_tokens
+from bench.engine.fake_tokenizer import BYTES_PER_TOKEN, BlockHashes, count_tokens
 
 if TYPE_CHECKING:
-    from bench.engine.structured import FinishReason
+    from bench.engine.structured_outputs import FinishReason
 
 # One token of an answer to keys and values that were overwritten.
 GARBAGE: Final = b"\\?# "
@@ -35,7 +35,7 @@ class Request:
     | `blocks` | KV blocks that it holds, in the order of its text |
     | `named` | how many of `blocks` are full and cached by their hash |
     | `text` | hashes of its full blocks |
-    | `is_exported` | its blocks are kept when it ends, for another engine (``Scheduler.take_exported``) |
+    | `is_exported` | its blocks are kept when it ends, for another engine (``Scheduler.pop_finished_exports``) |
     | `is_remote` | another engine has computed its prompt; False again as soon as that was transferred |
     | `transferred` | of the prompt, what came from another engine |
     """
@@ -85,7 +85,7 @@ class Request:
         leg.blocks, leg.text = [], self.text.copy()
         return leg
 
-    def spoil(self) -> None:
+    def corrupt_answer(self) -> None:
         """The keys and values of its prompt are those of another text: nothing of the answer is right."""
         self.answer = GARBAGE * (len(self.answer) // BYTES_PER_TOKEN)
 
@@ -118,7 +118,7 @@ class EngineStep(msgspec.Struct):
         """Of all the steps."""
         return self._until(self.count)
 
-    def cut(self, after_s: float) -> None:
+    def cut_short(self, after_s: float) -> None:
         """Shorten a leap: end it with the step that runs ``after_s`` seconds after its beginning."""
         low, high = 1, self.count
         while low < high:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.engine.blocks import BlockPool
+from bench.engine.fake_tokenizer import BYTES_PER_TOKEN
+from bench.engine.kv_cache import BlockPool
 from bench.engine.request import EngineStep, Request, Token
 from bench.engine.step_time import StepBatch
-from bench.engine.text import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
-    from bench.engine.blocks import Journal
+    from bench.engine.kv_cache import CacheJournal
     from bench.engine.step_time import StepTime
 
 
@@ -60,7 +60,7 @@ class Scheduler:
     ``begin_step`` chooses what to compute; ``end_step`` accounts for it and returns the tokens.
     """
 
-    def __init__(self, speed: StepTime, limits: EngineLimits, journal: Journal | None = None) -> None:
+    def __init__(self, speed: StepTime, limits: EngineLimits, journal: CacheJournal | None = None) -> None:
         """``journal``: takes what enters and leaves the cache; requests must then keep their text."""
         self.speed = speed
         self.limits = limits
@@ -87,22 +87,22 @@ class Scheduler:
         self.loading.pop(request.key, None)
         self._release(request)
 
-    def take_wanted(self) -> list[tuple[Request, int]]:
+    def pop_transfers_to_start(self) -> list[tuple[Request, int]]:
         """Remote requests whose blocks were reserved since the last call, with the tokens to transfer for each."""
         found, self._wanted = self._wanted, []
         return found
 
-    def take_exported(self) -> list[tuple[Request, list[int]]]:
+    def pop_finished_exports(self) -> list[tuple[Request, list[int]]]:
         """Exported requests that have ended since the last call, with their blocks, which stay held."""
         found, self._exported = self._exported, []
         return found
 
-    def take_computed(self) -> list[tuple[Request, int]]:
+    def pop_sendable_tokens(self) -> list[tuple[Request, int]]:
         """Exported requests, with the tokens of their prompts that can be sent, for each step since the last call."""
         found, self._computed = self._computed, []
         return found
 
-    def loaded(self, request: Request, tokens: int) -> None:
+    def on_transfer_ended(self, request: Request, tokens: int) -> None:
         """A transfer has ended; the request is the next to begin. ``tokens``: that came, 0 if it failed: the prompt is
         then computed here. No effect on a request that was aborted.
         """
@@ -235,7 +235,7 @@ class Scheduler:
         shared = self.pool.match(request.text.hashes[:usable])
         cached = len(shared) * self.limits.block_size
         count = request.tokens - cached if request.is_remote else min(request.tokens - cached, budget)
-        blocks = self.pool.take(shared, self._blocks_for(cached + count) - len(shared))
+        blocks = self.pool.allocate(shared, self._blocks_for(cached + count) - len(shared))
         if blocks is None:
             return None
         self._start(request, blocks, cached)
@@ -262,7 +262,7 @@ class Scheduler:
         missing = self._blocks_for(request.computed + count) - len(request.blocks)
         if missing <= 0:
             return True
-        fresh = self.pool.take((), missing)
+        fresh = self.pool.allocate((), missing)
         if fresh is None:
             return False
         request.blocks.extend(fresh)
@@ -292,7 +292,7 @@ class Scheduler:
             self._emit_stored(self._journal, request, new)
         request.named = max(request.named, full)
 
-    def _emit_stored(self, journal: Journal, request: Request, new: list[int]) -> None:
+    def _emit_stored(self, journal: CacheJournal, request: Request, new: list[int]) -> None:
         """One change for each run of blocks in a row."""
         hashes, blocks = request.text.hashes, request.text.blocks
         start = new[0]
@@ -300,7 +300,7 @@ class Scheduler:
             if following != index + 1:
                 parent = hashes[start - 1] if start else None
                 stored = blocks[start : index + 1]
-                journal.stored(hashes[start : index + 1], parent, stored, request.model, request.salt)
+                journal.on_stored(hashes[start : index + 1], parent, stored, request.model, request.salt)
                 start = following
 
     def _produce(self, request: Request, count: int) -> str:

@@ -17,44 +17,44 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from bench.engine.adapters import AdapterLimits, AdapterRoutes, Adapters
-from bench.engine.blocks import Journal
-from bench.engine.contracts import Export, FieldsInvalid, PairFields, Plan
-from bench.engine.exchange import ExchangeSettings, KvExchange, TransferFailed
-from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, answer_wrongly
+from bench.engine.fake_tokenizer import count_tokens
+from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, serve_bad_answer
 from bench.engine.formats import (
     ChatFormat,
     ChatRequest,
     CompletionFormat,
     CompletionRequest,
-    Format,
     GenerateFormat,
     GenerateRequest,
-    Job,
+    GenerationJob,
     MessagesFormat,
     MessagesRequest,
+    ResponseFormat,
     ResponsesFormat,
     ResponsesRequest,
     chat_job,
     completion_job,
-    count,
+    count_tokens_handler,
     error_body,
     generate_job,
-    in_its_form,
     messages_job,
     responses_job,
     sglang_chat_job,
+    with_anthropic_errors,
 )
 from bench.engine.hardware import API_S, Hardware
+from bench.engine.kv_cache import CacheJournal
+from bench.engine.kv_connectors import ExportPlan, FieldsInvalid, Plan, TransferFields
+from bench.engine.kv_event_publisher import KvEventPublisher, KvEventsConfig
+from bench.engine.kv_exchange import ExchangeSettings, KvExchange, TransferFailed
+from bench.engine.lora_adapters import AdapterLimits, AdapterRoutes, Adapters
 from bench.engine.metrics import Observation, ServerMetrics, TransferMetrics
 from bench.engine.other_apis import POOLING, PoolingApi, audio_handlers, token_handlers
-from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline
-from bench.engine.structured import write_answer
-from bench.engine.tensors import TensorRoutes
-from bench.engine.text import count_tokens
+from bench.engine.structured_outputs import write_answer
+from bench.engine.tensor_api import TensorRoutes
 from extproc.api.addresses import join_host_port
 from extproc.ports import ListenFailed
 from extproc.protocol import APIS_BY_PATH, Api
@@ -73,7 +73,7 @@ _MAX_BODY: Final = 256 * 1024 * 1024
 _SHUTDOWN_S: Final = 0.1
 
 
-class Driver:
+class EngineDriver:
     """One engine core in real time. ``speed``: engine seconds per second of the wall clock."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Driver:
         """``exchange``: with other engines; set before it runs, if the engine is one of a pair."""
         self.exchange: KvExchange | None = None
         self._publisher = publisher
-        self._journal = Journal() if publisher is not None else None
+        self._journal = CacheJournal() if publisher is not None else None
         self.scheduler = Scheduler(Roofline(hardware), limits, self._journal)
         self.block_size = limits.block_size
         self.speed = speed
@@ -110,7 +110,7 @@ class Driver:
             self.stall(duration_s / self.speed)
             await asyncio.sleep(duration_s / self.speed)
 
-    def new_request(self, prompt: bytes, output_tokens: int, job: Job, *, adapter: str = "") -> Request:
+    def new_request(self, prompt: bytes, output_tokens: int, job: GenerationJob, *, adapter: str = "") -> Request:
         """A request of ``job`` for ``prompt``, whose answer has ``output_tokens`` tokens, or fewer if its structure
         has. ``adapter``: that it needs, empty for none. Raises StructureInvalid.
         """
@@ -128,7 +128,7 @@ class Driver:
         request.finish_reason = written.reason
         return request
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """There may be something to compute."""
         self._work_came.set()
 
@@ -138,7 +138,7 @@ class Driver:
         if queue is not None:
             queue.put_nowait(why)
 
-    async def tokens(self, requests: Sequence[Request]) -> AsyncGenerator[Token]:
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Token]:
         """Add ``requests`` and follow their answers, as they come. A caller that stops early aborts what runs.
 
         Raises TransferFailed.
@@ -163,7 +163,7 @@ class Driver:
                 del self._answers[request.key]
                 if not request.is_done:
                     self.scheduler.abort(request)
-                    self.wake()
+                    self.wake_up()
 
     async def run(self) -> None:
         """Step after step, until cancelled.
@@ -192,7 +192,7 @@ class Driver:
             if self.exchange is not None:
                 self.exchange.on_step()
             if self._publisher is not None and self._journal is not None:
-                await self._publisher.publish(self._journal.take())
+                await self._publisher.publish(self._journal.pop_changes())
             for token in tokens:
                 queue = self._answers.get(token.request.key)
                 if queue is not None:
@@ -234,7 +234,7 @@ class EngineServer:
             self._publisher = KvEventPublisher(
                 settings.events, host=settings.host, block_size=block_size, base_model=settings.model
             )
-        self._driver = Driver(
+        self._driver = EngineDriver(
             settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed, publisher=self._publisher
         )
         self._adapters = Adapters(settings.adapters, settings.lora)
@@ -247,7 +247,7 @@ class EngineServer:
                 settings.exchange,
                 self._driver.scheduler,
                 TransferMetrics(self._metrics.registry, settings.model),
-                wake=self._driver.wake,
+                wake=self._driver.wake_up,
                 fail=self._driver.fail,
             )
         # SGLang's requests by the id of their bodies
@@ -298,8 +298,8 @@ class EngineServer:
             Api.CHAT: self._generating(ChatRequest, to_chat, ChatFormat),
             Api.COMPLETIONS: self._generating(CompletionRequest, completion_job, CompletionFormat),
             Api.RESPONSES: self._generating(ResponsesRequest, responses_job, ResponsesFormat),
-            Api.MESSAGES: in_its_form(self._generating(MessagesRequest, messages_job, MessagesFormat)),
-            Api.COUNT_TOKENS: count,
+            Api.MESSAGES: with_anthropic_errors(self._generating(MessagesRequest, messages_job, MessagesFormat)),
+            Api.COUNT_TOKENS: count_tokens_handler,
             Api.GENERATE: self._generating(GenerateRequest, generate_job, GenerateFormat),
             **{api: self._pooling(one) for api, one in POOLING.items()},
             **token_handlers(self._serves),
@@ -316,16 +316,18 @@ class EngineServer:
             why = os.strerror(error.errno) if error.errno else str(error)
             raise ListenFailed(join_host_port(*where), why, "--port") from None
 
-    def _generating(self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]) -> Handler:
+    def _generating(
+        self, kind: type[Any], to_job: Callable[[Any], GenerationJob], new_format: Callable[..., ResponseFormat]
+    ) -> Handler:
         decoder = msgspec.json.Decoder(kind)
 
         async def handle(http: web.Request) -> web.StreamResponse:
             status = self._faults.next_status()
             if status is not None:
                 return _error(status, "The engine is asked to fail.", "service_unavailable_error")
-            illness = self._faults.next_illness()
+            illness = self._faults.next_bad_answer()
             if illness is not None:
-                return await answer_wrongly(http, illness)
+                return await serve_bad_answer(http, illness)
             plans: list[Plan] = []
             try:
                 body = await http.read()
@@ -340,14 +342,14 @@ class EngineServer:
             if refused is not None:
                 if self._exchange is not None:
                     for plan in plans:
-                        self._exchange.give_back(plan)
+                        self._exchange.release_remote(plan)
                 return refused
             with self._paired(body, requests, plans):
                 return await self._respond(http, requests, job, new_format)
 
         return handle
 
-    def _planned(self, http: web.Request, body: bytes, job: Job) -> tuple[list[Plan], Job]:
+    def _planned(self, http: web.Request, body: bytes, job: GenerationJob) -> tuple[list[Plan], GenerationJob]:
         """What the request is in a pair, or each of its prompts, and its job as that. Raises msgspec.DecodeError."""
         if self._exchange is None:
             return [], job
@@ -357,7 +359,7 @@ class EngineServer:
         if len(plans) > 1 and (len(plans) != len(job.prompts) or job.choices > 1):
             msg = "there are as many rooms as prompts, with one answer to each."
             raise FieldsInvalid(msg)
-        if isinstance(plans[0], Export) and self._exchange.cuts_answers:
+        if isinstance(plans[0], ExportPlan) and self._exchange.limits_prefill_to_one_token:
             job = msgspec.structs.replace(job, max_tokens=1)
         return plans, job
 
@@ -369,24 +371,28 @@ class EngineServer:
             return
         paired = requests[: len(plans)]
         for request, plan in zip(paired, plans, strict=True):
-            self._exchange.expect(request, plan)
-        for request, rid in zip(paired, msgspec.json.decode(body, type=PairFields).ids, strict=False):
+            self._exchange.register(request, plan)
+        for request, rid in zip(paired, msgspec.json.decode(body, type=TransferFields).ids, strict=False):
             self._rids[request.key] = (rid, request)
         try:
             yield
         finally:
             for request in paired:
                 self._rids.pop(request.key, None)
-                self._exchange.end(request)
+                self._exchange.on_request_ended(request)
 
     async def _respond(
-        self, http: web.Request, requests: Sequence[Request], job: Job, new_format: Callable[..., Format]
+        self,
+        http: web.Request,
+        requests: Sequence[Request],
+        job: GenerationJob,
+        new_format: Callable[..., ResponseFormat],
     ) -> web.StreamResponse:
         try:
             if self._exchange is not None:
                 for request in requests:
-                    await self._exchange.before(request)
-            await self._driver.read_weights(self._adapters.use(requests[0].adapter))
+                    await self._exchange.before_compute(request)
+            await self._driver.read_weights(self._adapters.reload_s(requests[0].adapter))
             # identifiers rise in the order in which requests came
             key = f"{secrets.token_hex(4)}{requests[0].key:08x}"
             form = new_format(key, int(_wall_clock()), job.model, **job.options)
@@ -396,10 +402,10 @@ class EngineServer:
         except TransferFailed as error:
             return _error(500, str(error), "InternalServerError")
         if self._exchange is not None and isinstance(whole.body, bytes):
-            whole.body = self._exchange.answer(requests[0], job.prompts[0], whole.body)
+            whole.body = self._exchange.response_fields(requests[0], job.prompts[0], whole.body)
         return whole
 
-    def _requests(self, job: Job) -> list[Request]:
+    def _requests(self, job: GenerationJob) -> list[Request]:
         """One for each choice of each prompt; raises StructureInvalid."""
         adapter = job.model if job.model in self._adapters else ""
         return [
@@ -411,7 +417,7 @@ class EngineServer:
     def _serves(self, model: str) -> bool:
         return model == self._settings.model or model in self._adapters
 
-    def _refuse(self, job: Job) -> web.Response | None:
+    def _refuse(self, job: GenerationJob) -> web.Response | None:
         if not self._serves(job.model):
             return _error(404, f"The model `{job.model}` does not exist.", "NotFoundError", param="model")
         tokens = max(map(count_tokens, job.prompts)) + 1
@@ -421,14 +427,14 @@ class EngineServer:
             return _error(400, message, "BadRequestError", param="input_tokens")
         return None
 
-    def _answer_length(self, job: Job, prompt: bytes) -> int:
+    def _answer_length(self, job: GenerationJob, prompt: bytes) -> int:
         room = self._settings.max_model_len - count_tokens(prompt)
         # JSON of a schema ends by itself
         is_open = job.structure is None or job.structure.schema is None
         return min(job.max_tokens or (self._settings.default_max_tokens if is_open else room), room)
 
     async def _stream(
-        self, http: web.Request, requests: Sequence[Request], form: Format, *, wants_usage: bool
+        self, http: web.Request, requests: Sequence[Request], form: ResponseFormat, *, wants_usage: bool
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         if self._settings.headers_first:
@@ -451,10 +457,10 @@ class EngineServer:
             await response.write(form.closing(requests, wants_usage=wants_usage))
         return response
 
-    async def _answer_whole(self, http: web.Request, requests: Sequence[Request], form: Format) -> web.Response:
+    async def _answer_whole(self, http: web.Request, requests: Sequence[Request], form: ResponseFormat) -> web.Response:
         async for _ in self._observed(http, requests):
             pass
-        return web.Response(body=form.whole(requests), content_type="application/json")
+        return web.Response(body=form.full_response(requests), content_type="application/json")
 
     async def _observed(self, http: web.Request, requests: Sequence[Request]) -> AsyncGenerator[Token]:
         """The tokens, which are counted. A cut that a test asks for resets the connection after one of them."""
@@ -464,7 +470,7 @@ class EngineServer:
                 request.key: observations.enter_context(Observation(self._metrics, request, self._settings.speed))
                 for request in requests
             }
-            async with contextlib.aclosing(self._driver.tokens(requests)) as tokens:
+            async with contextlib.aclosing(self._driver.generate(requests)) as tokens:
                 async for token in tokens:
                     yield token
                     observe[token.request.key]()
@@ -473,7 +479,7 @@ class EngineServer:
                         return
             if self._exchange is not None:
                 for request in requests:
-                    await self._exchange.after(request)
+                    await self._exchange.after_last_token(request)
 
     def _pooling(self, pooling: PoolingApi) -> Handler:
         decoder = msgspec.json.Decoder(pooling.body)
@@ -488,7 +494,7 @@ class EngineServer:
 
         return handle
 
-    async def _compute(self, job: Job) -> Request | web.Response:
+    async def _compute(self, job: GenerationJob) -> Request | web.Response:
         """The whole job at once, or a refusal."""
         status = self._faults.next_status()
         if status is not None:
@@ -496,14 +502,14 @@ class EngineServer:
         if (refused := self._refuse(job)) is not None:
             return refused
         requests = self._requests(job)
-        async for _ in self._driver.tokens(requests):
+        async for _ in self._driver.generate(requests):
             pass
         return requests[0]
 
     async def _abort(self, http: web.Request) -> web.Response:
         """SGLang's: the requests whose id begins with that of the body end with an error."""
         try:
-            ids = msgspec.json.decode(await http.read(), type=PairFields).ids
+            ids = msgspec.json.decode(await http.read(), type=TransferFields).ids
         except msgspec.DecodeError as error:
             return _error(400, str(error), "BadRequestError")
         for known, request in list(self._rids.values()):
@@ -521,11 +527,11 @@ class EngineServer:
         return web.Response()
 
     async def _show_metrics(self, http: web.Request) -> web.StreamResponse:
-        illness = self._faults.take_metrics_fault()
+        illness = self._faults.next_metrics_fault()
         if illness == "empty":
             return web.Response(body=b"", headers={"Content-Type": CONTENT_TYPE_LATEST})
         if illness is not None:
-            return await answer_wrongly(http, illness)
+            return await serve_bad_answer(http, illness)
         return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _fault(self, http: web.Request) -> web.Response:
@@ -538,7 +544,7 @@ class EngineServer:
             self._driver.stall(fault.for_s)
         elif isinstance(fault, DropEvents):
             if self._publisher is not None:
-                self._publisher.drop(fault.times)
+                self._publisher.drop_next(fault.times)
         elif isinstance(fault, Refuse):
             assert self._site is not None
             await self._site.stop()

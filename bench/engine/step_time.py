@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Work(msgspec.Struct, frozen=True):
+class StepWork(msgspec.Struct, frozen=True):
     """One request's part of a step: ``tokens`` new tokens after ``history`` tokens that are in the KV cache."""
 
     tokens: int
@@ -43,7 +43,7 @@ class StepBatch(msgspec.Struct, frozen=True):
     decodes: int
 
 
-def batch_of(parts: Iterable[Work]) -> StepBatch:
+def step_batch(parts: Iterable[StepWork]) -> StepBatch:
     """Sum up the parts of a step. One new token is a decode; several are a prefill chunk."""
     requests = tokens = read = decodes = 0
     pairs = 0.0
@@ -89,8 +89,8 @@ class Roofline:
         self._byte_s = 1 / (hardware.bandwidth * gpu.weight_streaming)
         self._weights_s = hardware.weight_bytes * self._byte_s
         # linear in the tokens: a latency for each all-reduce, and their bytes
-        latency_s = hardware.exchange_s(0)
-        self._exchange_s = hardware.exchange_s(1) - latency_s
+        latency_s = hardware.all_reduce_s(0)
+        self._exchange_s = hardware.all_reduce_s(1) - latency_s
         self._fixed_s = shape.layers * gpu.per_layer_s + latency_s + PER_STEP_S
 
     def seconds(self, batch: StepBatch) -> float:
@@ -116,10 +116,10 @@ class Roofline:
         return self._weights_s - in_experts + touched * in_experts
 
 
-def step_seconds(hardware: Hardware, parts: Iterable[Work]) -> float:
+def step_seconds(hardware: Hardware, parts: Iterable[StepWork]) -> float:
     """The duration of a step on ``hardware`` by the roofline."""
 
-    return Roofline(hardware).seconds(batch_of(parts))
+    return Roofline(hardware).seconds(step_batch(parts))
 
 
 def prefill_s(

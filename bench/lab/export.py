@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.lab.measures import LatencyObjective, Measures, measure
-from bench.lab.policies.own_file import policy_file
+from bench.lab.policies.policy_file import policy_file
 from bench.lab.runner import code_digest, condition_files, digests
-from bench.lab.trial import Conditions
-from bench.reporting.pages import MadeBy, Table, made_by
+from bench.lab.trial import TrialConditions
+from bench.reporting.pages import Provenance, Table, provenance
 from bench.reporting.results import Distribution, Interval, ratio_interval, windows
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class TrialResult(msgspec.Struct, frozen=True):
 
     policy: str
     workload: str
-    conditions: Conditions
+    conditions: TrialConditions
     measures: Measures
     requests: RequestColumns
     wall_s: float
     files: dict[str, str] = {}
 
 
-class Group(msgspec.Struct, frozen=True):
+class ConditionGroup(msgspec.Struct, frozen=True):
     """The policies under one set of conditions, all seeds together. ``conditions``: in words."""
 
     conditions: str
@@ -70,8 +70,8 @@ class Results(msgspec.Struct, frozen=True):
 
     objective: LatencyObjective
     trials: list[TrialResult]
-    groups: list[Group] = []
-    made_by: MadeBy | None = None
+    groups: list[ConditionGroup] = []
+    made_by: Provenance | None = None
 
 
 def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, command: str) -> Results:
@@ -80,10 +80,10 @@ def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, comm
         objective=objective,
         trials=[_trial(report, objective) for report in reports],
         groups=[
-            Group(words, {policy: pool_measures(some, objective) for policy, some in by_policy(found).items()})
+            ConditionGroup(words, {policy: pool_measures(some, objective) for policy, some in by_policy(found).items()})
             for words, found in by_conditions(reports).items()
         ],
-        made_by=made_by(
+        made_by=provenance(
             command,
             versions={"code": code_digest()},
             files=digests(str(policy_file(policy) or policy) for policy in by_policy(reports)),
@@ -95,7 +95,7 @@ def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]
     """Reports that differ in their policies and seeds alone, by a text with the conditions that differ between the
     groups.
     """
-    grouped: dict[Conditions, list[TrialReport]] = defaultdict(list)
+    grouped: dict[TrialConditions, list[TrialReport]] = defaultdict(list)
     for report in reports:
         grouped[msgspec.structs.replace(report.trial.conditions, seed=0)].append(report)
     counts = Counter(_words(found) for found in grouped.values())
@@ -111,7 +111,7 @@ def _words(reports: Sequence[TrialReport]) -> str:
     workloads = ", ".join(dict.fromkeys(report.workload for report in reports))
     seeds = sorted({report.trial.conditions.seed for report in reports})
     seeded = f", {len(seeds)} seeds together" if len(seeds) > 1 else ""
-    return f"{workloads}; rate x{one.rate_scale:g}, {one.words()}{seeded}"
+    return f"{workloads}; rate x{one.rate_scale:g}, {one.engines_text()}{seeded}"
 
 
 def ttft_blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
@@ -198,7 +198,7 @@ class Difference(msgspec.Struct, frozen=True):
     change: Interval
 
 
-def read_side(name: str) -> list[TrialResult]:
+def read_policy_trials(name: str) -> list[TrialResult]:
     """The trials of one policy in a replay's JSON. Raises NotComparable.
 
     ``name``: ``FILE:POLICY``, or ``FILE`` for Attaché's policy if the file has it, else for its first.
@@ -263,10 +263,10 @@ def _paired(
 def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Table]:
     """One for each set of conditions, and one of all together, with that in its title. Raises NotComparable.
 
-    ``names``: what the two sides are called in headings, as ``read_side`` takes them.
+    ``names``: what the two sides are called in headings, as ``read_policy_trials`` takes them.
     """
     conditions = {one.conditions for one in second}
-    both: dict[Conditions, list[TrialResult]] = defaultdict(list)
+    both: dict[TrialConditions, list[TrialResult]] = defaultdict(list)
     for one in first:
         if one.conditions in conditions:
             both[msgspec.structs.replace(one.conditions, seed=0)].append(one)
@@ -281,12 +281,12 @@ def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequenc
     return [*made, Table(f"{together}{paired}", headings, [_cells(row) for row in compare(first, second)])]
 
 
-def _difference_words(key: Conditions, trials: Sequence[TrialResult]) -> str:
+def _difference_words(key: TrialConditions, trials: Sequence[TrialResult]) -> str:
     workloads = ", ".join(dict.fromkeys(one.workload for one in trials))
-    return f"{workloads}; rate x{key.rate_scale:g}, {key.words()}"
+    return f"{workloads}; rate x{key.rate_scale:g}, {key.engines_text()}"
 
 
-def _rates(conditions: Iterable[Conditions]) -> str:
+def _rates(conditions: Iterable[TrialConditions]) -> str:
     return "rates " + ", ".join(f"x{rate:g}" for rate in sorted({one.rate_scale for one in conditions}))
 
 

@@ -18,22 +18,22 @@ from rich.console import Console
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.reporting.pages import Table, figure, log_axis, made_by, plot_cumulative
+from bench.reporting.pages import Table, figure, log_axis, plot_cumulative, provenance
 from bench.reporting.results import cached_token_ratio, distribution, ttfts_s
 from bench.stack.stack import documents
 from bench.virtual.engines import addresses, roofline_engine
 from bench.virtual.simulation import Simulation
-from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
+from bench.workload.sessions import Session, SessionTurn, Workload, single_piece
 from extproc.api import load as configuration
 from extproc.protocol import DEADLINE_MS, OBJECTIVES, TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bench.reporting.pages import MadeBy
+    from bench.reporting.pages import Provenance
     from bench.reporting.results import RequestResult
     from bench.virtual.observers import TokenObserver
-    from bench.workload.sessions import Piece
+    from bench.workload.sessions import TextPiece
     from extproc.core.effects import Decision
 
 HARDWARE: Final = "h100-llama-3.1-8b"
@@ -117,15 +117,15 @@ def _sessions(load: TenantLoad, seed: int) -> Iterable[Session]:
         if load.deadline_s is not None:
             headers[DEADLINE_MS] = str(1000 * rng.uniform(1.0, load.deadline_s))
         prompt, answer = rng.randint(*load.lengths.prompt), rng.randint(*load.lengths.answer)
-        system: tuple[Piece, ...] = ()
+        system: tuple[TextPiece, ...] = ()
         if load.shared is not None:
             texts, tokens = load.shared
-            system = one_piece(f"{seed}/{load.tenant}/{rng.randrange(texts)}", tokens)
-        asked = one_piece(f"{seed}/{load.tenant}/{load.objective}/{number}", prompt)
+            system = single_piece(f"{seed}/{load.tenant}/{rng.randrange(texts)}", tokens)
+        asked = single_piece(f"{seed}/{load.tenant}/{load.objective}/{number}", prompt)
         yield Session(now, (SessionTurn(asked, answer),), system=system, headers=headers, label=load.tenant)
 
 
-def play(
+def run_workload(
     workload: Workload,
     control: Mapping[str, object] | None,
     *,
@@ -203,12 +203,12 @@ class ServiceObserver:
         index = bisect_right(history, at_s, key=lambda one: one[0])
         return history[index - 1][1] if index else 0.0
 
-    def held(self, label: str, ticket: str, now: float) -> None:
+    def on_held(self, label: str, ticket: str, now: float) -> None:
         """The tenant waits."""
         self._waiting.setdefault(label, set()).add(ticket)
         self._update_gaps(label)
 
-    def sent(self, label: str, decision: Decision, input_tokens: int, now: float) -> None:
+    def on_sent(self, label: str, decision: Decision, input_tokens: int, now: float) -> None:
         """The input is served."""
         self.longest_input = max(self.longest_input, input_tokens)
         self._running += input_tokens
@@ -217,14 +217,14 @@ class ServiceObserver:
         self._waiting.get(label, set()).discard(decision.ticket)
         self._update_gaps(label)
 
-    def token(self, label: str, now: float) -> None:
+    def on_token(self, label: str, now: float) -> None:
         """A token of output is served."""
         self._running += 1
         self.most_tokens_running = max(self.most_tokens_running, self._running)
         self._serve(label, OUTPUT_WEIGHT, now)
         self._update_gaps(label)
 
-    def ended(self, label: str, tokens: int, now: float) -> None:
+    def on_ended(self, label: str, tokens: int, now: float) -> None:
         """A request has left its engine."""
         self._running -= tokens
 
@@ -268,7 +268,7 @@ class FloodResult(msgspec.Struct, frozen=True):
         return self.during_s / self.before_s
 
 
-def flood(
+def measure_flood(
     *, rate: float, duration_s: float, engines: int, policies: Mapping[str, Control], seed: int = 0
 ) -> list[FloodResult]:
     """Ten tenants of equal rates; then the first sends ten times as much. ``rate``: of each tenant, per second."""
@@ -278,7 +278,7 @@ def flood(
     for policy, control in policies.items():
         before_s, during_s = (
             ttfts_without(
-                play(tenant_workload("flood", loads, seed=seed), control, engines=engines, seed=seed), FLOODER
+                run_workload(tenant_workload("flood", loads, seed=seed), control, engines=engines, seed=seed), FLOODER
             )
             for loads in (calm, flooded)
         )
@@ -302,7 +302,7 @@ class OrderResult(msgspec.Struct, frozen=True):
     longest_ttft_s: float
 
 
-def orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[OrderResult]:
+def measure_orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[OrderResult]:
     """One tenant overloads the engines for a while; deadlines of first tokens are 1 to 20 s after arrival."""
     lengths = LengthRanges((500, 12_000), (20, 60))
     workload = tenant_workload(
@@ -311,7 +311,7 @@ def orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> li
     deadlines_s = {one.begins_at_s: float(one.headers[DEADLINE_MS]) / 1000 for one in workload.sessions}
     found = []
     for name, control in ORDERS.items():
-        results = play(workload, control, engines=engines, seed=seed)
+        results = run_workload(workload, control, engines=engines, seed=seed)
         missed = [one.ttft_s > deadlines_s[one.due_at_s] for one in results]
         ttfts = ttfts_s(results)
         found.append(
@@ -331,14 +331,14 @@ class SharesResult(msgspec.Struct, frozen=True):
     by_band: Mapping[str, float]
 
 
-def shares(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> SharesResult:
+def measure_shares(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> SharesResult:
     """All bands together overload the engines. Service counts from when all wait until arrivals end."""
     loads = [TenantLoad(name, rate, duration_s, objective=name, lengths=LengthRanges((500, 3000))) for name in BANDS]
     service = ServiceObserver(with_history=True)
     # no shedding: the shares must come from the order alone
     control = {**VTC, "shedFrom": 1.99}
     workload = tenant_workload("shares", loads, seed=seed)
-    play(workload, control, engines=engines, seed=seed, token_observer=service, objectives=BANDS)
+    run_workload(workload, control, engines=engines, seed=seed, token_observer=service, objectives=BANDS)
     begins_at_s, ends_at_s = 0.1 * duration_s, duration_s
     given = {name: service.served_at(name, ends_at_s) - service.served_at(name, begins_at_s) for name in BANDS}
     return SharesResult({name: value / sum(given.values()) for name, value in given.items()})
@@ -357,7 +357,7 @@ class LocalityResult(msgspec.Struct, frozen=True):
     light_p90_ttft_s: float
 
 
-def locality(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[LocalityResult]:
+def measure_locality(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[LocalityResult]:
     """Tenants with shared prefixes of their own, more than the caches hold; one tenant sends most."""
     lengths = LengthRanges((100, 600), (20, 60))
     loads = [
@@ -368,7 +368,7 @@ def locality(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> 
     found = []
     for policy, control in LOCAL_POLICIES.items():
         service = ServiceObserver()
-        results = play(workload, control, engines=engines, seed=seed, token_observer=service, kv_blocks=6000)
+        results = run_workload(workload, control, engines=engines, seed=seed, token_observer=service, kv_blocks=6000)
         ttfts = ttfts_s(results)
         light = distribution(ttfts_without(results, FLOODER))
         mean_s = sum(ttfts) / len(ttfts)
@@ -396,7 +396,7 @@ class ServiceGapResult(msgspec.Struct, frozen=True):
     history: Mapping[str, Sequence[tuple[float, float]]] = {}
 
 
-def service_gap(
+def measure_service_gap(
     loads: Sequence[TenantLoad], *, policies: Mapping[str, Control], seed: int, kv_blocks: int = 1000
 ) -> list[ServiceGapResult]:
     """One engine with a small cache, as in the paper, and tenants that overload it."""
@@ -404,7 +404,7 @@ def service_gap(
     found = []
     for policy, control in policies.items():
         service = ServiceObserver(with_history=True)
-        play(workload, control, engines=1, seed=seed, token_observer=service, kv_blocks=kv_blocks)
+        run_workload(workload, control, engines=1, seed=seed, token_observer=service, kv_blocks=kv_blocks)
         found.append(ServiceGapResult(policy, service.widest, service.bound, service.history))
     return found
 
@@ -466,7 +466,7 @@ def _flood_table(name: str, floods: Sequence[FloodResult]) -> Table:
     )
 
 
-def write_report(report: FairnessReport, directory: Path, made_by: MadeBy) -> Path:
+def write_report(report: FairnessReport, directory: Path, made_by: Provenance) -> Path:
     """Write ``report.md`` with its plot, and ``results.json`` with every number; returns the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
@@ -511,12 +511,12 @@ def measure(seed: int) -> FairnessReport:
     small, short = LengthRanges((100, 2000), (10, 400)), LengthRanges((100, 2000), (10, 100))
     backlogged = [TenantLoad("many", 30, 20, lengths=small), TenantLoad("few", 3, 20, lengths=short)]
     return FairnessReport(
-        busy=flood(rate=3.2, duration_s=40, engines=4, policies=FLOOD_POLICIES, seed=seed),
-        quiet=flood(rate=2.9, duration_s=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
-        service_gap=service_gap(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
-        orders=orders(rate=13, duration_s=40, engines=2, seed=seed),
-        shares=shares(rate=45, duration_s=20, engines=2, seed=seed),
-        locality=locality(rate=3, duration_s=30, engines=2, seed=seed),
+        busy=measure_flood(rate=3.2, duration_s=40, engines=4, policies=FLOOD_POLICIES, seed=seed),
+        quiet=measure_flood(rate=2.9, duration_s=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
+        service_gap=measure_service_gap(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
+        orders=measure_orders(rate=13, duration_s=40, engines=2, seed=seed),
+        shares=measure_shares(rate=45, duration_s=20, engines=2, seed=seed),
+        locality=measure_locality(rate=3, duration_s=30, engines=2, seed=seed),
     )
 
 
@@ -530,9 +530,9 @@ def main() -> None:
     report = measure(options.seed)
     console = Console()
     for table in report.tables():
-        console.print(table.on_terminal())
+        console.print(table.as_rich_table())
     command = shlex.join(["python", "-m", "bench.lab.fairness", *sys.argv[1:]])
-    page = write_report(report, options.out, made_by(command))
+    page = write_report(report, options.out, provenance(command))
     console.print(f"report: {page}")
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from bench.lab.trial import Conditions, TrialReport
-    from bench.reporting.pages import MadeBy
+    from bench.lab.trial import TrialConditions, TrialReport
+    from bench.reporting.pages import Provenance
 
 _COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 _MARKERS: Final = "os^DvPX*"
@@ -60,7 +60,7 @@ def _cell(found: Interval | None) -> str:
 
 def sweeps_of(reports: Sequence[TrialReport]) -> list[Sweep]:
     """Of all conditions that were played at two rates or more."""
-    grouped: dict[Conditions, dict[float, list[TrialReport]]] = defaultdict(lambda: defaultdict(list))
+    grouped: dict[TrialConditions, dict[float, list[TrialReport]]] = defaultdict(lambda: defaultdict(list))
     for report in reports:
         conditions = report.trial.conditions
         fixed = msgspec.structs.replace(conditions, seed=0, rate_scale=1.0)
@@ -68,7 +68,7 @@ def sweeps_of(reports: Sequence[TrialReport]) -> list[Sweep]:
     return [_sweep(conditions, found) for conditions, found in grouped.items() if len(found) > 1]
 
 
-def _sweep(conditions: Conditions, found: Mapping[float, Sequence[TrialReport]]) -> Sweep:
+def _sweep(conditions: TrialConditions, found: Mapping[float, Sequence[TrialReport]]) -> Sweep:
     scales = sorted(found)
     policies = {scale: by_policy(found[scale]) for scale in scales}
     names = dict.fromkeys(report.trial.policy for scale in scales for report in found[scale])
@@ -76,7 +76,7 @@ def _sweep(conditions: Conditions, found: Mapping[float, Sequence[TrialReport]])
     # what a generator makes has its seed in its name
     workload = workloads.pop() if len(workloads) == 1 else f"{conditions.trace}, {len(workloads)} seeds together"
     return Sweep(
-        title=f"{workload}; {conditions.words()}",
+        title=f"{workload}; {conditions.engines_text()}",
         rates=[_mean(map(request_rate, found[scale])) for scale in scales],
         ttft_s={name: [_ttft(policies[scale].get(name, [])) for scale in scales] for name in names},
     )
@@ -189,7 +189,7 @@ def _draw_distribution(
         log_axis(axes)
 
 
-def write_latex(tables: Iterable[Table], file: Path, origin: MadeBy | None) -> None:
+def write_latex(tables: Iterable[Table], file: Path, origin: Provenance | None) -> None:
     """Tables for a paper that uses the package booktabs; comments say how they were made."""
     lines = [r"% needs \usepackage{booktabs}"]
     if origin is not None:

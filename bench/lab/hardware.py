@@ -22,8 +22,8 @@ from bench.engine.hardware import (
     PREFILL_GEMM,
     WEIGHT_STREAMING,
     Gpu,
+    GpuLink,
     Hardware,
-    Link,
     ModelShape,
 )
 from bench.engine.scheduler import EngineLimits
@@ -44,7 +44,7 @@ _MOCKER_TOKENS: Final = 16_384 * 64
 _PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?|[^+*]+?\.ya?ml)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
 
 
-class OwnLink(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class MeasuredLink(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """A link that was measured: ``bandwidth`` of all-reduces in bytes/s, ``latency`` of one of a few bytes."""
 
     bandwidth: _Above0
@@ -73,7 +73,7 @@ class GpuFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     bandwidth: _Above0
     memory: _Above0
     link: Literal["nvlink3", "nvlink4", "nvlink5", "pcie4", "pcie5"] = "pcie5"
-    own_link: OwnLink | None = None
+    own_link: MeasuredLink | None = None
     weight_streaming: _Share = WEIGHT_STREAMING
     kv_reading: _Share = KV_READING
     prefill_gemm: _Share = PREFILL_GEMM
@@ -86,7 +86,7 @@ class GpuFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             flops=self.flops,
             bandwidth=self.bandwidth,
             memory=self.memory,
-            link=LINKS[self.link] if own is None else Link(own.bandwidth, float(own.latency)),
+            link=LINKS[self.link] if own is None else GpuLink(own.bandwidth, float(own.latency)),
             weight_streaming=self.weight_streaming,
             kv_reading=self.kv_reading,
             prefill_gemm=self.prefill_gemm,

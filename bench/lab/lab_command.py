@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from bench.lab.disaggregation import PlayedTrace, pairs_lab
 from bench.lab.export import pool_measures, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html import write_html
 from bench.lab.measures import LatencyObjective, Measures
-from bench.lab.pairs import PlayedTrace, pairs_lab
 from bench.lab.runner import run_all
-from bench.lab.trial import Conditions, Trial, check_trials
+from bench.lab.trial import Trial, TrialConditions, check_trials
 from bench.reporting.pages import Table
 from bench.reporting.results import Interval, mean_interval, ratio_interval
 from bench.workload.traces import TraceInvalid
@@ -118,7 +118,7 @@ _GENERATED: Final = (
 )
 
 
-class PolicyLine(msgspec.Struct, frozen=True):
+class PolicyResult(msgspec.Struct, frozen=True):
     """One policy under one load. ``against``: its mean TTFT over Attaché's, minus 1, paired by request."""
 
     policy: str
@@ -189,7 +189,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     is_measured = (options.hardware, options.model, options.rate_factor) == (_HARDWARE, _MODEL, 1.0)
     cells = {
         (trace.name, load if is_measured else load.partition(" (")[0]): [
-            Conditions(
+            TrialConditions(
                 _file(directory, trace) if has_traces else trace.name,
                 trace_format="mooncake" if has_traces else None,
                 skip=trace.skip,
@@ -219,7 +219,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
         tables.append(_table(f"{trace}, {load}", lines))
     tables += [sweep.table() for sweep in sweeps_of(reports)]
     for table in tables:
-        console.print(table.on_terminal())
+        console.print(table.as_rich_table())
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
     results = results_of(reports, objective, options.command_line)
     write_json(results, options.out / "lab.json")
@@ -240,7 +240,7 @@ def _pairs(options: argparse.Namespace, directory: Path, console: Console) -> in
     tables = pairs_lab(traces, options.out, console, jobs=options.jobs)
     page = ["# Prefill and decode engines", ""]
     for table in tables:
-        console.print(table.on_terminal())
+        console.print(table.as_rich_table())
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
     (options.out / "pairs.md").write_text("\n".join(page))
     console.print(f"written: {options.out}/pairs.md", highlight=False)
@@ -273,13 +273,13 @@ def _preface(options: argparse.Namespace) -> list[str]:
 
 def _lines(
     policies: Sequence[str], reports: Sequence[Sequence[TrialReport]], objective: LatencyObjective
-) -> list[PolicyLine]:
+) -> list[PolicyResult]:
     """The lowest mean TTFT first. ``reports``: for each policy, those of all seeds."""
 
     blocks = {policy: ttft_blocks(found) for policy, found in zip(policies, reports, strict=True)}
     ours = blocks.get(_OURS, blocks[policies[0]])
     lines = [
-        PolicyLine(
+        PolicyResult(
             policy=policy,
             measures=pool_measures(found, objective),
             ttft_s=mean_interval(blocks[policy]),
@@ -290,7 +290,7 @@ def _lines(
     return sorted(lines, key=lambda line: line.ttft_s.value)
 
 
-def _cells(line: PolicyLine) -> list[str]:
+def _cells(line: PolicyResult) -> list[str]:
     one, against = line.measures, line.against
     return [
         line.policy + (" (a bound)" if line.policy in _BOUNDS else ""),
@@ -310,6 +310,6 @@ def _cells(line: PolicyLine) -> list[str]:
     ]
 
 
-def _table(title: str, lines: Sequence[PolicyLine]) -> Table:
+def _table(title: str, lines: Sequence[PolicyResult]) -> Table:
     styles = ["bold" if line.policy == _OURS else "" for line in lines]
     return Table(title, _HEADINGS, [_cells(line) for line in lines], row_styles=styles)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.engine.transfer import NETWORKS
+from bench.engine.kv_transfer import NETWORKS
 from bench.lab.export import by_conditions, by_policy, pool_measures, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html import write_html
 from bench.lab.measures import NARROW, LatencyObjective, policy_table
 from bench.lab.policies.registry import POLICIES
 from bench.lab.runner import run_all
-from bench.lab.trial import Conditions, Trial, check_trials
+from bench.lab.trial import Trial, TrialConditions, check_trials
 from bench.reporting.results import mean_interval
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
@@ -123,7 +123,7 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 
 def replay(options: argparse.Namespace, console: Console) -> int:
     """Raises TraceInvalid, ConfigInvalid, PolicyFailed or HardwareUnknown before anything runs."""
-    trials = trials_of(options)
+    trials = replay_trials(options)
     check_trials(trials)
     # read each trace once before anything runs, so that one that cannot be read is reported at once
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
@@ -133,7 +133,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     results = results_of(reports, objective, options.command_line)
     shown = [*tables(reports, objective), *(sweep.table() for sweep in sweeps_of(reports))]
     for one in shown:
-        console.print(one.on_terminal())
+        console.print(one.as_rich_table())
     if options.json:
         write_json(results, options.json)
     if options.csv:
@@ -148,7 +148,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def trials_of(options: argparse.Namespace) -> list[Trial]:
+def replay_trials(options: argparse.Namespace) -> list[Trial]:
     """The grid. Policies vary fastest, so that those to be compared run together. Raises ValueError."""
     if (options.prefill is None) is not (options.decode is None):
         msg = "--prefill and --decode: give both, or none"
@@ -174,7 +174,7 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
     return [
         Trial(
             policy,
-            Conditions(
+            TrialConditions(
                 trace=trace,
                 trace_format=options.format,
                 skip=skip,

@@ -31,7 +31,7 @@ import xxhash
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.lab.hardware import HardwareUnknown, hardware_files
-from bench.lab.policies.own_file import PolicyFailed, policy_file
+from bench.lab.policies.policy_file import PolicyFailed, policy_file
 from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import TrialReport, run
 from bench.workload.traces import TraceInvalid
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.lab.trial import Conditions, Trial
+    from bench.lab.trial import Trial, TrialConditions
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _OURS: Final = frozenset({"attache", "bench", "controller", "extproc"})
@@ -73,13 +73,13 @@ def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def key_of(trial: Trial) -> str:
+def trial_cache_key(trial: Trial) -> str:
     """The same for the same trial, code and contents of files."""
     names = {**_policy_parts(trial.policy), **condition_files(trial.conditions), "code": code_digest()}
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([trial, sorted(names.items())]))
 
 
-def condition_files(conditions: Conditions) -> dict[str, str]:
+def condition_files(conditions: TrialConditions) -> dict[str, str]:
     """The files of a trial's conditions with their digests: its trace, and hardware and models from files."""
     return digests([conditions.trace, *hardware_files(conditions.hardware, conditions.model)])
 
@@ -202,7 +202,7 @@ class OpenedFiles:
             self._opened.add(arguments[0])
 
     @contextmanager
-    def during(self) -> Iterator[dict[str, str]]:
+    def record(self) -> Iterator[dict[str, str]]:
         """Yields a dictionary that holds the digests of the opened files after the block."""
         found: dict[str, str] = {}
         self._opened = set()
@@ -239,7 +239,7 @@ def run_all(
     from there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
     """
     kept.mkdir(parents=True, exist_ok=True)
-    files = [kept / f"{key_of(trial)}.json.gz" for trial in trials]
+    files = [kept / f"{trial_cache_key(trial)}.json.gz" for trial in trials]
     reports = [None if fresh else _read(file) for file in files]
     missing = [number for number, report in enumerate(reports) if report is None]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -268,7 +268,7 @@ def _title(trial: Trial) -> str:
 
 def _run_and_keep(trial: Trial, file: Path) -> TrialReport:
     try:
-        with _opened_files().during() as opened:
+        with _opened_files().record() as opened:
             report = run(trial, time.perf_counter)
     except _SAID:
         raise

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.engine.hardware import API_S
-from bench.engine.step_time import Work, batch_of, prefill_s
-from bench.engine.transfer import NETWORKS
+from bench.engine.kv_transfer import NETWORKS
+from bench.engine.step_time import StepWork, prefill_s, step_batch
 from bench.lab.hardware import engine_kinds
-from bench.lab.policies.own_file import PolicyFailed
+from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import policy_named
 from bench.lab.policies.trackers import EngineCalibration, PolicySetup
 from bench.stack.stack import documents
 from bench.virtual.engines import addresses
-from bench.virtual.simulation import Delays, Pairing, Simulation
+from bench.virtual.simulation import DisaggregationSettings, SimulatedDelays, Simulation
 from bench.workload.generators import load_workload
 from bench.workload.sessions import with_rate_scale
 from bench.workload.traces import Excerpt
@@ -49,14 +49,14 @@ class LowerBound:
         self._seen: set[int] = set()
         self._seconds: dict[tuple[int, int], float] = {}
 
-    def seconds(self, position: tuple[int, int]) -> float:
+    def bound_s(self, position: tuple[int, int]) -> float:
         """The bound of the request at ``position``; 0 if it never arrived."""
         return self._seconds.get(position, 0.0)
 
-    def begins(self, engines: Mapping[str, Scheduler]) -> None:
+    def on_begin(self, engines: Mapping[str, Scheduler]) -> None:
         """The state of the engines does not matter."""
 
-    def arrives(self, request: Request, position: tuple[int, int], now: float) -> None:
+    def on_arrival(self, request: Request, position: tuple[int, int], now: float) -> None:
         """Compute the bound and record the blocks of the prompt."""
         del now
         hashes = request.text.hashes
@@ -68,19 +68,19 @@ class LowerBound:
         uncached = request.prompt_tokens - cached
         self._seconds[position] = API_S + prefill_s(self._kind.speed, uncached, cached, budget=budget)
 
-    def sent(self, request: Request, address: str, now: float) -> None:
+    def on_sent(self, request: Request, address: str, now: float) -> None:
         """The pick does not matter."""
 
-    def first_token(self, request: Request, now: float) -> None:
+    def on_first_token(self, request: Request, now: float) -> None:
         """The real TTFT does not matter."""
 
-    def ended(self, request: Request, now: float) -> None:
+    def on_ended(self, request: Request, now: float) -> None:
         """Record the blocks of the answer."""
         del now
         self._seen.update(request.text.hashes)
 
 
-class Conditions(msgspec.Struct, frozen=True):
+class TrialConditions(msgspec.Struct, frozen=True):
     """All of a trial but the policy.
 
     | field | unit | meaning |
@@ -121,7 +121,7 @@ class Conditions(msgspec.Struct, frozen=True):
     network: str = "nvlink"
     pushes: bool = False
 
-    def words(self) -> str:
+    def engines_text(self) -> str:
         """Its engines in words."""
         roles = f" ({self.prefill} prefill, {self.decode} decode over {self.network})" if self.prefill else ""
         return f"{self.engines} engines{roles} of {self.hardware}, {self.model}"
@@ -137,7 +137,7 @@ class Trial(msgspec.Struct, frozen=True):
     """A policy under conditions. ``policy``: a name, ``my.py:Mine``, or the path of an EndpointPickerConfig."""
 
     policy: str
-    conditions: Conditions
+    conditions: TrialConditions
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True):
@@ -187,18 +187,18 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
         kv_blocks=conditions.kv_blocks,
     )
     engines = dict(zip(addresses(len(kinds)), kinds, strict=True))
-    policy = policy_named(trial.policy)(calibration(kinds[0]))
+    policy = policy_named(trial.policy)(calibrate_engine(kinds[0]))
     workload = conditions.workload()
     picks = _FirstFailure(trial.policy, policy.picker)
-    lower_bound = LowerBound(max(kinds, key=lambda kind: calibration(kind).prefill_tokens_per_s))
+    lower_bound = LowerBound(max(kinds, key=lambda kind: calibrate_engine(kind).prefill_tokens_per_s))
     simulation = Simulation(
         _snapshot(list(engines), conditions, policy, workload.adapters),
         engines,
         seed=conditions.seed,
         make_picker=lambda _spec, _files: picks,
-        delays=Delays(scrape_s=conditions.scrape_s, log_s=conditions.log_s, events_s=conditions.events_s),
+        delays=SimulatedDelays(scrape_s=conditions.scrape_s, log_s=conditions.log_s, events_s=conditions.events_s),
         request_observers=[lower_bound] if policy.observer is None else [policy.observer, lower_bound],
-        pairing=Pairing(NETWORKS[conditions.network], conditions.pushes, policy.on_transfer),
+        pairing=DisaggregationSettings(NETWORKS[conditions.network], conditions.pushes, policy.on_transfer),
     )
     began_at_s = clock()
     results = simulation.run(workload)
@@ -253,16 +253,18 @@ class _FirstFailure:
             raise
 
 
-def calibration(kind: EngineKind) -> EngineCalibration:
+def calibrate_engine(kind: EngineKind) -> EngineCalibration:
     """What an operator would measure on an idle engine: a prefill of 8,192 tokens (llm-d's recipe), and 32 decodes."""
-    prefill_s = kind.speed.seconds(batch_of([Work(_CHUNK, 0)]))
-    decode_s = kind.speed.seconds(batch_of([Work(1, 1000)] * 32)) / 32
+    prefill_s = kind.speed.seconds(step_batch([StepWork(_CHUNK, 0)]))
+    decode_s = kind.speed.seconds(step_batch([StepWork(1, 1000)] * 32)) / 32
     return EngineCalibration(
         prefill_tokens_per_s=_CHUNK / prefill_s, decode_s_per_token=decode_s, block_size=kind.limits.block_size
     )
 
 
-def _snapshot(engines: list[str], conditions: Conditions, policy: PolicySetup, adapters: tuple[str, ...]) -> Snapshot:
+def _snapshot(
+    engines: list[str], conditions: TrialConditions, policy: PolicySetup, adapters: tuple[str, ...]
+) -> Snapshot:
     more = dict(policy.server)
     if policy.has_pairs:
         roles = ["prefill"] * conditions.prefill + ["decode"] * conditions.decode
@@ -286,7 +288,7 @@ def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: LowerBo
         cached_tokens=result.cached_tokens,
         output_tokens=result.output_tokens,
         engine=numbers.get(result.engine, -1),
-        ideal_s=lower_bound.seconds(result.position),
+        ideal_s=lower_bound.bound_s(result.position),
         label=result.label,
         error=result.error,
         prefill=numbers.get(result.prefilled_by, -1),

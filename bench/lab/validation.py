@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from bench.engine.fake_tokenizer import answer_text
 from bench.engine.hardware import GPUS, LINKS, MODELS, NO_EXCHANGE, PER_REQUEST_S, PER_STEP_S, Hardware
 from bench.engine.request import Request, Token
 from bench.engine.scheduler import EngineLimits
-from bench.engine.step_time import Roofline, Work, step_seconds
-from bench.engine.text import answer_text
+from bench.engine.step_time import Roofline, StepWork, step_seconds
 from bench.reporting.pages import Table
 from bench.reporting.results import Distribution, distribution
 from bench.virtual.engines import EngineKind, VirtualEngine
@@ -60,7 +60,7 @@ _WHERE: Final = "casys-kaist/LLMServingSim, bench/examples and profiler/perf, as
 _A100: Final = msgspec.structs.replace(GPUS["a100"], link=NO_EXCHANGE)
 
 
-class Curve:
+class InterpolatedCurve:
     """A function of one number: linear between measurements, extrapolated beyond the last, never below 0."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -78,18 +78,18 @@ class Curve:
         return max(0.0, self._y[right - 1] + share * (self._y[right] - self._y[right - 1]))
 
 
-class Surface:
+class InterpolatedSurface:
     """A function of two numbers: a curve for each measured value of the first, linear between the curves."""
 
     def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
         rows: dict[float, list[tuple[float, float]]] = defaultdict(list)
         for first, second, value in points:
             rows[first].append((second, value))
-        self._curves = {first: Curve(row) for first, row in sorted(rows.items())}
+        self._curves = {first: InterpolatedCurve(row) for first, row in sorted(rows.items())}
 
     def at(self, first: float, second: float) -> float:
         """The value at this point."""
-        return Curve((x, curve.at(second)) for x, curve in self._curves.items()).at(first)
+        return InterpolatedCurve((x, curve.at(second)) for x, curve in self._curves.items()).at(first)
 
 
 class MeasuredKernels:
@@ -109,10 +109,12 @@ class MeasuredKernels:
             tuple(float(row[key]) for key in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"))
             for row in _rows(directory / f"vllm_profile_{name}.attention.csv.gz")
         ]
-        self._prefill = Surface(
+        self._prefill = InterpolatedSurface(
             (chunk, history, us) for chunk, history, decodes, _, us in attention if chunk and not decodes
         )
-        self._decode = Surface((decodes, kv, us) for chunk, _, decodes, kv, us in attention if decodes and not chunk)
+        self._decode = InterpolatedSurface(
+            (decodes, kv, us) for chunk, _, decodes, kv, us in attention if decodes and not chunk
+        )
         self._together = _share_of_sum(attention, self._prefill, self._decode)
 
     def seconds(self, batch: StepBatch) -> float:
@@ -138,7 +140,9 @@ class MeasuredKernels:
         return self._together * (prefill + decode) if decode else prefill
 
 
-def _share_of_sum(attention: Sequence[tuple[float, ...]], prefill: Surface, decode: Surface) -> float:
+def _share_of_sum(
+    attention: Sequence[tuple[float, ...]], prefill: InterpolatedSurface, decode: InterpolatedSurface
+) -> float:
     """The time of prefill and decode in one kernel, relative to two kernels: the median of the measurements."""
 
     ratios = sorted(
@@ -154,13 +158,13 @@ def _rows(file: Path) -> list[Mapping[str, str]]:
         return list(csv.DictReader(text))
 
 
-def _curves(rows: Iterable[Mapping[str, str]], column: str) -> dict[str, Curve]:
+def _curves(rows: Iterable[Mapping[str, str]], column: str) -> dict[str, InterpolatedCurve]:
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         value = float(row["time_us"])
         if math.isfinite(value):
             points[row["layer"]].append((float(row[column]), value))
-    return {layer: Curve(found) for layer, found in points.items()}
+    return {layer: InterpolatedCurve(found) for layer, found in points.items()}
 
 
 class RecordedRequest(msgspec.Struct, frozen=True):
@@ -187,7 +191,7 @@ def read_requests(file: Path) -> list[RecordedRequest]:
         return [msgspec.json.decode(line, type=RecordedRequest) for line in lines]
 
 
-def real(run: Sequence[RecordedRequest]) -> RunSummary:
+def measured_latencies(run: Sequence[RecordedRequest]) -> RunSummary:
     """The latencies that were measured."""
     start_at_s = min(one.queued_ts for one in run)
     return _summary(
@@ -216,7 +220,7 @@ def simulate_latencies(run: Sequence[RecordedRequest], kind: EngineKind) -> RunS
         prompt = text_of(f"run/{key}", one.input_toks).encode()
         answer = answer_text(rng, one.output_toks)
         request = Request(key, prompt, answer, model="m", block_size=kind.limits.block_size)
-        events.at(one.queued_ts - start_at_s, partial(engine.add, request))
+        events.schedule_at(one.queued_ts - start_at_s, partial(engine.add, request))
     events.run()
     times = [(one.queued_ts - start_at_s, firsts[key], lasts[key], one.output_toks) for key, one in enumerate(run)]
     return _summary(times, 0.0)
@@ -289,13 +293,13 @@ class PublishedStep(msgspec.Struct, frozen=True):
     what: str
     source: str
     hardware: Hardware
-    batch: tuple[Work, ...]
+    batch: tuple[StepWork, ...]
     low_s: float
     high_s: float
 
 
-def _decodes(count: int) -> tuple[Work, ...]:
-    return (Work(1, 0),) * count
+def _decodes(count: int) -> tuple[StepWork, ...]:
+    return (StepWork(1, 0),) * count
 
 
 _PUBLISHED: Final = (
@@ -303,7 +307,7 @@ _PUBLISHED: Final = (
         what="32B, 2 x H100, prefill of 8,192",
         source="llm-d, 2026-08-17",
         hardware=Hardware(MODELS["32b"], GPUS["h100"], 2),
-        batch=(Work(8192, 0),),
+        batch=(StepWork(8192, 0),),
         low_s=0.40,
         high_s=0.514,
     ),
@@ -311,7 +315,7 @@ _PUBLISHED: Final = (
         what="120B-A5B, H100, prefill of 8,192",
         source="llm-d, 2026-08-17",
         hardware=Hardware(MODELS["120b-a5b"], GPUS["h100"]),
-        batch=(Work(8192, 0),),
+        batch=(StepWork(8192, 0),),
         low_s=0.2097,
         high_s=0.2097,
     ),
@@ -327,7 +331,7 @@ _PUBLISHED: Final = (
         what="8B, A100, prefill of 2,048",
         source="Vidur",
         hardware=Hardware(MODELS["8b"], _A100),
-        batch=(Work(2048, 0),),
+        batch=(StepWork(2048, 0),),
         low_s=0.150,
         high_s=0.150,
     ),
@@ -335,7 +339,7 @@ _PUBLISHED: Final = (
         what="70B, 4 x A100, prefill of 2,048",
         source="Vidur",
         hardware=Hardware(MODELS["70b"], _A100, 4),
-        batch=(Work(2048, 0),),
+        batch=(StepWork(2048, 0),),
         low_s=0.353,
         high_s=0.353,
     ),
@@ -359,7 +363,7 @@ _PUBLISHED: Final = (
         what="70B, 8 x A100, prefill of 2,048",
         source="Vidur",
         hardware=Hardware(MODELS["70b"], _A100, 8),
-        batch=(Work(2048, 0),),
+        batch=(StepWork(2048, 0),),
         low_s=0.200,
         high_s=0.200,
     ),
@@ -402,7 +406,7 @@ def validate(traces: Path, console: Console) -> int:
         console.print(
             f"NOT COMPARED WITH REAL RUNS: {error}. Put {_WHERE} into a directory and give --traces.", style="bold red"
         )
-    console.print(_table(findings).on_terminal())
+    console.print(_table(findings).as_rich_table())
     never = "; ".join(f"{kind} {', '.join(names)}" for kind, names in unmeasured_hardware().items() if names)
     console.print(f"never held against a measurement: {never}; and all models and hardware from files")
     out = [finding for finding in findings if not finding.is_good]
@@ -453,7 +457,7 @@ def _between(what: str, seconds: float, measured: tuple[float, float], *, band: 
 
 def _run(run: RecordedRun, traces: Path) -> Iterator[Finding]:
     requests = read_requests(traces / f"vllm_run_{run.name}.requests.jsonl.gz")
-    measured = real(requests)
+    measured = measured_latencies(requests)
     kernels = simulate_latencies(requests, EngineKind(MeasuredKernels(traces, run.name), run.limits))
     roofline = simulate_latencies(requests, EngineKind(Roofline(Hardware(MODELS["8b"], GPUS[run.gpu])), run.limits))
     for number, (step_times, model) in enumerate((("measured kernels", kernels), ("roofline", roofline))):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from rich.table import Table
 
-from bench.engine.text import BlockHashes, Message, answer_text, render_chat
-from bench.lab.trial import Conditions
+from bench.engine.fake_tokenizer import BlockHashes, Message, answer_text, render_chat
+from bench.lab.trial import TrialConditions
 
 if TYPE_CHECKING:
     import argparse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CAPACITIES: Final = (500_000, 2_000_000, 8_000_000)
 
 
-class Reuse(msgspec.Struct, frozen=True):
+class PrefixReuse(msgspec.Struct, frozen=True):
     """``reusable``: share of prompt tokens that are in the cache, 0 to 1.
 
     ``capacity``: tokens; None without a bound.
@@ -49,7 +49,7 @@ class Statistics(msgspec.Struct, frozen=True):
     mean_prompt: float
     longest_prompt: int
     mean_output: float
-    reuse: tuple[Reuse, ...]
+    reuse: tuple[PrefixReuse, ...]
 
 
 def statistics(
@@ -72,7 +72,7 @@ def statistics(
         longest_prompt=max(prompts, default=0),
         mean_output=outputs / max(1, len(prompts)),
         reuse=tuple(
-            Reuse(capacity, cache.hits * block / total)
+            PrefixReuse(capacity, cache.hits * block / total)
             for capacity, cache in zip((None, *capacities), caches, strict=True)
         ),
     )
@@ -120,7 +120,7 @@ class _LruCache:
 def describe(options: argparse.Namespace, console: Console) -> int:
     """Print them. Raises TraceInvalid."""
 
-    conditions = Conditions(
+    conditions = TrialConditions(
         options.trace, trace_format=options.format, skip=options.skip, limit=options.limit, seed=options.seed
     )
     workload = conditions.workload()

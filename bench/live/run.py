@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bench.engine.hardware import PRESETS
 from bench.live.client import LoadClient
-from bench.reporting.pages import MadeBy, Table, figure, log_axis, made_by, plot_cumulative
+from bench.reporting.pages import Provenance, Table, figure, log_axis, plot_cumulative, provenance
 from bench.reporting.results import RequestResult, Summary, mean_interval, summarize, tpots_s, ttfts_s, windows
 from bench.stack.processes import StartFailed, busy_share, cpu_seconds, read_cpu_time
 from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
@@ -68,7 +68,7 @@ class Comparison(msgspec.Struct, frozen=True):
     engines: str
     speed: float
     runs: tuple[PolicyRun, ...]
-    made_by: MadeBy | None = None
+    made_by: Provenance | None = None
 
 
 def table(comparison: Comparison) -> Table:
@@ -186,14 +186,14 @@ def main(arguments: list[str] | None = None, prog: str = "python -m bench.live.r
         settings = _read(arguments, prog)
         command = shlex.join([*prog.split(), *(sys.argv[1:] if arguments is None else arguments)])
         comparison = uvloop.run(_compare(settings, console))
-        comparison = msgspec.structs.replace(comparison, made_by=made_by(command))
+        comparison = msgspec.structs.replace(comparison, made_by=provenance(command))
     except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
         Console(stderr=True).print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")
         return 130
-    console.print(table(comparison).on_terminal())
+    console.print(table(comparison).as_rich_table())
     page = write_report(comparison, settings.out)
     console.print(f"report: {page}", highlight=False)
     return _verdict(comparison, console)

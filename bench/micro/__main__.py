@@ -19,15 +19,15 @@ import uvloop
 from rich.console import Console
 
 from bench.micro import overhead
-from bench.micro.figures import ServerFigures, figures, markdown, table, threads
-from bench.micro.servers import GATEWAY_MISSING, GATEWAY_PYTHON
+from bench.micro.compared_servers import GATEWAY_MISSING, GATEWAY_PYTHON
+from bench.micro.overhead_figures import ServerFigures, markdown, server_figures, table, thread_cpu_lines
 from bench.stack.processes import StartFailed
 from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.micro.servers import MeasuredCase
+    from bench.micro.compared_servers import MeasuredCase
 
 _WIDTH = 230  # of the table where there is no terminal
 
@@ -94,13 +94,13 @@ def _squeezed(name: str) -> str:
     return name.replace(" ", "").lower()
 
 
-def _effort(options: argparse.Namespace) -> overhead.Effort:
+def _effort(options: argparse.Namespace) -> overhead.MeasurementEffort:
     effort = overhead.QUICK if options.quick else overhead.FULL
     return effort if options.rounds is None else msgspec.structs.replace(effort, rounds=options.rounds)
 
 
 async def _measure(
-    console: Console, cases: Sequence[MeasuredCase], effort: overhead.Effort, *, against: Path | None
+    console: Console, cases: Sequence[MeasuredCase], effort: overhead.MeasurementEffort, *, against: Path | None
 ) -> BenchReport:
     if not GATEWAY_PYTHON.is_file():
         console.print(GATEWAY_MISSING)
@@ -109,12 +109,12 @@ async def _measure(
         console.print(f"{number + 1} of {len(cases)}: {case.name}")
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
             rounds.append(await overhead.measure(case, Path(directory), effort, against=against))
-    return BenchReport([one for found in rounds for one in figures(found)], rounds)
+    return BenchReport([one for found in rounds for one in server_figures(found)], rounds)
 
 
 def _print(console: Console, report: BenchReport) -> None:
     console.print(table(report.figures))
-    for line in threads(report.figures):
+    for line in thread_cpu_lines(report.figures):
         console.print(line)
 
 

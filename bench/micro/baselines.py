@@ -117,7 +117,7 @@ async def _discard(_: object, context: grpc.aio.ServicerContext[Any, bytes]) -> 
     return b""
 
 
-async def serve(listen: str, process: Process, *, reads_logs: bool = False) -> None:
+async def serve_extproc_baseline(listen: str, process: Process, *, reads_logs: bool = False) -> None:
     """Answer streams with ``process`` until cancelled.
 
     ``reads_logs``: parse access log entries before they are dropped.
@@ -184,6 +184,6 @@ if __name__ == "__main__":
     parser.add_argument("--engines", help="their addresses, separated by commas: answer with these in turn")
     options = parser.parse_args()
     if options.engines is None:
-        sys.exit(uvloop.run(serve(options.listen, _process)))
+        sys.exit(uvloop.run(serve_extproc_baseline(options.listen, _process)))
     answering = Responder(options.engines.split(","))
-    sys.exit(uvloop.run(serve(options.listen, answering.process, reads_logs=True)))
+    sys.exit(uvloop.run(serve_extproc_baseline(options.listen, answering.process, reads_logs=True)))

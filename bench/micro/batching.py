@@ -23,9 +23,9 @@ import uvloop
 from aiohttp import web
 from rich.console import Console
 
-from bench.micro.figures import run_and_report
-from bench.micro.servers import Accepts
-from bench.micro.wire import WireLoad, WireRequest
+from bench.micro.compared_servers import PortProbe
+from bench.micro.http_load import RequestLoad, WireRequest
+from bench.micro.overhead_figures import run_and_report
 from bench.reporting.results import nearest_rank
 from bench.stack.processes import Processes, busy_share, cpu_seconds, free_ports, read_cpu_time
 
@@ -41,7 +41,7 @@ _PHASE_S: Final = 2.0
 _FEATURES: Final = 16
 
 
-class Load(msgspec.Struct, frozen=True):
+class BatchingLoad(msgspec.Struct, frozen=True):
     """Clients of one way in one round. ``calls``: of the engine for each request. ``cpu_us``: of the agent for each
     request; 0 without one.
     """
@@ -67,8 +67,8 @@ class BatchFigures(msgspec.Struct, frozen=True):
     """
 
     clients: int
-    direct: Load
-    joined: Load
+    direct: BatchingLoad
+    joined: BatchingLoad
     rate: Spread
     p50: Spread
     added_ms: Spread
@@ -80,19 +80,19 @@ class Report(msgspec.Struct, frozen=True):
     load: float
     busy: float
     figures: list[BatchFigures]
-    rounds: dict[int, list[dict[Way, Load]]]
+    rounds: dict[int, list[dict[Way, BatchingLoad]]]
 
 
-def figures_of(clients: int, rounds: Sequence[dict[Way, Load]]) -> BatchFigures:
+def figures_of(clients: int, rounds: Sequence[dict[Way, BatchingLoad]]) -> BatchFigures:
     """Medians of the rounds, and ratios within them."""
 
-    def spread(value: Callable[[Load, Load], float]) -> Spread:
+    def spread(value: Callable[[BatchingLoad, BatchingLoad], float]) -> Spread:
         found = [value(one["joined"], one["direct"]) for one in rounds]
         return Spread(statistics.median(found), min(found), max(found))
 
-    def median(way: Way) -> Load:
-        names = Load.__struct_fields__
-        return Load(**{name: statistics.median(getattr(one[way], name) for one in rounds) for name in names})
+    def median(way: Way) -> BatchingLoad:
+        names = BatchingLoad.__struct_fields__
+        return BatchingLoad(**{name: statistics.median(getattr(one[way], name) for one in rounds) for name in names})
 
     return BatchFigures(
         clients,
@@ -168,20 +168,22 @@ async def _start(processes: Processes) -> _Ports:
     engine, joined, pages = free_ports(3)
     words = ["-m", "bench.micro.batching", "--serve", str(engine)]
     await processes.start("engine", [sys.executable, *words])
-    await processes.wait_ready("engine", Accepts(engine))
+    await processes.wait_ready("engine", PortProbe(engine))
     own = ["--engine", f"http://127.0.0.1:{engine}", "--listen", f"127.0.0.1:{pages}", "--settle", "0"]
     words = ["-m", "attache", "agent", "--dialect", "MLServer", "--model", "m", *own]
     pid = await processes.start("agent", [sys.executable, *words, "--batch-listen", f"127.0.0.1:{joined}"])
-    await processes.wait_ready("agent", Accepts(joined))
+    await processes.wait_ready("agent", PortProbe(joined))
     return _Ports({"direct": engine, "joined": joined}, pid)
 
 
-async def measure(directory: Path, *, rounds: int, phase_s: float = _PHASE_S) -> dict[int, list[dict[Way, Load]]]:
+async def measure(
+    directory: Path, *, rounds: int, phase_s: float = _PHASE_S
+) -> dict[int, list[dict[Way, BatchingLoad]]]:
     """By the number of clients, round by round."""
     instances = [[(number + at) % 10 / 4 for at in range(_FEATURES)] for number in range(64)]
     path = "/v1/models/m:predict"
     prepared = [WireRequest(msgspec.json.encode({"instances": [one]}), path).on_wire() for one in instances]
-    found = dict[int, list[dict[Way, Load]]]()
+    found = dict[int, list[dict[Way, BatchingLoad]]]()
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
         ports = await _start(processes)
         for number in range(rounds):
@@ -195,14 +197,14 @@ async def measure(directory: Path, *, rounds: int, phase_s: float = _PHASE_S) ->
 
 async def _load(
     http: aiohttp.ClientSession, ports: _Ports, way: Way, prepared: Sequence[bytes], clients: int, phase_s: float
-) -> Load:
+) -> BatchingLoad:
     calls, cpu_s = await _calls(http, ports), cpu_seconds(ports.agent_pid)
-    load = WireLoad(prepared, connections=clients)
+    load = RequestLoad(prepared, connections=clients)
     per_s = await load.run("127.0.0.1", ports.by_way[way], seconds=phase_s)
     taken_ms, count = sorted(1000 * one for one in load.taken_s), len(load.taken_s)
     cpu_us = 1e6 * (cpu_seconds(ports.agent_pid) - cpu_s) / count if way == "joined" else 0.0
     calls = (await _calls(http, ports) - calls) / count
-    return Load(per_s, nearest_rank(taken_ms, 0.5), nearest_rank(taken_ms, 0.99), calls, cpu_us)
+    return BatchingLoad(per_s, nearest_rank(taken_ms, 0.5), nearest_rank(taken_ms, 0.99), calls, cpu_us)
 
 
 async def _calls(http: aiohttp.ClientSession, ports: _Ports) -> float:

@@ -129,7 +129,7 @@ def _answer_to(head: bytes, post: bytes) -> bytes:
     return _ANSWER_TO_GET if head.startswith(b"GET ") else post
 
 
-def prefilled(tokens: int) -> bytes:
+def prefill_response(tokens: int) -> bytes:
     """The answer of a prefill engine to a prompt of so many tokens, as vLLM's NixlConnector writes it."""
     params = {
         "do_remote_prefill": True,
@@ -164,7 +164,7 @@ async def _infer(call: Call) -> None:
     await call.write(_INFERRED)
 
 
-async def serve_calls(ports: list[int]) -> None:
+async def serve_grpc(ports: list[int]) -> None:
     """Answer calls of the Open Inference Protocol, for ever."""
     servers = [RpcServer({INFER_CALL: _infer}) for _ in ports]
     try:
@@ -201,8 +201,8 @@ if __name__ == "__main__":
     parser.add_argument("--prefilled", type=int, default=0, metavar="TOKENS", help="be a prefill engine")
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="before each answer to a request")
     options = parser.parse_args()
-    post = prefilled(options.prefilled) if options.prefilled else _ANSWER_TO_POST
+    post = prefill_response(options.prefilled) if options.prefilled else _ANSWER_TO_POST
     numbers = [int(port) for port in options.ports.split(",")]
     if options.calls:
-        sys.exit(uvloop.run(serve_calls(numbers)))
+        sys.exit(uvloop.run(serve_grpc(numbers)))
     sys.exit(uvloop.run(serve(numbers, everywhere=options.everywhere, post=post, pause_s=options.pause)))

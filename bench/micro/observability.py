@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from bench.micro.wire import WireLoad, questions
+from bench.micro.http_load import RequestLoad, chat_requests
 from bench.stack.processes import Processes, cpu_seconds, free_ports, workers_of
 from bench.stack.stack import ROOT, documents
 
@@ -84,7 +84,7 @@ VARIANTS: Final = (
 )
 
 
-class Served(msgspec.Struct):
+class RunningGateway(msgspec.Struct):
     """A gateway that runs. ``pids``: of its processes, by role. ``rates``: answers a second, by round; ``cpu_us``: of
     each role by request.
     """
@@ -96,7 +96,9 @@ class Served(msgspec.Struct):
     cpu_us: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
 
-async def start(variant: GatewayVariant, engine: int, collector: int, processes: Processes, own: Path) -> Served:
+async def start(
+    variant: GatewayVariant, engine: int, collector: int, processes: Processes, own: Path
+) -> RunningGateway:
     """``attache serve`` with this variant, in the directory ``own``; ``collector``: the port where spans go."""
     name = own.name
     (own / "config").mkdir(parents=True)
@@ -147,7 +149,7 @@ async def start(variant: GatewayVariant, engine: int, collector: int, processes:
         return _READY in printed.read_text()
 
     await processes.wait_ready(name, is_ready)
-    return Served(variant, listen, _roles_of(processes.pid(name)))
+    return RunningGateway(variant, listen, _roles_of(processes.pid(name)))
 
 
 def _roles_of(pid: int) -> dict[str, int]:
@@ -162,7 +164,7 @@ def _roles_of(pid: int) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def collector_at(port: int) -> AsyncIterator[list[int]]:
+async def serve_span_collector(port: int) -> AsyncIterator[list[int]]:
     """Takes spans of Envoy and extproc by gRPC. Gives the sizes of the requests that it got."""
     sizes: list[int] = []
 
@@ -181,10 +183,10 @@ async def collector_at(port: int) -> AsyncIterator[list[int]]:
         await server.stop(0)
 
 
-async def measure(one: Served, requests: list[bytes], at_once: int, seconds: float) -> None:
+async def measure(one: RunningGateway, requests: list[bytes], at_once: int, seconds: float) -> None:
     """One round of one gateway, and until its rows are kept."""
     before = {role: cpu_seconds(pid) for role, pid in one.pids.items()}
-    load = WireLoad(requests, connections=at_once)
+    load = RequestLoad(requests, connections=at_once)
     one.rates.append(await load.run("127.0.0.1", one.port, seconds=seconds))
     await asyncio.sleep(_FLUSHED_S)
     for role, pid in one.pids.items():
@@ -192,13 +194,13 @@ async def measure(one: Served, requests: list[bytes], at_once: int, seconds: flo
         one.cpu_us.setdefault(role, []).append(used / len(load.taken_s) * 1e6)
 
 
-async def run(variants: Sequence[GatewayVariant], rounds: int, seconds: float, at_once: int) -> list[Served]:
+async def run(variants: Sequence[GatewayVariant], rounds: int, seconds: float, at_once: int) -> list[RunningGateway]:
     """All variants, ``rounds`` times each after one that does not count, forwards and backwards in turn."""
-    requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in questions(2_000, count=64)]
+    requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in chat_requests(2_000, count=64)]
     engine, collector = free_ports(2)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        async with collector_at(collector) as sizes, Processes(directory) as processes:
+        async with serve_span_collector(collector) as sizes, Processes(directory) as processes:
             await processes.start(
                 "engine", (sys.executable, "-m", "bench.micro.instant_engine", "--ports", str(engine))
             )
@@ -217,7 +219,7 @@ async def run(variants: Sequence[GatewayVariant], rounds: int, seconds: float, a
             return gateways
 
 
-def table(gateways: list[Served]) -> str:
+def table(gateways: list[RunningGateway]) -> str:
     """One line a variant; rates as shares of the first one's, processor time as what is added to the first one's."""
     first = gateways[0]
     lines = ["| | rate | Envoy, us | extproc, us | usage, us | all, us |", "|---|---:|---:|---:|---:|---:|"]
@@ -234,7 +236,7 @@ def table(gateways: list[Served]) -> str:
     )
 
 
-def _sums(one: Served) -> list[float]:
+def _sums(one: RunningGateway) -> list[float]:
     return [sum(each) for each in zip(*one.cpu_us.values(), strict=True)]
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.micro.servers import ANSWER_BY_ENVOY, MeasuredCase, Servers
-from bench.micro.wire import WireLoad
+from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
+from bench.micro.http_load import RequestLoad
 from bench.reporting.results import nearest_rank
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bench.micro.servers import MeasuredServer
+    from bench.micro.compared_servers import MeasuredServer
 
 CASES: Final = (
     MeasuredCase(2_000, 8),
@@ -54,15 +54,15 @@ WHOLE: Final = Phase("32 at once", 32)
 PHASES: Final = (ALONE, BUSY, WHOLE)
 
 
-class Effort(msgspec.Struct, frozen=True):
+class MeasurementEffort(msgspec.Struct, frozen=True):
     """Duration of the measurement. A round measures every server once, for ``phase_s`` in each phase."""
 
     rounds: int
     phase_s: float
 
 
-FULL: Final = Effort(rounds=8, phase_s=0.3)
-QUICK: Final = Effort(rounds=10, phase_s=0.3)
+FULL: Final = MeasurementEffort(rounds=8, phase_s=0.3)
+QUICK: Final = MeasurementEffort(rounds=10, phase_s=0.3)
 
 
 class PhaseLoad(msgspec.Struct, frozen=True):
@@ -95,14 +95,16 @@ class CaseResult(msgspec.Struct, frozen=True):
     servers: dict[str, OverheadResult]
 
 
-async def measure(case: MeasuredCase, directory: Path, effort: Effort, *, against: Path | None = None) -> CaseResult:
+async def measure(
+    case: MeasuredCase, directory: Path, effort: MeasurementEffort, *, against: Path | None = None
+) -> CaseResult:
     """Start all servers of ``case`` and load them in turn.
 
     ``directory`` is there and empty; ``against``: another checkout.
     """
-    others = {} if against is None else {"extproc before": ["bench.micro.checkout", str(against)]}
+    others = {} if against is None else {"extproc before": ["bench.micro.checkout_runner", str(against)]}
     async with Processes(directory) as processes:
-        servers = await Servers(case, directory, processes, others).start(
+        servers = await ComparedServers(case, directory, processes, others).start(
             with_gateway=case.endpoints == 8 and case.renamed and not (case.by_path or case.by_call)
         )
         asked = case.requests(64 if case.prompt_bytes < 100_000 else 16)
@@ -110,7 +112,7 @@ async def measure(case: MeasuredCase, directory: Path, effort: Effort, *, agains
         prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}
         loads: dict[str, dict[str, list[PhaseLoad]]] = {server.name: {} for server in servers}
         for server in servers:  # the first second is not like the others
-            load = WireLoad(prepared[WHOLE.name], connections=8, calls=case.by_call)
+            load = RequestLoad(prepared[WHOLE.name], connections=8, calls=case.by_call)
             await load.run("127.0.0.1", server.port, seconds=1.0)
         for number in range(effort.rounds):
             # each round begins with another server, so that effects of the order even out
@@ -118,7 +120,7 @@ async def measure(case: MeasuredCase, directory: Path, effort: Effort, *, agains
             _expect_all_alive(servers, directory)
             for server in servers[turn:] + servers[:turn]:
                 for phase in _phases_of(server):
-                    load = WireLoad(
+                    load = RequestLoad(
                         prepared[phase.name],
                         connections=phase.at_once,
                         calls=case.by_call,
@@ -148,7 +150,7 @@ def _phases_of(server: MeasuredServer) -> list[Phase]:
     return [phase for phase in PHASES if server.envoy_pid is not None or not phase.by_envoy]
 
 
-async def _load(server: MeasuredServer, load: WireLoad, seconds: float) -> PhaseLoad:
+async def _load(server: MeasuredServer, load: RequestLoad, seconds: float) -> PhaseLoad:
     clock = asyncio.get_running_loop().time
     threads, began_s = thread_seconds(server.pid), clock()
     envoy_s = None if server.envoy_pid is None else cpu_seconds(server.envoy_pid)

@@ -22,9 +22,9 @@ import msgspec
 import uvloop
 import yaml
 
+from bench.micro.compared_servers import HttpProbe, PortProbe, bundle_files
+from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.instant_engine import EVENTS
-from bench.micro.servers import Accepts, Serves, bundle_files
-from bench.micro.wire import WireLoad, questions
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports
 from bench.stack.stack import MODEL, EnvoyMissing, documents, envoy_command
 from controller.bundle.sync import PublishStep, write_step
@@ -68,7 +68,7 @@ class RunningPicker(msgspec.Struct, frozen=True):
         return 0.0 if self.pid is None else cpu_seconds(self.pid), cpu_seconds(self.envoy_pid)
 
 
-class Cost(msgspec.Struct, frozen=True):
+class PickerCost(msgspec.Struct, frozen=True):
     """Of one request in one round, in milliseconds: processor time, and the median of what a request took.
     ``idle``: the share of a core that the picker takes without requests.
     """
@@ -80,7 +80,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 # by load and picker, of each round
-Costs = dict[str, dict[str, list[Cost]]]
+Costs = dict[str, dict[str, list[PickerCost]]]
 
 
 def picker_config(endpoints: Path | None = None) -> str:
@@ -114,7 +114,7 @@ class _Stand:
         self._engines = [f"127.0.0.1:{port}" for port in ports]
         words = ["-m", "bench.micro.instant_engine", "--ports", ",".join(map(str, ports))]
         await self._processes.start("engines", [sys.executable, *words])
-        await self._processes.wait_ready("engines", Accepts(ports[-1]))
+        await self._processes.wait_ready("engines", PortProbe(ports[-1]))
 
     async def start_picker(self, name: str, program: Sequence[str]) -> RunningPicker:
         """``program``: takes extproc's arguments, or llm-d's; empty: the Envoy asks no picker."""
@@ -137,9 +137,9 @@ class _Stand:
             else:
                 words = ["--config", str(config), "--listen", f"127.0.0.1:{grpc}", "--metrics", f"127.0.0.1:{metrics}"]
             pid = await self._processes.start(name, [*program, *words])
-            await self._processes.wait_ready(name, Accepts(grpc))
+            await self._processes.wait_ready(name, PortProbe(grpc))
         envoy_pid = await self._processes.start(f"envoy-{name}", envoy_command(bundle))
-        await self._processes.wait_ready(f"envoy-{name}", Serves(listen, MODEL))
+        await self._processes.wait_ready(f"envoy-{name}", HttpProbe(listen, MODEL))
         return RunningPicker(name, pid, envoy_pid, listen)
 
     def _llm_d_words(self, place: Path, grpc: int, health: int, metrics: int) -> list[str]:
@@ -183,15 +183,15 @@ async def _idle(pickers: Sequence[RunningPicker], seconds: float) -> dict[str, f
     return {picker.name: (picker.cpu_seconds()[0] - at) * each for picker, at in zip(pickers, before, strict=True)}
 
 
-async def _cost(picker: RunningPicker, load: LoadShape, seconds: float, idle: float) -> Cost:
-    asked = questions(load.prompt_bytes, count=64 if load.prompt_bytes < 100_000 else 16, model=MODEL)
+async def _cost(picker: RunningPicker, load: LoadShape, seconds: float, idle: float) -> PickerCost:
+    asked = chat_requests(load.prompt_bytes, count=64 if load.prompt_bytes < 100_000 else 16, model=MODEL)
     more = f"{EVENTS}: {load.events}\r\n" if load.events else ""
-    wire = WireLoad([one.on_wire(more) for one in asked], connections=load.at_once)
+    wire = RequestLoad([one.on_wire(more) for one in asked], connections=load.at_once)
     before, began_s = picker.cpu_seconds(), time.perf_counter()
     await wire.run("127.0.0.1", picker.port, seconds=seconds)
     took_s, after, each = time.perf_counter() - began_s, picker.cpu_seconds(), 1000 / len(wire.taken_s)
     picker_ms = (after[0] - before[0] - idle * took_s) * each
-    return Cost(idle, picker_ms, (after[1] - before[1]) * each, statistics.median(wire.taken_s) * 1000)
+    return PickerCost(idle, picker_ms, (after[1] - before[1]) * each, statistics.median(wire.taken_s) * 1000)
 
 
 def markdown(costs: Costs) -> Iterator[str]:
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     programs = {_NONE: [], _OURS: [sys.executable, "-m", "extproc"]}
     if options.against is not None:
-        programs[_BEFORE] = [sys.executable, "-m", "bench.micro.checkout", str(options.against)]
+        programs[_BEFORE] = [sys.executable, "-m", "bench.micro.checkout_runner", str(options.against)]
     if options.llm_d is not None:
         programs[_LLM_D] = [str(options.llm_d)]
     try:

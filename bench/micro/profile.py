@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import uvloop
 
-from bench.micro.checkout import BEGIN
+from bench.micro.checkout_runner import BEGIN
+from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
+from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.overhead import BUSY
-from bench.micro.servers import ANSWER_BY_ENVOY, MeasuredCase, Servers
-from bench.micro.wire import WireLoad, questions
 from bench.stack.processes import Processes, StartFailed, thread_seconds
 from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bench.micro.servers import MeasuredServer
+    from bench.micro.compared_servers import MeasuredServer
 
 _PLAIN, _SAMPLED = "extproc", "sampled"
 _HERTZ: Final = 499
@@ -49,14 +49,14 @@ class Stacks(msgspec.Struct, frozen=True):
         """All samples."""
         return sum(self.counts.values())
 
-    def own(self) -> Counter[str]:
+    def exclusive_samples(self) -> Counter[str]:
         """Samples in which a function is the innermost one of extproc: what it calls outside of extproc is its own."""
         found: Counter[str] = Counter()
         for stack, count in self.counts.items():
             found[next((one for one in reversed(stack) if one.startswith("extproc.")), "outside")] += count
         return found
 
-    def within(self) -> Counter[str]:
+    def inclusive_samples(self) -> Counter[str]:
         """Samples with a function of extproc anywhere in the stack."""
         found: Counter[str] = Counter()
         for stack, count in self.counts.items():
@@ -86,12 +86,12 @@ async def profile(root: Path, case: MeasuredCase, seconds: float) -> CpuProfile:
     """Load a plain extproc and a sampled one, each behind an Envoy of its own."""
     with tempfile.TemporaryDirectory(prefix="attache-profile-") as directory:
         samples = Path(directory) / "stacks.txt"
-        command = ["bench.micro.checkout", str(root)]
+        command = ["bench.micro.checkout_runner", str(root)]
         others = {_PLAIN: command, _SAMPLED: [*command, "--samples", str(samples)]}
         async with Processes(Path(directory)) as processes:
-            started = await Servers(case, Path(directory), processes, others).start(with_gateway=False)
+            started = await ComparedServers(case, Path(directory), processes, others).start(with_gateway=False)
             servers = {server.name: server for server in started}
-            asked = questions(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
+            asked = chat_requests(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
             prepared = [one.on_wire(f"{ANSWER_BY_ENVOY}: 1\r\n") for one in asked]
             await _load(servers[_PLAIN], prepared, 1.0)
             threads = await _load(servers[_PLAIN], prepared, seconds)
@@ -107,7 +107,7 @@ async def profile(root: Path, case: MeasuredCase, seconds: float) -> CpuProfile:
 
 async def _load(server: MeasuredServer, prepared: Sequence[bytes], seconds: float) -> dict[str, float]:
     """Microseconds of a request by thread."""
-    before, load = thread_seconds(server.pid), WireLoad(prepared, connections=BUSY.at_once)
+    before, load = thread_seconds(server.pid), RequestLoad(prepared, connections=BUSY.at_once)
     await load.run("127.0.0.1", server.port, seconds=seconds)
     after = thread_seconds(server.pid).items()
     return {name: (used_s - before.get(name, 0.0)) / len(load.taken_s) * 1e6 for name, used_s in after}
@@ -147,7 +147,7 @@ def describe(found: CpuProfile, most: int) -> Iterator[str]:
     yield from _lines("by thread and library", found.libraries, total) if found.libraries else [_NO_PERF]
     stacks = read_stacks(found.samples)
     each = main_us / stacks.total
-    own, within = stacks.own(), stacks.within()
+    own, within = stacks.exclusive_samples(), stacks.inclusive_samples()
     modules: Counter[str] = Counter()
     for name, count in own.items():
         modules[name.partition(":")[0]] += count

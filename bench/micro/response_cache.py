@@ -19,16 +19,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from bench.micro.http_load import RequestLoad, WireRequest, chat_requests
 from bench.micro.instant_engine import EVENTS
 from bench.micro.observability import TOKEN, GatewayVariant, start
 from bench.micro.translation import Case, Round, measure
-from bench.micro.wire import WireLoad, WireRequest, questions
 from bench.stack.processes import Processes, free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bench.micro.observability import Served
+    from bench.micro.observability import RunningGateway
 
 _PROMPTS: Final = 64
 CASES: Final = (
@@ -52,14 +52,14 @@ def requests_of(case: Case, way: str) -> list[bytes]:
     if case.events:
         headers += f"{EVENTS}: {case.events}\r\n"
         more["stream"] = True
-    bodies = [{**json.loads(one.body), **more} for one in questions(2_000, count=_PROMPTS)]
+    bodies = [{**json.loads(one.body), **more} for one in chat_requests(2_000, count=_PROMPTS)]
     return [WireRequest(json.dumps(body).encode()).on_wire(headers) for body in bodies]
 
 
 async def _fill(port: int) -> None:
     """Store an answer to each request."""
     for case in CASES[1:]:
-        await WireLoad(requests_of(case, "miss"), connections=_PROMPTS).run("127.0.0.1", port, seconds=0.0)
+        await RequestLoad(requests_of(case, "miss"), connections=_PROMPTS).run("127.0.0.1", port, seconds=0.0)
     await asyncio.sleep(_STORED_S)
 
 
@@ -72,7 +72,7 @@ async def run(rounds: int, seconds: float) -> dict[str, Found]:
             words = ("-m", "bench.micro.instant_engine", "--ports", str(engine))
             await processes.start("engine", (sys.executable, *words))
 
-            async def gateway(variant: GatewayVariant) -> Served:
+            async def gateway(variant: GatewayVariant) -> RunningGateway:
                 return await start(variant, engine, collector, processes, directory / variant.name)
 
             plain, cached = (

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.autoscaler.decision.allocation.allocate import allocate
-from controller.autoscaler.decision.allocation.variants import Rules, Variant
+from controller.autoscaler.decision.allocation.variants import AllocationRules, Variant
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 KINDS = ("a100", "h100")
 RULES = {
-    "cost": Rules(),
-    "spot": Rules(min_on_demand=0.5),
-    "accelerators": Rules(accelerators={"a100": 100, "h100": 200}),
-    "everything": Rules(min_on_demand=0.3, cost_per_hour=300.0, free={"a100": 16, "h100": 32}),
+    "cost": AllocationRules(),
+    "spot": AllocationRules(min_on_demand=0.5),
+    "accelerators": AllocationRules(accelerators={"a100": 100, "h100": 200}),
+    "everything": AllocationRules(min_on_demand=0.3, cost_per_hour=300.0, free={"a100": 16, "h100": 32}),
 }
 
 

@@ -131,7 +131,7 @@ def test_a_decision_with_a_prefill_leg(benchmark: BenchmarkFixture, size: int) -
     assert len(changed) > size + len(msgspec.json.encode(params))
 
 
-def view_over(endpoints: int) -> View:
+def endpoint_view(endpoints: int) -> View:
     """Endpoints with some load and some cached prefixes, as they are in the middle of a day."""
     table, rng = EndpointTable(), np.random.default_rng(0)
     table.replace(f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}:8000" for number in range(endpoints))
@@ -151,7 +151,7 @@ def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
     if policy != "default":
         file = ROOT / "bench/lab/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = picker_from_text(file.name, file.read_text(), installed_plugins()).picker
-    view, rng = view_over(endpoints), random.Random(0)
+    view, rng = endpoint_view(endpoints), random.Random(0)
     assert benchmark(lambda: picker.pick(view, rng=rng)).rows
 
 

@@ -21,8 +21,8 @@ from typing import Final
 import msgspec
 import yaml
 
+from bench.micro.http_load import RequestLoad, WireRequest, chat_requests
 from bench.micro.instant_engine import EVENTS
-from bench.micro.wire import WireLoad, WireRequest, questions
 from bench.reporting.results import nearest_rank
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes, workers_of
 from bench.stack.stack import MODEL
@@ -89,10 +89,10 @@ def _requests(model: str, case: Case) -> list[bytes]:
     headers = f"{EVENTS}: {case.events}\r\n" if case.events else ""
     more: dict[str, object] = {"stream": True} if case.events else {}
     if model == "plain":
-        chats = [json.loads(one.body) for one in questions(2_000, count=64, model=model)]
+        chats = [json.loads(one.body) for one in chat_requests(2_000, count=64, model=model)]
         return [WireRequest(json.dumps({**one, **more}).encode()).on_wire(headers) for one in chats]
     made = []
-    for one in questions(2_000, count=64, model=model):
+    for one in chat_requests(2_000, count=64, model=model):
         chat = json.loads(one.body)
         system, user = chat["messages"]
         body = {"model": model, "max_tokens": 9, "system": system["content"], "messages": [user], **more}
@@ -114,7 +114,7 @@ def _pids(serve: int) -> dict[str, int]:
 async def measure(pids: dict[str, int], port: int, requests: list[bytes], at_once: int, seconds: float) -> Round:
     """One round of a gateway whose processes these are."""
     before = {role: cpu_seconds(pid) for role, pid in pids.items()}
-    load = WireLoad(requests, connections=at_once)
+    load = RequestLoad(requests, connections=at_once)
     rate = await load.run("127.0.0.1", port, seconds=seconds)
     count = len(load.taken_s)
     used = {role: (cpu_seconds(pid) - before[role]) / count * 1e6 for role, pid in pids.items()}

@@ -49,7 +49,7 @@ class Table(msgspec.Struct, frozen=True):
     caption: str = ""
     row_styles: Sequence[str] = ()
 
-    def on_terminal(self) -> rich.table.Table:
+    def as_rich_table(self) -> rich.table.Table:
         """For a rich console."""
         made = rich.table.Table(title=self.title, caption=self.caption or None)
         for number, heading in enumerate(self.headings):
@@ -149,7 +149,7 @@ def log_axis(axes: Axes) -> None:
     axes.tick_params(axis="x", rotation=45)
 
 
-class MadeBy(msgspec.Struct, frozen=True):
+class Provenance(msgspec.Struct, frozen=True):
     """The command that made results, the versions of what ran it, and the digests of files with policies."""
 
     command: str
@@ -162,9 +162,9 @@ class MadeBy(msgspec.Struct, frozen=True):
         return ", ".join(f"{name} {one}" for name, one in self.versions.items())
 
 
-def made_by(
+def provenance(
     command: str, *, versions: Mapping[str, str] | None = None, files: Mapping[str, str] | None = None
-) -> MadeBy:
+) -> Provenance:
     """``command``, and what runs it, with the commit if the code is in a clone.
 
     ``versions``: further ones. ``files``: digests by file.
@@ -174,7 +174,7 @@ def made_by(
         found["attache"] = version("attache")
     if (_ROOT / ".git").exists() and (commit := _commit()):
         found["commit"] = commit
-    return MadeBy(command, found, dict(files or {}))
+    return Provenance(command, found, dict(files or {}))
 
 
 def _commit() -> str:

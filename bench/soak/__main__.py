@@ -21,9 +21,9 @@ import uvloop
 from rich.console import Console
 
 from bench.reporting.pages import figure
-from bench.soak.hostile import GROUPS, HOSTILE
+from bench.soak.hostile_engines import GROUPS, HOSTILE
 from bench.soak.run import SoakSettings, soak
-from bench.soak.verdict import MIB, Limits, SoakRecord, is_well, verdict
+from bench.soak.verdict import MIB, SoakLimits, SoakRecord, judge, passes
 from bench.stack.processes import StartFailed
 from bench.stack.stack import ROOT, EnvoyMissing
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from bench.soak.verdict import Check, Sample
+    from bench.soak.verdict import Sample, SoakCheck
 
 _MARKS = {True: "ok", False: "FAILED", None: "not judged"}
 _OUT: Final = ROOT / "bench" / "out" / "soak"
 
 
-def lines(checks: Sequence[Check]) -> str:
+def lines(checks: Sequence[SoakCheck]) -> str:
     """One line a check, with more lines for those that failed."""
     return "\n".join(f"{_MARKS[one.is_ok]:<10} {one.name}: {one.text}" for one in checks)
 
 
-def write(record: SoakRecord, checks: Sequence[Check], out: Path) -> None:
+def write(record: SoakRecord, checks: Sequence[SoakCheck], out: Path) -> None:
     """``soak.json`` and ``soak.png`` in ``out``."""
     text = msgspec.json.format(msgspec.json.encode({"verdict": checks, "record": record}))
     (out / "soak.json").write_bytes(text)
@@ -117,8 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         made.error(str(error))
     # a short soak warms up in a third of its time, at a higher rate
-    is_short = options.minutes * 60 < 3 * Limits().warm_up_s
-    bounds = Limits(warm_up_s=options.minutes * 20) if is_short else Limits()
+    is_short = options.minutes * 60 < 3 * SoakLimits().warm_up_s
+    bounds = SoakLimits(warm_up_s=options.minutes * 20) if is_short else SoakLimits()
     settings = SoakSettings(
         minutes=options.minutes,
         models=options.models,
@@ -140,11 +140,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
-    checks = verdict(record, bounds)
+    checks = judge(record, bounds)
     write(record, checks, options.out)
     console.print(lines(checks), markup=False, soft_wrap=True)
     console.print(f"by audience: {record.totals}; more in {options.out}", markup=False, soft_wrap=True)
-    return 0 if is_well(checks) else 1
+    return 0 if passes(checks) else 1
 
 
 async def _until_stopped(settings: SoakSettings, out: Path) -> SoakRecord:

@@ -84,7 +84,7 @@ class RequestOutcome(msgspec.Struct, frozen=True):
     error: str
 
 
-def body_of(question: SoakRequest) -> bytes:
+def request_body(question: SoakRequest) -> bytes:
     """Of some KB, most of which some other requests share."""
     text = text_of(f"shared {question.number % _PREFIXES}", _PREFIX_TOKENS) + text_of(
         f"own {question.number}", _TAIL_TOKENS
@@ -108,7 +108,7 @@ def response_error(question: SoakRequest, status: int, served: str, raw: bytes) 
     return ""
 
 
-def result_of(question: SoakRequest, outcome: RequestOutcome, *, is_gone: bool) -> Literal["ok", "left", "lost"]:
+def classify_outcome(question: SoakRequest, outcome: RequestOutcome, *, is_gone: bool) -> Literal["ok", "left", "lost"]:
     """Whether a request was lost. ``is_gone``: an honest one's name is in use no more; the gateway may have learnt that
     while the request was on its way.
     """
@@ -145,7 +145,7 @@ class SoakClient:
         try:
             async with self._http.post(
                 f"{self._url}{APIS[question.api].path}",
-                data=body_of(question),
+                data=request_body(question),
                 headers={"content-type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
             ) as response:

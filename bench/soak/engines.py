@@ -20,16 +20,16 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from bench.engine.blocks import BlocksRemoved, BlocksStored, CacheChange
+from bench.engine.fake_tokenizer import BYTES_PER_TOKEN, answer_text
 from bench.engine.formats import (
     ChatFormat,
     ChatRequest,
     CompletionFormat,
     CompletionRequest,
-    Format,
-    Job,
+    GenerationJob,
     MessagesFormat,
     MessagesRequest,
+    ResponseFormat,
     ResponsesFormat,
     ResponsesRequest,
     chat_job,
@@ -37,11 +37,11 @@ from bench.engine.formats import (
     messages_job,
 )
 from bench.engine.formats import responses_job as _responses_job
+from bench.engine.kv_cache import BlocksRemoved, BlocksStored, CacheChange
+from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.other_apis import token_handlers
-from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request, Token
-from bench.engine.text import BYTES_PER_TOKEN, answer_text
-from bench.soak.fleet import hosts
+from bench.soak.fleet import engine_hosts
 from extproc.protocol import Api
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class SoakEngine:
         return made
 
     def _generating(
-        self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]
+        self, kind: type[Any], to_job: Callable[[Any], GenerationJob], new_format: Callable[..., ResponseFormat]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         decoder = msgspec.json.Decoder(kind)
 
@@ -107,7 +107,9 @@ class SoakEngine:
                     return await _stream(http, request, form, headers, wants_usage=job.wants_usage)
                 await asyncio.sleep(_TOKEN_S * request.output_tokens)
                 request.produced, request.tokens = request.output_tokens, request.tokens + request.output_tokens
-                return web.Response(body=form.whole([request]), content_type="application/json", headers=headers)
+                return web.Response(
+                    body=form.full_response([request]), content_type="application/json", headers=headers
+                )
             finally:
                 self._running -= 1
 
@@ -136,7 +138,7 @@ def metrics_page(running: int) -> str:
 
 
 async def _stream(
-    http: web.Request, request: Request, form: Format, headers: dict[str, str], *, wants_usage: bool
+    http: web.Request, request: Request, form: ResponseFormat, headers: dict[str, str], *, wants_usage: bool
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream", **headers})
     await response.prepare(http)
@@ -200,7 +202,7 @@ async def serve(port: int, models: int, kv_port: int) -> None:
     """Serve until cancelled."""
     runner = web.AppRunner(SoakEngine().app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    for one in (*hosts(models), KV_HOST, "127.0.0.1"):
+    for one in (*engine_hosts(models), KV_HOST, "127.0.0.1"):
         await web.TCPSite(runner, one, port, backlog=16).start()
     async with asyncio.TaskGroup() as tasks:
         for rank in range(RANKS if kv_port else 0):

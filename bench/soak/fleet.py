@@ -56,7 +56,7 @@ class SoakModel(msgspec.Struct, frozen=True):
         return f"m{self.number}.{self.alias}"
 
     @property
-    def sides(self) -> tuple[str, ...]:
+    def server_sides(self) -> tuple[str, ...]:
         """Its ModelServers."""
         return ("a", "b") if self.number % _SPLIT_EVERY == 0 else ("a",)
 
@@ -67,24 +67,24 @@ class SoakModel(msgspec.Struct, frozen=True):
         return tuple(f"m{self.number}-lora{one}" for one in range(first, self.adapters))
 
     @property
-    def echoes(self) -> frozenset[str]:
+    def engine_model_names(self) -> frozenset[str]:
         """The names under which engines get its requests, which they repeat in their answers."""
-        return frozenset(f"{self.name}-{side}.{self.served}" for side in self.sides)
+        return frozenset(f"{self.name}-{side}.{self.served}" for side in self.server_sides)
 
     @property
     def hosts(self) -> frozenset[str]:
         """Where its engines are."""
-        return frozenset(host(self.number, side) for side in self.sides)
+        return frozenset(engine_host(self.number, side) for side in self.server_sides)
 
 
-def host(number: int, side: str) -> str:
+def engine_host(number: int, side: str) -> str:
     """The address of a ModelServer's engines."""
     return f"127.{1 + (side == 'b')}.{number >> 8}.{number & 255}"
 
 
-def hosts(numbers: int) -> list[str]:
+def engine_hosts(numbers: int) -> list[str]:
     """Those of so many models."""
-    return [host(number, side) for number in range(numbers) for side in SoakModel(number, ()).sides]
+    return [engine_host(number, side) for number in range(numbers) for side in SoakModel(number, ()).server_sides]
 
 
 def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
@@ -92,18 +92,18 @@ def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, obje
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
 
 
-def text_of(documents: Sequence[Mapping[str, object]]) -> str:
+def documents_text(documents: Sequence[Mapping[str, object]]) -> str:
     """A file's content: JSON is YAML."""
     return "".join(f"---\n{json.dumps(one)}\n" for one in documents)
 
 
-def content(model: SoakModel, ports: Sequence[int]) -> str:
+def model_file_content(model: SoakModel, ports: Sequence[int]) -> str:
     """The model's file. ``ports``: of the engine processes."""
     targets: list[dict[str, object]] = []
     servers = []
-    for side in model.sides:
+    for side in model.server_sides:
         name = f"{model.name}-{side}"
-        endpoints = [{"address": f"{host(model.number, side)}:{ports[one]}"} for one in model.engines]
+        endpoints = [{"address": f"{engine_host(model.number, side)}:{ports[one]}"} for one in model.engines]
         spec = {"model": f"{name}.{model.served}", "endpoints": endpoints, "scrapeInterval": "10s"}
         servers.append(document("ModelServer", name, spec))
         targets.append({"modelServerName": name, "weight": model.weight if side == "b" else 100 - model.weight})
@@ -115,10 +115,10 @@ def content(model: SoakModel, ports: Sequence[int]) -> str:
         "rules": [{"targetModels": targets}],
         "rateLimits": [{"per": "Route", "unit": "second", "requests": model.limit}],
     }
-    return text_of([*servers, document("ModelRoute", model.name, route)])
+    return documents_text([*servers, document("ModelRoute", model.name, route)])
 
 
-class Change(msgspec.Struct, frozen=True):
+class FleetChange(msgspec.Struct, frozen=True):
     """``before`` and ``after``: None for a model that is added or deleted."""
 
     name: str
@@ -175,15 +175,15 @@ CHANGES: Final = (*_EDITS, "model added", "model deleted")
 BROKEN: Final[Mapping[str, str]] = {
     "no YAML": "kind: [",
     "half a file": f'{{"apiVersion": "{API_VERSION}", "kind": "ModelRo',
-    "an unknown field": text_of([document("ModelRoute", "broken", {"modelName": "x", "rule": []})]),
-    "no ModelServer": text_of(
+    "an unknown field": documents_text([document("ModelRoute", "broken", {"modelName": "x", "rule": []})]),
+    "no ModelServer": documents_text(
         [
             document(
                 "ModelRoute", "broken", {"modelName": "x", "rules": [{"targetModels": [{"modelServerName": "none"}]}]}
             )
         ]
     ),
-    "a negative weight": text_of(
+    "a negative weight": documents_text(
         [
             document(
                 "ModelRoute",
@@ -208,26 +208,28 @@ def _model(number: int, first: int, more: int, engines: int) -> SoakModel:
     return SoakModel(number, on, adapters=_MOST_ADAPTERS)
 
 
-def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int, engines: int) -> Change:
+def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int, engines: int) -> FleetChange:
     """A valid change. ``size``: how many models there should be, more or less; the numbers after it are spare."""
     name = rng.choice(CHANGES)
     if name in _EDITS:
         before = rng.choice(list(fleet.values()))
-        return Change(name, before, _EDITS[name](before, rng, engines))
-    if len(fleet) < size or (name == "model added" and len(fleet) < size + spare(size) // 2):
-        free = sorted(set(range(size + spare(size))) - fleet.keys())
+        return FleetChange(name, before, _EDITS[name](before, rng, engines))
+    if len(fleet) < size or (name == "model added" and len(fleet) < size + spare_numbers(size) // 2):
+        free = sorted(set(range(size + spare_numbers(size))) - fleet.keys())
         number = rng.choice(free)
         # a name that was never used before
-        return Change("model added", None, SoakModel(number, (rng.randrange(engines),), alias=rng.randrange(1, 10**9)))
-    return Change("model deleted", rng.choice(list(fleet.values())), None)
+        return FleetChange(
+            "model added", None, SoakModel(number, (rng.randrange(engines),), alias=rng.randrange(1, 10**9))
+        )
+    return FleetChange("model deleted", rng.choice(list(fleet.values())), None)
 
 
-def spare(size: int) -> int:
+def spare_numbers(size: int) -> int:
     """Numbers of models that come and go."""
     return max(4, size // 20)
 
 
-def apply_change(fleet: Mapping[int, SoakModel], change: Change) -> dict[int, SoakModel]:
+def apply_change(fleet: Mapping[int, SoakModel], change: FleetChange) -> dict[int, SoakModel]:
     """The fleet after a change."""
     left = {number: model for number, model in fleet.items() if change.before is None or number != change.before.number}
     return left if change.after is None else {**left, change.after.number: change.after}

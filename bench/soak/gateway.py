@@ -12,10 +12,10 @@ import aiohttp
 import msgspec
 
 from bench.soak import engines, fleet
-from bench.soak.fleet import SoakModel, document, text_of
-from bench.soak.hostile import HOSTILE, MIXED, REPLAY_OFFSET, adapter_of, hostile_host
+from bench.soak.fleet import SoakModel, document, documents_text
+from bench.soak.hostile_engines import HOSTILE, MIXED, REPLAY_OFFSET, adapter_of, hostile_host
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from bench.stack.stack import Answers, IsThere, envoy_binary, envoy_command
+from bench.stack.stack import FileReady, HttpReady, envoy_binary, envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -82,10 +82,10 @@ async def running_gateway(
         )
         addresses = {name: f"127.0.0.1:{port}" for name, port in (("listen", listen), ("admin", admin))}
         listens = {**addresses, "extproc": f"127.0.0.1:{extproc}"}
-        gateway.write("gateway.yaml", text_of([document("GatewayConfig", "gateway", listens)]))
+        gateway.write("gateway.yaml", documents_text([document("GatewayConfig", "gateway", listens)]))
         gateway.write("kv.yaml", _model(KV, KV, _kv_spec(ports, kv_ports)))
         for model in models.values():
-            gateway.write(model.file, fleet.content(model, ports))
+            gateway.write(model.file, fleet.model_file_content(model, ports))
         for name in hostile:
             spec = _hostile_spec(name, hostile_port, hostile_kv)
             gateway.write(f"hostile-{name}.yaml", _model(name, name, spec, adapters=_adapters(name)))
@@ -101,19 +101,21 @@ async def running_gateway(
             kv = ["--kv-port", kv_ports[number]] if number < len(kv_ports) else []
             await start(f"engine-{number}", "bench.soak.engines", "--port", port, "--models", size, *kv)
         if hostile:
-            await start("hostile", "bench.soak.hostile", "--port", hostile_port, "--kv-port", hostile_kv, *hostile)
+            await start(
+                "hostile", "bench.soak.hostile_engines", "--port", hostile_port, "--kv-port", hostile_kv, *hostile
+            )
         watched = ("--config", config, "--out", bundle, "--watch", "--metrics", f"127.0.0.1:{bundle_page}")
         await start("bundle", "controller bundle", *watched)
         served = ("--listen", listens["extproc"], "--metrics", f"127.0.0.1:{extproc_page}")
         await start("extproc", "extproc", "--config", config, *served)
 
         for number, port in enumerate(ports):
-            await processes.wait_ready(f"engine-{number}", Answers(http, f"http://127.0.0.1:{port}/health"))
-        await processes.wait_ready("bundle", IsThere(bundle / "bootstrap.json"))
+            await processes.wait_ready(f"engine-{number}", HttpReady(http, f"http://127.0.0.1:{port}/health"))
+        await processes.wait_ready("bundle", FileReady(bundle / "bootstrap.json"))
         await processes.start("envoy", envoy_command(bundle))
-        await processes.wait_ready("extproc", Answers(http, f"{gateway.extproc}/readyz"))
-        await processes.wait_ready("envoy", Answers(http, f"{gateway.admin}/ready"))
-        await processes.wait_ready("envoy", Answers(http, f"{gateway.url}/v1/models/{KV}"))
+        await processes.wait_ready("extproc", HttpReady(http, f"{gateway.extproc}/readyz"))
+        await processes.wait_ready("envoy", HttpReady(http, f"{gateway.admin}/ready"))
+        await processes.wait_ready("envoy", HttpReady(http, f"{gateway.url}/v1/models/{KV}"))
         yield gateway
 
 
@@ -122,7 +124,7 @@ def _model(name: str, asked: str, spec: Mapping[str, object], adapters: Sequence
     rules = [{"targetModels": [{"modelServerName": name}]}]
     route = {"modelName": asked, "loraAdapters": list(adapters), "rules": rules, "responseModel": "Served"}
     server = {"model": name, **spec}
-    return text_of([document("ModelServer", name, server), document("ModelRoute", name, route)])
+    return documents_text([document("ModelServer", name, server), document("ModelRoute", name, route)])
 
 
 def _kv_spec(ports: Sequence[int], kv_ports: Sequence[int]) -> dict[str, object]:

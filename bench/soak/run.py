@@ -16,11 +16,20 @@ import aiohttp
 import msgspec
 
 from bench.soak import fleet
-from bench.soak.clients import APIS, Audience, RequestOutcome, SoakClient, SoakRequest, result_of
-from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, SoakModel
+from bench.soak.clients import APIS, Audience, RequestOutcome, SoakClient, SoakRequest, classify_outcome
+from bench.soak.fleet import BROKEN, BROKEN_EVERY, FleetChange, SoakModel
 from bench.soak.gateway import JUDGED, KV, MIXED_NAME, SoakGateway, running_gateway
-from bench.soak.hostile import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
-from bench.soak.verdict import Adoption, Latency, Limits, Loss, ProcessSample, Refusal, Sample, SoakRecord
+from bench.soak.hostile_engines import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
+from bench.soak.verdict import (
+    BrokenFileRefusal,
+    ConfigAdoption,
+    Latency,
+    LostRequest,
+    ProcessSample,
+    Sample,
+    SoakLimits,
+    SoakRecord,
+)
 from bench.stack.processes import cpu_seconds, rss_bytes
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
 
@@ -58,7 +67,7 @@ class SoakSettings(msgspec.Struct, frozen=True):
     models: int
     rate: float = 15.0
     fill_rate: float = 30.0
-    fill_s: float = Limits().warm_up_s
+    fill_s: float = SoakLimits().warm_up_s
     hostile: tuple[str, ...] = ()
     hostile_rate: float = 2.0
     mixed_rate: float = 1.0
@@ -75,9 +84,9 @@ class ProbeTarget(msgspec.Struct, frozen=True):
     hosts: frozenset[str]
 
 
-def names_of(model: SoakModel, before: SoakModel | None = None) -> dict[str, ProbeTarget]:
+def probe_targets(model: SoakModel, before: SoakModel | None = None) -> dict[str, ProbeTarget]:
     """The model names for requests. Until a change is used, engines may still get the previous name."""
-    echoes = model.echoes | (before.echoes if before is not None else frozenset())
+    echoes = model.engine_model_names | (before.engine_model_names if before is not None else frozenset())
     plain = ProbeTarget(echoes, model.hosts)
     return {model.public_name: plain} | {
         name: ProbeTarget(frozenset({name}), model.hosts) for name in model.adapter_names
@@ -87,7 +96,7 @@ def names_of(model: SoakModel, before: SoakModel | None = None) -> dict[str, Pro
 async def soak(settings: SoakSettings, directory: Path, stop: asyncio.Event) -> SoakRecord:
     """Run until the time is over, something ends, or ``stop``. Raises StartFailed and EnvoyMissing."""
     models = fleet.first_fleet(settings.models, settings.engines)
-    size = settings.models + fleet.spare(settings.models)
+    size = settings.models + fleet.spare_numbers(settings.models)
     async with (
         running_gateway(
             directory, models, size=size, engine_count=settings.engines, hostile=settings.hostile
@@ -96,7 +105,7 @@ async def soak(settings: SoakSettings, directory: Path, stop: asyncio.Event) -> 
     ):
         run = _Soak(settings, gateway, http, models, stop)
         await run.run()
-    run.record.log_lines = await asyncio.to_thread(bad_lines, directory)
+    run.record.log_lines = await asyncio.to_thread(log_errors, directory)
     return run.record
 
 
@@ -117,10 +126,10 @@ class _Soak:
         self._began_at_s = self._clock()
         self._client = SoakClient(gateway.url, http, self._began_at_s)
         self._rng = random.Random(settings.seed)
-        self._known = {name: one for model in models.values() for name, one in names_of(model).items()}
+        self._known = {name: one for model in models.values() for name, one in probe_targets(model).items()}
         self._known[KV] = ProbeTarget(frozenset({KV}), frozenset())
         self._names = sorted(self._known)
-        self._pending: dict[str, tuple[Adoption, str | None]] = {}
+        self._pending: dict[str, tuple[ConfigAdoption, str | None]] = {}
         self._reports: dict[str, ConfigReport] = {}
         self._outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._firsts: list[float] = []
@@ -207,14 +216,14 @@ class _Soak:
         """Send a request, and record its outcome."""
         outcome = await self._client.ask(question)
         audience = question.audience
-        result = result_of(question, outcome, is_gone=question.model not in self._known)
+        result = classify_outcome(question, outcome, is_gone=question.model not in self._known)
         self._outcomes[audience][result] += 1
         self.record.totals.setdefault(audience, {}).setdefault(result, 0)
         self.record.totals[audience][result] += 1
         if audience == "honest" and outcome.first_s:
             self._firsts.append(outcome.first_s)
         if result == "lost" and len(self.record.losses) < _MOST_LOSSES:
-            self.record.losses.append(Loss(outcome.at_s, audience, question.model, question.api, outcome.error))
+            self.record.losses.append(LostRequest(outcome.at_s, audience, question.model, question.api, outcome.error))
         return outcome
 
     # changes
@@ -233,19 +242,19 @@ class _Soak:
                 change = fleet.next_change(self._fleet, self._rng, size=settings.models, engines=settings.engines)
                 self._apply(change)
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: FleetChange) -> None:
         before, after = change.before, change.after
         model = after or before
         assert model is not None
-        had = {} if before is None else names_of(before)
-        has = {} if after is None else names_of(after, before)
+        had = {} if before is None else probe_targets(before)
+        has = {} if after is None else probe_targets(after, before)
         gone = had.keys() - has.keys()
         for name in gone:
             self._known.pop(name, None)
-        text = None if after is None else fleet.content(after, self._gateway.ports)
+        text = None if after is None else fleet.model_file_content(after, self._gateway.ports)
         self._gateway.write(model.file, text)
         self._fleet = fleet.apply_change(self._fleet, change)
-        adoption = Adoption(change.name, model.file, self._now_s)
+        adoption = ConfigAdoption(change.name, model.file, self._now_s)
         self.record.uptakes.append(adoption)
         if model.file in self._pending:
             self._pending[model.file][0].is_superseded = True
@@ -263,24 +272,26 @@ class _Soak:
         self._probes.add(task)
         task.add_done_callback(self._probes.discard)
 
-    async def _probe_new(self, name: str, target: ProbeTarget, number: int, adoption: Adoption) -> None:
+    async def _probe_new(self, name: str, target: ProbeTarget, number: int, adoption: ConfigAdoption) -> None:
         """Request a new name until it is served; from then on the load uses it. Until then, only "unknown" is a valid
         answer.
         """
         pause_s = _PROBE_S
-        while (model := self._fleet.get(number)) is not None and name in names_of(model):
-            question = SoakRequest("known", name, 0, echoes=target.echoes | model.echoes, hosts=target.hosts)
+        while (model := self._fleet.get(number)) is not None and name in probe_targets(model):
+            question = SoakRequest(
+                "known", name, 0, echoes=target.echoes | model.engine_model_names, hosts=target.hosts
+            )
             outcome = await self._ask(question)
             # the model may have changed again during the request
             model = self._fleet.get(number)
-            if not outcome.error and model is not None and (now := names_of(model).get(name)) is not None:
+            if not outcome.error and model is not None and (now := probe_targets(model).get(name)) is not None:
                 adoption.client_s = outcome.at_s - adoption.at_s
                 self._known[name] = ProbeTarget(target.echoes | now.echoes, now.hosts)
                 return
             await asyncio.sleep(pause_s)
-            pause_s = min(Limits().probe_s, 1.2 * pause_s)
+            pause_s = min(SoakLimits().probe_s, 1.2 * pause_s)
 
-    async def _probe_gone(self, name: str, adoption: Adoption) -> None:
+    async def _probe_gone(self, name: str, adoption: ConfigAdoption) -> None:
         """Request a deleted name until it is unknown. Until then, only a normal answer is valid."""
         outcome = await self._ask(SoakRequest("known", name, 0))
         while outcome.status != 404:
@@ -292,13 +303,13 @@ class _Soak:
         """Break a model's file, see both refuse it while its model is served, and mend it."""
         what = list(BROKEN)[number % len(BROKEN)]
         model = self._rng.choice(list(self._fleet.values()))
-        refusal = Refusal(what, self._now_s)
+        refusal = BrokenFileRefusal(what, self._now_s)
         self._gateway.write(model.file, BROKEN[what])
         refusal.extproc_s = await self._seen("extproc", is_refused=True)
         refusal.bundle_s = await self._seen("bundle", is_refused=True)
         if (target := self._known.get(model.public_name)) is not None:
             await self._ask(SoakRequest("honest", model.public_name, number, echoes=target.echoes, hosts=target.hosts))
-        self._gateway.write(model.file, fleet.content(model, self._gateway.ports))
+        self._gateway.write(model.file, fleet.model_file_content(model, self._gateway.ports))
         # the whole directory was refused, with the changes before
         for adoption, _ in self._pending.values():
             adoption.at_s = self._now_s
@@ -377,7 +388,7 @@ class _Soak:
                 at_s=self._now_s,
                 processes=processes,
                 outcomes={who: dict(counts) for who, counts in outcomes.items()},
-                latency=latency_of(firsts),
+                latency=latency_percentiles(firsts),
                 counters=await self._counters(),
                 slowest_page_s=slowest_page_s,
             )
@@ -402,7 +413,7 @@ def sum_series(page: str, prefix: str, word: str = "") -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def latency_of(firsts: list[float]) -> Latency:
+def latency_percentiles(firsts: list[float]) -> Latency:
     """Of times in rising order; zeros if there are none."""
     if len(firsts) < 2:
         return Latency(*(firsts or [0.0]) * 3)
@@ -421,7 +432,7 @@ def process_of(pid: int) -> ProcessSample:
     )
 
 
-def bad_lines(logs: Path) -> list[str]:
+def log_errors(logs: Path) -> list[str]:
     """What the judged processes' logs must not have: tracebacks, by their errors, and lines of bugs; with counts."""
     found: Counter[str] = Counter()
     for file in (logs / f"{name}.log" for name in JUDGED):

@@ -63,7 +63,7 @@ class Sample(msgspec.Struct, frozen=True):
     slowest_page_s: float
 
 
-class Loss(msgspec.Struct, frozen=True):
+class LostRequest(msgspec.Struct, frozen=True):
     """A request that did not get what it should. ``at_s``: when it was sent."""
 
     at_s: float
@@ -73,7 +73,7 @@ class Loss(msgspec.Struct, frozen=True):
     error: str
 
 
-class Adoption(msgspec.Struct):
+class ConfigAdoption(msgspec.Struct):
     """Seconds from a change until it was used; None: not seen, as the end or the next change of the same file came
     first. ``client_s``: until a client sent the first request that observed it. ``at_s``: of the change, or of the
     mending of a broken file because of which the directory was refused.
@@ -88,7 +88,7 @@ class Adoption(msgspec.Struct):
     is_superseded: bool = False
 
 
-class Refusal(msgspec.Struct):
+class BrokenFileRefusal(msgspec.Struct):
     """A broken file: when each process refused it, and when both used the mended one; None: not within a minute. One
     that the end of the soak interrupted is not recorded.
     """
@@ -107,17 +107,17 @@ class SoakRecord(msgspec.Struct):
     seconds: float
     hostile: tuple[str, ...]
     samples: list[Sample] = []
-    losses: list[Loss] = []
+    losses: list[LostRequest] = []
     totals: dict[str, dict[str, int]] = {}
-    uptakes: list[Adoption] = []
-    refusals: list[Refusal] = []
+    uptakes: list[ConfigAdoption] = []
+    refusals: list[BrokenFileRefusal] = []
     log_lines: list[str] = []
     ended: list[str] = []
     trapped: int = 0
     stopped_by: str = ""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class SoakLimits(msgspec.Struct, frozen=True):
     """``uptake_s``: extproc waits 3 s before it uses a new ModelServer, and both are to have read 1,000 models; the
     slowest of all changes counts. ``probe_s``: the longest pause between two requests that look for a change.
     ``feed_s``: the longest that a feed may bring nothing. ``least_fitted_s``: samples must reach over so much; those of
@@ -133,7 +133,7 @@ class Limits(msgspec.Struct, frozen=True):
     feed_s: float = 60.0
 
 
-class Check(msgspec.Struct, frozen=True):
+class SoakCheck(msgspec.Struct, frozen=True):
     """One criterion. ``is_ok``: None where the soak was too short to decide."""
 
     name: str
@@ -141,7 +141,7 @@ class Check(msgspec.Struct, frozen=True):
     text: str
 
 
-def verdict(record: SoakRecord, bounds: Limits) -> list[Check]:
+def judge(record: SoakRecord, bounds: SoakLimits) -> list[SoakCheck]:
     """Everything that was to be well, and whether it was."""
     return [
         *_lost(record),
@@ -152,12 +152,12 @@ def verdict(record: SoakRecord, bounds: Limits) -> list[Check]:
         _adoptions(record, bounds),
         _refusals(record),
         _envoy(record),
-        Check("redirects", record.trapped == 0, f"{record.trapped} requests followed an engine's redirect"),
-        Check("end", not record.stopped_by, record.stopped_by or "the soak ran for its time"),
+        SoakCheck("redirects", record.trapped == 0, f"{record.trapped} requests followed an engine's redirect"),
+        SoakCheck("end", not record.stopped_by, record.stopped_by or "the soak ran for its time"),
     ]
 
 
-def is_well(checks: Sequence[Check]) -> bool:
+def passes(checks: Sequence[SoakCheck]) -> bool:
     """Nothing failed."""
     return all(one.is_ok is not False for one in checks)
 
@@ -168,7 +168,7 @@ def slope_mib_per_hour(points: Sequence[tuple[float, int]]) -> float:
     return found.slope * 3600 / MIB
 
 
-def _lost(record: SoakRecord) -> Iterator[Check]:
+def _lost(record: SoakRecord) -> Iterator[SoakCheck]:
     for audience in ("honest", "known"):
         lost = [one for one in record.losses if one.audience == audience]
         sent = sum(record.totals.get(audience, {}).values())
@@ -177,32 +177,32 @@ def _lost(record: SoakRecord) -> Iterator[Check]:
         shown += "".join(f"\n  {one.at_s:.1f} s {one.model} {one.api}: {one.error[:_KIND]}" for one in lost[:_SHOWN])
         count = record.totals.get(audience, {}).get("lost", 0)
         what = "requests to honest models" if audience == "honest" else "requests to models just added or deleted"
-        yield Check(f"{audience} requests", count == 0 and sent > 0, f"{count} of {sent} {what} lost{shown}")
+        yield SoakCheck(f"{audience} requests", count == 0 and sent > 0, f"{count} of {sent} {what} lost{shown}")
 
 
-def _memory(record: SoakRecord, bounds: Limits) -> Iterator[Check]:
+def _memory(record: SoakRecord, bounds: SoakLimits) -> Iterator[SoakCheck]:
     warm = [one for one in record.samples if one.at_s >= bounds.warm_up_s]
     names = sorted({name for one in record.samples for name in one.processes})
     for name in names:
         points = [(one.at_s, one.processes[name].rss_bytes) for one in warm if name in one.processes]
         fitted_s = points[-1][0] - points[0][0] if points else 0.0
         if len(points) < 2 or fitted_s < bounds.least_fitted_s:
-            yield Check(f"memory of {name}", None, "too short to tell")
+            yield SoakCheck(f"memory of {name}", None, "too short to tell")
             continue
         slope, last = slope_mib_per_hour(points), points[-1][1] / MIB
         most = max(bounds.growth_mib_per_hour, 1.5 * bounds.step_mib * 3600 / fitted_s)
         text = f"{slope:+.1f} MiB/h at {last:.0f} MiB; at most {most:+.1f}"
-        yield Check(f"memory of {name}", slope <= most, text)
+        yield SoakCheck(f"memory of {name}", slope <= most, text)
 
 
-def _feeds(record: SoakRecord, bounds: Limits) -> Iterator[Check]:
+def _feeds(record: SoakRecord, bounds: SoakLimits) -> Iterator[SoakCheck]:
     feeds = sorted({name for one in record.samples for name in one.counters if name.startswith("feed ")})
     for feed in feeds:
         # extproc's page may not have answered in time; others measure that
         known = [one for one in record.samples if feed in one.counters]
         longest = longest_stall_s([(one.at_s, one.counters[feed]) for one in known])
         text = f"never silent for more than {longest:.0f} s; at most {bounds.feed_s:g}"
-        yield Check(feed, longest <= bounds.feed_s, text)
+        yield SoakCheck(feed, longest <= bounds.feed_s, text)
 
 
 def longest_stall_s(points: Sequence[tuple[float, float]]) -> float:
@@ -215,7 +215,7 @@ def longest_stall_s(points: Sequence[tuple[float, float]]) -> float:
     return longest
 
 
-def _adoptions(record: SoakRecord, bounds: Limits) -> Check:
+def _adoptions(record: SoakRecord, bounds: SoakLimits) -> SoakCheck:
     texts, is_ok = [], True
     limits = {"extproc_s": bounds.uptake_s, "envoy_s": bounds.uptake_s, "client_s": bounds.uptake_s + bounds.probe_s}
     for side, most_s in limits.items():
@@ -228,10 +228,10 @@ def _adoptions(record: SoakRecord, bounds: Limits) -> Check:
     open_s = [record.seconds - one.at_s for one in record.uptakes if one.extproc_s is None and not one.is_superseded]
     late = sum(one > bounds.uptake_s for one in open_s)
     text = f"{', '.join(texts) or 'none seen'}; {late} of {len(record.uptakes)} not used within {bounds.uptake_s:g} s"
-    return Check("changes", is_ok and not late and bool(texts), text)
+    return SoakCheck("changes", is_ok and not late and bool(texts), text)
 
 
-def _refusals(record: SoakRecord) -> Check:
+def _refusals(record: SoakRecord) -> SoakCheck:
     missed = [
         f"{one.what} at {one.at_s:.0f} s"
         for one in record.refusals
@@ -239,13 +239,13 @@ def _refusals(record: SoakRecord) -> Check:
     ]
     count = len(record.refusals)
     text = f"{count - len(missed)} of {count} refused by both and mended"
-    return Check("broken files", not missed, f"{text}{': not ' if missed else ''}{', '.join(missed[:_SHOWN])}")
+    return SoakCheck("broken files", not missed, f"{text}{': not ' if missed else ''}{', '.join(missed[:_SHOWN])}")
 
 
-def _envoy(record: SoakRecord) -> Check:
+def _envoy(record: SoakRecord) -> SoakCheck:
     rejected = max((one.counters.get("envoy rejected", 0.0) for one in record.samples), default=0.0)
-    return Check("Envoy's updates", rejected == 0, f"{rejected:g} rejected")
+    return SoakCheck("Envoy's updates", rejected == 0, f"{rejected:g} rejected")
 
 
-def _list(name: str, found: Sequence[str], well: str) -> Check:
-    return Check(name, not found, "\n  ".join([f"{len(found)}:", *found[:_SHOWN]]) if found else well)
+def _list(name: str, found: Sequence[str], well: str) -> SoakCheck:
+    return SoakCheck(name, not found, "\n  ".join([f"{len(found)}:", *found[:_SHOWN]]) if found else well)

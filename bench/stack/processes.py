@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import msgspec
 
-from bench.stack.guard import Guard
+from bench.stack.process_guard import ProcessGuard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -190,7 +190,7 @@ class Processes:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        self._guard = Guard()
+        self._guard = ProcessGuard()
         return self
 
     async def __aexit__(

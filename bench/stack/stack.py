@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from bench.stack.processes import Processes, StartFailed, free_ports, ports_in_a_row
-from controller.bundle.sync import write_once
+from controller.bundle.sync import write_bundle_once
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 
@@ -161,7 +161,7 @@ def is_port_taken(error: StartFailed) -> bool:
     return "address already in use" in str(error).lower()
 
 
-def started_again_on_other_ports(
+def retry_on_other_ports(
     run: Callable[Concatenate[Path, _P], AbstractAsyncContextManager[Stack]],
 ) -> Callable[Concatenate[Path, _P], AbstractAsyncContextManager[Stack]]:
     """Run it anew, once, if another program took one of its ports between the check and its use."""
@@ -184,7 +184,7 @@ def started_again_on_other_ports(
     return running
 
 
-@started_again_on_other_ports
+@retry_on_other_ports
 @contextlib.asynccontextmanager
 async def running_stack(  # noqa: PLR0913 - the settings that tests vary
     directory: Path,
@@ -247,15 +247,15 @@ async def running_stack(  # noqa: PLR0913 - the settings that tests vary
         written = ["--config", str(config), "--out", str(bundle), "--watch"]
         commands["bundle"] = [*python, "controller", "bundle", *written]
     else:  # in this process: it need not outlive the writing
-        write_once(load_directory(config), bundle, str(bundle.resolve()), config)
+        write_bundle_once(load_directory(config), bundle, str(bundle.resolve()), config)
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
-        def answers(address: str, path: str) -> Answers:
-            return Answers(http, f"http://{address}{path}", headers)
+        def answers(address: str, path: str) -> HttpReady:
+            return HttpReady(http, f"http://{address}{path}", headers)
 
         pids = {name: await processes.start(name, command) for name, command in commands.items()}
         if watch:
-            await processes.wait_ready("bundle", IsThere(bundle / "bootstrap.json"))
+            await processes.wait_ready("bundle", FileReady(bundle / "bootstrap.json"))
         pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
         for number, address in enumerate(engines):
             name = f"engine-{number}" if flags.apart else "engines"
@@ -289,7 +289,7 @@ def _kv_events(engines: Sequence[EnginePorts]) -> dict[str, object]:
     return {"endpoints": endpoints, "kvEvents": {}}
 
 
-class Answers:
+class HttpReady:
     """Whether a page answers 200."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -306,7 +306,7 @@ class Answers:
             return False
 
 
-class IsThere:
+class FileReady:
     """Whether a file has been written."""
 
     def __init__(self, file: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from bench.engine.blocks import Journal
+from bench.engine.kv_cache import CacheJournal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
 from extproc.core.peers import EngineReported
@@ -16,8 +16,8 @@ from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bench.engine.blocks import CacheChange
     from bench.engine.hardware import Hardware
+    from bench.engine.kv_cache import CacheChange
     from bench.engine.request import EngineStep, Request, Token
     from bench.virtual.event_queue import EventQueue
 
@@ -75,7 +75,7 @@ class VirtualEngine:
         to and from other engines.
         """
         self.kind = kind
-        self._journal = Journal() if on_blocks is not None else None
+        self._journal = CacheJournal() if on_blocks is not None else None
         self._on_blocks = on_blocks
         self._transfers = transfers
         self.scheduler = Scheduler(kind.speed, kind.limits, self._journal)
@@ -100,7 +100,7 @@ class VirtualEngine:
         if self._step is None:
             self._begin(now)
         elif self._step.count > 1:
-            self._step.cut(now - self._began_at_s)
+            self._step.cut_short(now - self._began_at_s)
             self._plan_end()
 
     def _begin(self, now: float) -> None:
@@ -116,7 +116,7 @@ class VirtualEngine:
         assert self._step is not None
         self._plan += 1
         plan = self._plan
-        self._events.at(self._began_at_s + self._step.duration_s, lambda now: self._end(plan, now))
+        self._events.schedule_at(self._began_at_s + self._step.duration_s, lambda now: self._end(plan, now))
 
     def _end(self, plan: int, now: float) -> None:
         if plan != self._plan or self._step is None:
@@ -127,7 +127,7 @@ class VirtualEngine:
         if self._transfers is not None:
             self._transfers.on_step(self, now)
         if self._journal is not None and self._on_blocks is not None:
-            changes = self._journal.take()
+            changes = self._journal.pop_changes()
             if changes:
                 self._on_blocks(changes, now)
         self.served += sum(1 for token in tokens if token.is_last)

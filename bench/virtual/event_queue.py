@@ -21,7 +21,7 @@ class EventQueue:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def at(self, at_s: float, act: Callable[[float], None]) -> None:
+    def schedule_at(self, at_s: float, act: Callable[[float], None]) -> None:
         """Plan ``act`` for the instant ``at_s``; it is called with that instant."""
         heapq.heappush(self._heap, (at_s, next(self._order), act))
 

@@ -23,19 +23,19 @@ class TokenObserver(Protocol):
     All instants are seconds of virtual time.
     """
 
-    def held(self, label: str, ticket: str, now: float) -> None:
+    def on_held(self, label: str, ticket: str, now: float) -> None:
         """A request waits in the queue in front of the engines."""
         ...
 
-    def sent(self, label: str, decision: Decision, input_tokens: int, now: float) -> None:
+    def on_sent(self, label: str, decision: Decision, input_tokens: int, now: float) -> None:
         """A request goes to an engine."""
         ...
 
-    def token(self, label: str, now: float) -> None:
+    def on_token(self, label: str, now: float) -> None:
         """A request has a token of output."""
         ...
 
-    def ended(self, label: str, tokens: int, now: float) -> None:
+    def on_ended(self, label: str, tokens: int, now: float) -> None:
         """A request has its last token. ``tokens``: of its prompt and its answer."""
         ...
 
@@ -43,22 +43,22 @@ class TokenObserver(Protocol):
 class RequestObserver(Protocol):
     """Sees what a picker cannot: when first tokens come, and the engines themselves."""
 
-    def begins(self, engines: Mapping[str, Scheduler]) -> None:
+    def on_begin(self, engines: Mapping[str, Scheduler]) -> None:
         """Before the first request: the engines by address."""
         ...
 
-    def arrives(self, request: Request, position: tuple[int, int], now: float) -> None:
+    def on_arrival(self, request: Request, position: tuple[int, int], now: float) -> None:
         """Before the pick. ``position``: the number of its session in the workload, and of its turn in the session."""
         ...
 
-    def sent(self, request: Request, address: str, now: float) -> None:
+    def on_sent(self, request: Request, address: str, now: float) -> None:
         """After the pick of the engine at ``address``."""
         ...
 
-    def first_token(self, request: Request, now: float) -> None:
+    def on_first_token(self, request: Request, now: float) -> None:
         """The prefill is over."""
         ...
 
-    def ended(self, request: Request, now: float) -> None:
+    def on_ended(self, request: Request, now: float) -> None:
         """The last token has come."""
         ...

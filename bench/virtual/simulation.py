@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.engine.blocks import BlocksRemoved
+from bench.engine.fake_tokenizer import Message, answer_text, count_tokens, render_chat, tokens_of
 from bench.engine.hardware import API_S
+from bench.engine.kv_cache import BlocksRemoved
+from bench.engine.kv_transfer import NETWORKS, TransferNetwork
 from bench.engine.request import Request, Token
-from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
-from bench.engine.transfer import NETWORKS, Network
 from bench.reporting.results import RequestResult
 from bench.virtual.engines import VirtualEngine
 from bench.virtual.event_queue import EventQueue
+from bench.virtual.kv_transfers import KvTransfers
 from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
-from bench.virtual.transfers import Transfers
 from bench.workload.sessions import Session
 from extproc.admission.local_limits import LocalLimits
 from extproc.core.core import Core
@@ -55,7 +55,7 @@ from extproc.scheduling.pickers_for import without_files
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from bench.engine.blocks import CacheChange
+    from bench.engine.kv_cache import CacheChange
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
     from extproc.admission.limits import Grant
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 LEG_S: Final = 0.002
 
 
-class Delays(msgspec.Struct, frozen=True):
+class SimulatedDelays(msgspec.Struct, frozen=True):
     """``scrape_s``: between two readings of an engine's metrics. ``log_s``: from the end of a request to its access
     log entry.
 
@@ -83,13 +83,13 @@ class Delays(msgspec.Struct, frozen=True):
     load_s: float = 0.5
 
 
-class Pairing(msgspec.Struct, frozen=True):
+class DisaggregationSettings(msgspec.Struct, frozen=True):
     """``network``: between engines, over which KV caches are pulled, or pushed in pieces (``pushes``).
     ``on_transfer``: called with the addresses of a pair, the prompt's tokens that the decode engine lacked, and the
     seconds from the end of a prefill to the first token.
     """
 
-    network: Network = NETWORKS["nvlink"]
+    network: TransferNetwork = NETWORKS["nvlink"]
     pushes: bool = False
     on_transfer: Callable[[str, str, int, float], None] | None = None
 
@@ -104,7 +104,7 @@ class SimulatedRequest(msgspec.Struct):
     done: Callable[[float], None]
 
 
-class Flight(msgspec.Struct):
+class InFlightRequest(msgspec.Struct):
     """A request from its pick to its last token."""
 
     asked: SimulatedRequest
@@ -130,12 +130,12 @@ def is_refused(asked: SimulatedRequest, error: str) -> RequestResult:
     )
 
 
-def cached_tokens(flight: Flight, request: Request) -> int:
+def cached_tokens(flight: InFlightRequest, request: Request) -> int:
     """Of the prompt, at the engine that computed it: what a decode engine reports in its ``usage``."""
     return (request if flight.leg is None else flight.leg.request).cached_tokens or 0
 
 
-def is_served(flight: Flight, request: Request, now: float) -> RequestResult:
+def is_served(flight: InFlightRequest, request: Request, now: float) -> RequestResult:
     """It has its last token."""
     asked = flight.asked
     return RequestResult(
@@ -152,7 +152,7 @@ def is_served(flight: Flight, request: Request, now: float) -> RequestResult:
     )
 
 
-def outcome_of(flight: Flight, request: Request, now: float) -> Outcome:
+def outcome_of(flight: InFlightRequest, request: Request, now: float) -> Outcome:
     """The outcome in its access log entry."""
     asked = flight.asked
     return Outcome(
@@ -167,7 +167,7 @@ def outcome_of(flight: Flight, request: Request, now: float) -> Outcome:
     )
 
 
-class VirtualLoads:
+class VirtualAdapterLoads:
     """Performs LoadAdapter effects. ``loads``: counts by outcome; ``unloads``: their number."""
 
     def __init__(
@@ -198,7 +198,7 @@ class VirtualLoads:
             result = AdapterLoadResult(ask.server, ask.address, ask.adapter, unloaded=unloaded, duration_s=later - now)
             self._deliver(result, later)
 
-        self._events.at(now + self._load_s, ended)
+        self._events.schedule_at(now + self._load_s, ended)
 
 
 def kv_event_feed(
@@ -243,10 +243,10 @@ class Simulation:
         *,
         seed: int = 0,
         make_picker: MakePicker = without_files,
-        delays: Delays = Delays(),  # noqa: B008 - frozen
+        delays: SimulatedDelays = SimulatedDelays(),  # noqa: B008 - frozen
         token_observer: TokenObserver | None = None,
         request_observers: Sequence[RequestObserver] = (),
-        pairing: Pairing = Pairing(),  # noqa: B008 - frozen
+        pairing: DisaggregationSettings = DisaggregationSettings(),  # noqa: B008 - frozen
     ) -> None:
         self.core = Core(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
@@ -261,8 +261,8 @@ class Simulation:
         self._has_events = server.spec.kv_events is not None
         self._events = EventQueue()
         kv_bytes = next(iter(engines.values())).kv_bytes
-        self.transfers = Transfers(self._events, pairing.network, kv_bytes=kv_bytes, pushes=pairing.pushes)
-        self._legs: dict[int, Flight] = {}
+        self.transfers = KvTransfers(self._events, pairing.network, kv_bytes=kv_bytes, pushes=pairing.pushes)
+        self._legs: dict[int, InFlightRequest] = {}
         # of those that extproc has requested, the request to the prefill engine, by ticket and by key
         self._asked_legs: dict[str, PrefillLeg] = {}
         self._asked_tickets: dict[int, str] = {}
@@ -274,12 +274,12 @@ class Simulation:
         self._block_size = next(iter(engines.values())).limits.block_size
         self._delays, self._token_observer, self._request_observers = delays, token_observer, request_observers
         for observer in request_observers:
-            observer.begins({address: engine.scheduler for address, engine in self.engines.items()})
+            observer.on_begin({address: engine.scheduler for address, engine in self.engines.items()})
         # of limits that engines share
         self._store = LocalLimits()
         self._held: dict[str, SimulatedRequest] = {}
         self._next_tick_s = math.inf
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, InFlightRequest] = {}
         self._in_flight: Counter[str] = Counter()
         self._keys = itertools.count()
         self._results: list[RequestResult] = []
@@ -287,7 +287,7 @@ class Simulation:
         def taken(result: AdapterLoadResult, now: float) -> None:
             self._perform(self.core.on_result(result, now), now)
 
-        self.adapters = VirtualLoads(self.engines, self._events, delays.load_s, taken)
+        self.adapters = VirtualAdapterLoads(self.engines, self._events, delays.load_s, taken)
 
     def _engine(self, address: str, kind: EngineKind, token_observer: TokenObserver | None) -> VirtualEngine:
         on_blocks = None
@@ -305,19 +305,19 @@ class Simulation:
         )
 
     def _later(self, now: float, act: Callable[[float], None]) -> None:
-        self._events.at(now + self._delays.events_s, act)
+        self._events.schedule_at(now + self._delays.events_s, act)
 
     def run(self, workload: Workload) -> Sequence[RequestResult]:
         """Play ``workload`` to its end."""
         for number, session in enumerate(workload.sessions):
             self._begin(number, session)
-        self._events.at(0.0, self._scrape)
+        self._events.schedule_at(0.0, self._scrape)
         self._events.run()
         return self._results
 
-    def at(self, at_s: float, act: Callable[[float], None]) -> None:
+    def schedule_at(self, at_s: float, act: Callable[[float], None]) -> None:
         """Plan ``act`` for the instant ``at_s``. What plans itself again must end, or the run never does."""
-        self._events.at(at_s, act)
+        self._events.schedule_at(at_s, act)
 
     def add_engine(self, address: str, kind: EngineKind) -> None:
         """An engine is there from now on. It gets requests once a snapshot has it (``apply``)."""
@@ -343,7 +343,7 @@ class Simulation:
             effects = self.core.on_metrics(engine.engine_report(server, address), now)
         self._perform(effects, now)
         if self._events:  # nothing else to come: the end
-            self._events.at(now + self._delays.scrape_s, self._scrape)
+            self._events.schedule_at(now + self._delays.scrape_s, self._scrape)
 
     def _begin(self, number: int, session: Session) -> None:
         messages: list[dict[str, str]] = []
@@ -359,11 +359,11 @@ class Simulation:
                 if index + 1 < len(session.turns):
                     messages.append({"role": "assistant", "content": answer.decode()})
                     following = session.turns[index + 1]
-                    self._events.at(ended + following.think_s, lambda later: turn(index + 1, later))
+                    self._events.schedule_at(ended + following.think_s, lambda later: turn(index + 1, later))
 
             self._ask(session, (number, index), messages, answer, now, done)
 
-        self._events.at(session.begins_at_s, lambda now: turn(0, now))
+        self._events.schedule_at(session.begins_at_s, lambda now: turn(0, now))
 
     def _ask(
         self,
@@ -391,7 +391,7 @@ class Simulation:
         if self._request_observers:
             headers = {**headers, REQUEST_KEY: str(request.key)}
         for observer in self._request_observers:
-            observer.arrives(request, position, now)
+            observer.on_arrival(request, position, now)
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         try:
             arrival = self.core.builder.by_model(head, body)
@@ -411,7 +411,7 @@ class Simulation:
             case _ if isinstance(own, Held):
                 self._held[own.ticket] = asked
                 if self._token_observer is not None:
-                    self._token_observer.held(session.label, own.ticket, now)
+                    self._token_observer.on_held(session.label, own.ticket, now)
         self._perform(effects, now)
 
     def _answer_to(self, ask: AskLimits | AskGuard | AskTokens, prompt: bytes, now: float) -> Answer:
@@ -458,7 +458,7 @@ class Simulation:
             self._perform(self.core.tick(now), now)
         elif at_s < self._next_tick_s:
             self._next_tick_s = at_s
-            self._events.at(at_s, self._tick)
+            self._events.schedule_at(at_s, self._tick)
 
     def _tick(self, now: float) -> None:
         # an earlier tick may have taken the position of this one
@@ -472,12 +472,12 @@ class Simulation:
             self._refuse(asked, "the engine does not have the adapter")
             self._perform(self.core.on_stream_closed(decision.ticket, now), now)
             return
-        self._flights[request.key] = Flight(asked, decision.ticket, address)
+        self._flights[request.key] = InFlightRequest(asked, decision.ticket, address)
         self._in_flight[address] += 1
         if self._token_observer is not None:
-            self._token_observer.sent(asked.session.label, decision, request.prompt_tokens, now)
+            self._token_observer.on_sent(asked.session.label, decision, request.prompt_tokens, now)
         for observer in self._request_observers:
-            observer.sent(request, address, now)
+            observer.on_sent(request, address, now)
         prefill, flight = decision.assignment.prefill, self._flights[request.key]
         flight.leg = self._asked_legs.pop(decision.ticket, None)
         if flight.leg is not None:
@@ -492,13 +492,13 @@ class Simulation:
 
     def _add(self, address: str, request: Request, now: float) -> None:
         engine = self.engines[address]
-        self._events.at(now + API_S, lambda later: engine.add(request, later))
+        self._events.schedule_at(now + API_S, lambda later: engine.add(request, later))
 
-    def _begin_leg(self, flight: Flight, request: Request, address: str, now: float) -> None:
+    def _begin_leg(self, flight: InFlightRequest, request: Request, address: str, now: float) -> None:
         leg = request.prefill_leg(next(self._keys))
         flight.leg = PrefillLeg(address, leg)
         self._legs[leg.key] = flight
-        self.transfers.expect(leg, self.engines[address], request, self.engines[flight.address])
+        self.transfers.register(leg, self.engines[address], request, self.engines[flight.address])
         self._add(address, leg, now)
 
     def _ask_leg(self, ask: Prefill, now: float) -> None:
@@ -510,7 +510,7 @@ class Simulation:
         self._asked_legs[ask.ticket] = PrefillLeg(ask.address, leg)
         self._asked_tickets[leg.key] = ask.ticket
         target = self.engines[run.assignment.endpoint.address]
-        self.transfers.expect(leg, self.engines[ask.address], request, target)
+        self.transfers.register(leg, self.engines[ask.address], request, target)
         self._add(ask.address, leg, now)
 
     def _end_asked_leg(self, ticket: str, leg: PrefillLeg, now: float) -> None:
@@ -524,7 +524,7 @@ class Simulation:
         result = PrefillResult(ticket, status=200, body=msgspec.json.encode(answer), answered_at_s=now)
         self._perform(self.core.on_result(result, now), now)
 
-    def _end_leg(self, flight: Flight, now: float) -> None:
+    def _end_leg(self, flight: InFlightRequest, now: float) -> None:
         assert flight.leg is not None
         flight.leg.ended_at_s = now
         if flight.ticket in self._beside:
@@ -547,28 +547,28 @@ class Simulation:
                 flight.first_token_at_s = now
                 self._learn_transfer(flight, now)
                 for observer in self._request_observers:
-                    observer.first_token(token.request, now)
+                    observer.on_first_token(token.request, now)
             if self._token_observer is not None:
-                self._token_observer.token(flight.asked.session.label, now)
+                self._token_observer.on_token(flight.asked.session.label, now)
             if token.is_last:
                 self._finish(token.request, self._flights.pop(token.request.key), now)
 
-    def _learn_transfer(self, flight: Flight, now: float) -> None:
+    def _learn_transfer(self, flight: InFlightRequest, now: float) -> None:
         leg = flight.leg
         if leg is not None and self._on_transfer is not None:
             tokens = flight.asked.request.transferred
             self._on_transfer(leg.address, flight.address, tokens, now - leg.ended_at_s)
 
-    def _finish(self, request: Request, flight: Flight, now: float) -> None:
+    def _finish(self, request: Request, flight: InFlightRequest, now: float) -> None:
         asked = flight.asked
         self._in_flight[flight.address] -= 1
         if self._token_observer is not None:
-            self._token_observer.ended(asked.session.label, request.tokens, now)
+            self._token_observer.on_ended(asked.session.label, request.tokens, now)
         for observer in self._request_observers:
-            observer.ended(request, now)
+            observer.on_ended(request, now)
         effects = self.core.on_stream_closed(flight.ticket, now)
         outcome = outcome_of(flight, request, now)
-        self._events.at(
+        self._events.schedule_at(
             now + self._delays.log_s, lambda later: self._perform(self.core.on_outcome(outcome, later), later)
         )
         self._results.append(is_served(flight, request, now))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from bench.workload.sessions import Piece, Session, SessionTurn, Workload, one_piece
+from bench.workload.sessions import Session, SessionTurn, TextPiece, Workload, single_piece
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from extproc.protocol import TENANT
 
@@ -40,16 +40,16 @@ class Conversations(msgspec.Struct, frozen=True):
     output_tokens: int = 80
     think_s: float = 4.0
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """Each session draws its system prompt by chance."""
         rng = random.Random(seed)
-        systems = [one_piece(f"{seed}/system/{number}", self.system_tokens) for number in range(self.system_prompts)]
+        systems = [single_piece(f"{seed}/system/{number}", self.system_tokens) for number in range(self.system_prompts)]
         begins_at_s = 0.0
         for number in range(self.sessions):
             begins_at_s += rng.expovariate(self.sessions_per_s)
             turns = tuple(
                 SessionTurn(
-                    pieces=one_piece(f"{seed}/{number}/{turn}", jitter_length(rng, self.user_tokens)),
+                    pieces=single_piece(f"{seed}/{number}/{turn}", jitter_length(rng, self.user_tokens)),
                     output_tokens=jitter_length(rng, self.output_tokens),
                     think_s=rng.uniform(0.5, 1.5) * self.think_s if turn else 0.0,
                 )
@@ -72,7 +72,7 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     rate: float = 10.0
     concurrency: int = 0
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """The prompts of all groups in random order."""
         rng = random.Random(seed)
         order = [(group, number) for group in range(self.groups) for number in range(self.prompts)]
@@ -86,7 +86,7 @@ class SharedPrefix(msgspec.Struct, frozen=True):
             yield Session(begins_at_s, (turn,))
 
     def _turn(self, seed: int, group: int, number: int) -> SessionTurn:
-        pieces = (Piece(f"{seed}/group/{group}", self.prefix), Piece(f"{seed}/{group}/{number}", self.question))
+        pieces = (TextPiece(f"{seed}/group/{group}", self.prefix), TextPiece(f"{seed}/{group}/{number}", self.question))
         return SessionTurn(pieces, self.output, is_whole=True)
 
 
@@ -105,10 +105,10 @@ class Agents(msgspec.Struct, frozen=True):
     output: int = 150
     tool_s: float = 2.0
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """Numbers of steps vary by half, tool results by a lognormal distribution."""
         rng = random.Random(seed)
-        system = (Piece(f"{seed}/tools", self.instructions),)
+        system = (TextPiece(f"{seed}/tools", self.instructions),)
         for number, begins_at_s in zip(range(self.sessions), poisson_arrivals(rng, self.rate), strict=False):
             steps = jitter_length(rng, self.steps)
             yield Session(
@@ -117,10 +117,10 @@ class Agents(msgspec.Struct, frozen=True):
 
     def _turn(self, rng: random.Random, key: str, step: int) -> SessionTurn:
         if not step:
-            return SessionTurn((Piece(key, jitter_length(rng, self.task)),), jitter_length(rng, self.output))
+            return SessionTurn((TextPiece(key, jitter_length(rng, self.task)),), jitter_length(rng, self.output))
         tokens = max(1, round(self.result * rng.lognormvariate(-0.5, 1.0)))
         return SessionTurn(
-            (Piece(key, tokens),), jitter_length(rng, self.output), think_s=rng.expovariate(1 / self.tool_s)
+            (TextPiece(key, tokens),), jitter_length(rng, self.output), think_s=rng.expovariate(1 / self.tool_s)
         )
 
 
@@ -136,16 +136,16 @@ class Retrieval(msgspec.Struct, frozen=True):
     question: int = 60
     output: int = 250
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """The most popular document comes first, so that prompts with the same one share a prefix."""
         rng = random.Random(seed)
         weights = [1 / (place + 1) for place in range(self.documents)]
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             found = sorted(set(rng.choices(range(self.documents), weights, k=self.retrieved)))
             pieces = (
-                Piece(f"{seed}/instructions", self.instructions),
-                *(Piece(f"{seed}/document/{one}", self.document) for one in found),
-                Piece(f"{seed}/question/{number}", self.question),
+                TextPiece(f"{seed}/instructions", self.instructions),
+                *(TextPiece(f"{seed}/document/{one}", self.document) for one in found),
+                TextPiece(f"{seed}/question/{number}", self.question),
             )
             yield Session(begins_at_s, (SessionTurn(pieces, jitter_length(rng, self.output)),))
 
@@ -161,7 +161,7 @@ class Bursts(msgspec.Struct, frozen=True):
     prompt: int = 3000
     output: int = 200
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """A Poisson process with two rates, by thinning."""
         rng = random.Random(seed)
         fastest = max(self.rate, self.burst_rate)
@@ -174,7 +174,8 @@ class Bursts(msgspec.Struct, frozen=True):
                 begins_at_s,
                 (
                     SessionTurn(
-                        (Piece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
+                        (TextPiece(f"{seed}/{number}", jitter_length(rng, self.prompt)),),
+                        jitter_length(rng, self.output),
                     ),
                 ),
             )
@@ -193,13 +194,13 @@ class HeavyTail(msgspec.Struct, frozen=True):
     longest: int = 100_000
     output: int = 250
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """Answers vary by half."""
         rng = random.Random(seed)
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             tokens = min(self.longest, max(1, round(self.median * rng.lognormvariate(0.0, self.sigma))))
             yield Session(
-                begins_at_s, (SessionTurn((Piece(f"{seed}/{number}", tokens),), jitter_length(rng, self.output)),)
+                begins_at_s, (SessionTurn((TextPiece(f"{seed}/{number}", tokens),), jitter_length(rng, self.output)),)
             )
 
 
@@ -216,16 +217,16 @@ class Tenants(msgspec.Struct, frozen=True):
     prompt: int = 1000
     output: int = 200
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """The first tenant sends most."""
         rng = random.Random(seed)
         weights = [1 / (place + 1) for place in range(self.tenants)]
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             tenant = f"tenant-{rng.choices(range(self.tenants), weights)[0]}"
             turn = SessionTurn(
-                (Piece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
+                (TextPiece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
             )
-            system = (Piece(f"{seed}/{tenant}", self.system),)
+            system = (TextPiece(f"{seed}/{tenant}", self.system),)
             yield Session(begins_at_s, (turn,), system, headers={TENANT: tenant}, label=tenant)
 
 
@@ -239,16 +240,18 @@ class LoraMix(msgspec.Struct, frozen=True):
     prompt: int = 800
     output: int = 200
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """The label is the adapter."""
         rng = random.Random(seed)
         weights = [1 / (place + 1) for place in range(self.adapters)]
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             adapter = f"adapter-{rng.choices(range(self.adapters), weights)[0]}"
             turn = SessionTurn(
-                (Piece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
+                (TextPiece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
             )
-            yield Session(begins_at_s, (turn,), (Piece(f"{seed}/system", self.system),), label=adapter, adapter=adapter)
+            yield Session(
+                begins_at_s, (turn,), (TextPiece(f"{seed}/system", self.system),), label=adapter, adapter=adapter
+            )
 
 
 def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
@@ -265,15 +268,15 @@ def jitter_length(rng: random.Random, mean: int) -> int:
     return max(1, round(rng.uniform(0.5, 1.5) * mean))
 
 
-class Shape(Protocol):
+class WorkloadShape(Protocol):
     """A kind of traffic: a struct of parameters."""
 
-    def play(self, seed: int) -> Iterator[Session]:
+    def generate_sessions(self, seed: int) -> Iterator[Session]:
         """Sessions in the order of their beginning. Equal seeds give equal sessions."""
         ...
 
 
-GENERATORS: Final[Mapping[str, type[Shape]]] = MappingProxyType(
+GENERATORS: Final[Mapping[str, type[WorkloadShape]]] = MappingProxyType(
     {
         "chat": Conversations,
         "shared-prefix": SharedPrefix,
@@ -290,7 +293,7 @@ GENERATORS: Final[Mapping[str, type[Shape]]] = MappingProxyType(
 def conversations(shape: Conversations, seed: int = 0) -> Workload:
     """The workload of ``shape``, under a name with its parameters."""
     name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
-    return Workload(name, tuple(shape.play(seed)))
+    return Workload(name, tuple(shape.generate_sessions(seed)))
 
 
 def generate(described: str, seed: int, excerpt: Excerpt) -> Workload:
@@ -312,7 +315,7 @@ def generate(described: str, seed: int, excerpt: Excerpt) -> Workload:
         msg = f"{described}: {name} has no {', '.join(unknown)}; it takes {', '.join(_fields(name))}"
         raise TraceInvalid(msg)
     stop = excerpt.skip + excerpt.limit if excerpt.limit else None
-    sessions = tuple(islice(shape.play(seed), excerpt.skip, stop))
+    sessions = tuple(islice(shape.generate_sessions(seed), excerpt.skip, stop))
     if not sessions:
         msg = f"{described}: makes no sessions after the first {excerpt.skip}; skip fewer"
         raise TraceInvalid(msg)

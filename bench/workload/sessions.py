@@ -26,7 +26,7 @@ _GROUP_COUNTS: Final = 3
 _WORDS_A_COUNT: Final = 4
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """``tokens`` tokens of the text called ``key``, beginning with its token number ``first``."""
 
     key: str
@@ -43,7 +43,7 @@ def text_of(key: str, tokens: int, first: int = 0) -> str:
     return base64.b64encode(raw[3 * skipped : 3 * (skipped + tokens)]).decode()
 
 
-def join(pieces: Iterable[Piece]) -> str:
+def join_pieces(pieces: Iterable[TextPiece]) -> str:
     """The text of all pieces in a row."""
 
     return "".join([text_of(piece.key, piece.tokens, piece.first) for piece in pieces])
@@ -56,7 +56,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     not an addition to the conversation so far.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     output_tokens: int
     think_s: float = 0.0
     is_whole: bool = False
@@ -64,7 +64,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The user's message."""
-        return join(self.pieces)
+        return join_pieces(self.pieces)
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -76,14 +76,14 @@ class Session(msgspec.Struct, frozen=True):
 
     begins_at_s: float
     turns: tuple[SessionTurn, ...]
-    system: tuple[Piece, ...] = ()
+    system: tuple[TextPiece, ...] = ()
     headers: Mapping[str, str] = {}
     label: str = ""
     adapter: str = ""
 
     def opening(self) -> list[dict[str, str]]:
         """The messages with which the conversation begins: the system prompt, if there is one."""
-        return [{"role": "system", "content": join(self.system)}] if self.system else []
+        return [{"role": "system", "content": join_pieces(self.system)}] if self.system else []
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -103,9 +103,9 @@ class Workload(msgspec.Struct, frozen=True):
         return tuple(sorted({session.adapter for session in self.sessions if session.adapter}))
 
 
-def one_piece(key: str, tokens: int) -> tuple[Piece, ...]:
+def single_piece(key: str, tokens: int) -> tuple[TextPiece, ...]:
     """The beginning of the text called ``key``, as the only piece."""
-    return (Piece(key, tokens),)
+    return (TextPiece(key, tokens),)
 
 
 def with_rate_scale(workload: Workload, scale: float) -> Workload:

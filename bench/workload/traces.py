@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, TypeVar
 
 import msgspec
 
-from bench.workload.sessions import Piece, Session, SessionTurn, Workload, one_piece
+from bench.workload.sessions import Session, SessionTurn, TextPiece, Workload, single_piece
 from extproc.protocol import TENANT
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Excerpt(msgspec.Struct, frozen=True):
     limit: int = 400
 
 
-class Rows:
+class TraceRows:
     """An open trace, and the excerpt to read of it."""
 
     def __init__(self, path: Path, file: TextIO, excerpt: Excerpt) -> None:
@@ -170,12 +170,12 @@ def _check(hash_ids: list[int], tokens: int, block: int) -> None:
         raise ValueError(msg)
 
 
-def mooncake_sessions(rows: Rows) -> list[Session]:
+def mooncake_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request."""
     return _sessions(rows.decode_rows(MooncakeRow), "mooncake", block=_BLOCK, ticks_per_s=1000)
 
 
-def bailian_sessions(rows: Rows) -> list[Session]:
+def bailian_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request: it is played at its own time, also if it continues a chat."""
     return _sessions(rows.decode_rows(BailianRow), "bailian", block=_BAILIAN_BLOCK, ticks_per_s=1)
 
@@ -186,7 +186,8 @@ def _sessions(read: Sequence[MooncakeRow | BailianRow], key: str, *, block: int,
             (row.timestamp - read[0].timestamp) / ticks_per_s,
             (
                 SessionTurn(
-                    tuple(pieces_of(key, runs_of(row.hash_ids), block, row.input_length)), max(1, row.output_length)
+                    tuple(block_pieces(key, consecutive_runs(row.hash_ids), block, row.input_length)),
+                    max(1, row.output_length),
                 ),
             ),
         )
@@ -194,7 +195,7 @@ def _sessions(read: Sequence[MooncakeRow | BailianRow], key: str, *, block: int,
     ]
 
 
-def runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+def consecutive_runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Consecutive ids, as the first of them and their number."""
     first = count = 0
     for one in ids:
@@ -208,7 +209,7 @@ def runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
-def pieces_of(key: str, runs: Iterable[tuple[int, int]], block: int, tokens: int) -> Iterator[Piece]:
+def block_pieces(key: str, runs: Iterable[tuple[int, int]], block: int, tokens: int) -> Iterator[TextPiece]:
     """The text of runs of blocks, ``tokens`` in all: the last block may be partial.
 
     ``key``: the name of the text. ``runs``: first id and number of blocks. ``block``: tokens of a block.
@@ -217,7 +218,7 @@ def pieces_of(key: str, runs: Iterable[tuple[int, int]], block: int, tokens: int
     for first, count in runs:
         length = min(tokens, count * block)
         if length > 0:
-            yield Piece(key, length, first * block)
+            yield TextPiece(key, length, first * block)
         tokens -= length
 
 
@@ -256,7 +257,7 @@ class AgentSession(msgspec.Struct, frozen=True):
     requests: list[AgentRequest | PlainRequest | SubAgent]
 
 
-def agentic_sessions(rows: Rows) -> list[Session]:
+def agentic_sessions(rows: TraceRows) -> list[Session]:
     """Each line is a session, and each of its requests a turn."""
 
     rng = random.Random(0)
@@ -273,7 +274,7 @@ def agentic_sessions(rows: Rows) -> list[Session]:
 def _turns(session: AgentSession) -> Iterator[SessionTurn]:
     key = f"agent/{session.id}" if session.hash_id_scope == "local" else "agent"
     for request in _flat(session.requests):
-        pieces = tuple(pieces_of(key, request.hash_runs, session.block_size, request.tokens))
+        pieces = tuple(block_pieces(key, request.hash_runs, session.block_size, request.tokens))
         yield SessionTurn(pieces, max(1, request.output_tokens), max(0.0, request.think_time), is_whole=True)
 
 
@@ -296,19 +297,19 @@ class ArenaRow(msgspec.Struct, frozen=True):
     vtc_ttft_s: float
 
 
-def read(rows: Rows) -> list[ArenaRow]:
+def read_arena_rows(rows: TraceRows) -> list[ArenaRow]:
     """The rows with their measurements."""
     return rows.table(ArenaRow, ARENA_COLUMNS)
 
 
-def arena_sessions(rows: Rows) -> list[Session]:
+def arena_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request; the client is the tenant."""
 
-    found = read(rows)
+    found = read_arena_rows(rows)
     return [
         Session(
             row.at_s - found[0].at_s,
-            (SessionTurn(one_piece(f"arena/{number}", row.input_tokens), max(1, row.output_tokens)),),
+            (SessionTurn(single_piece(f"arena/{number}", row.input_tokens), max(1, row.output_tokens)),),
             headers={TENANT: row.client},
             label=row.client,
         )
@@ -331,14 +332,14 @@ class AzureRow(msgspec.Struct, frozen=True):
         self.at_s()  # raises ValueError here, where the line number is known
 
 
-def azure_sessions(rows: Rows) -> list[Session]:
+def azure_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request."""
 
     read = rows.table(AzureRow, AZURE_COLUMNS)
     return [
         Session(
             row.at_s() - read[0].at_s(),
-            (SessionTurn(one_piece(f"azure/{number}", row.input_tokens), max(1, row.output_tokens)),),
+            (SessionTurn(single_piece(f"azure/{number}", row.input_tokens), max(1, row.output_tokens)),),
         )
         for number, row in enumerate(read, rows.excerpt.skip)
     ]
@@ -353,14 +354,14 @@ class BurstRow(msgspec.Struct, frozen=True):
     output_tokens: Count
 
 
-def burstgpt_sessions(rows: Rows) -> list[Session]:
+def burstgpt_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request, labelled with its model."""
 
     read = rows.table(BurstRow, BURSTGPT_COLUMNS)
     return [
         Session(
             row.at_s - read[0].at_s,
-            (SessionTurn(one_piece(f"burstgpt/{number}", row.input_tokens), row.output_tokens),),
+            (SessionTurn(single_piece(f"burstgpt/{number}", row.input_tokens), row.output_tokens),),
             label=row.model,
         )
         for number, row in enumerate(read, rows.excerpt.skip)
@@ -368,7 +369,7 @@ def burstgpt_sessions(rows: Rows) -> list[Session]:
     ]
 
 
-FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType(
+FORMATS: Final[Mapping[str, Callable[[TraceRows], list[Session]]]] = MappingProxyType(
     {
         "mooncake": mooncake_sessions,
         "bailian": bailian_sessions,
@@ -395,7 +396,7 @@ def read_trace(path: Path, excerpt: Excerpt, format_name: str | None = None) -> 
         raise TraceInvalid(msg)
     try:
         with open_trace(path) as file:
-            sessions = FORMATS[name](Rows(path, file, excerpt))
+            sessions = FORMATS[name](TraceRows(path, file, excerpt))
     except (OSError, UnicodeDecodeError, EOFError) as error:
         msg = f"{path}: cannot be read: {error}"
         raise TraceInvalid(msg) from None

@@ -31,7 +31,7 @@ class CertificateUnusable(ValueError):
     """What is wrong with a file, and what to write instead."""
 
 
-def check_pair(chain: bytes, key: bytes) -> datetime:
+def check_key_pair(chain: bytes, key: bytes) -> datetime:
     """When the first of the certificates ends; raises Unusable if ``key`` is not its private key."""
     leaf = _certificates(chain)[0]
     try:
@@ -79,7 +79,7 @@ def _plain(key: PublicKeyTypes) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
-def aws_profile(content: bytes) -> str:
+def default_aws_profile(content: bytes) -> str:
     """The profile ``default`` of a credentials file, with the fields that Envoy reads. Raises Unusable."""
     found: dict[str, str] = {}
     is_default = False

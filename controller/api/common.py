@@ -50,7 +50,7 @@ class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_
 Conditions = Annotated[tuple[Condition, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("type"))]
 
 
-class Layered(Spec, frozen=True):
+class LayeredSpec(Spec, frozen=True):
     """Written in layers. The API server fills in no defaults: what one layer leaves out may stand in the one below."""
 
 
@@ -86,7 +86,7 @@ class EnvVar(Spec, frozen=True):
     value_from: dict[str, Any] | None = None
 
 
-def is_of_kind(name: str, kind: str) -> bool:
+def matches_accelerator(name: str, kind: str) -> bool:
     """Whether ``name`` contains all words of ``kind``: NVIDIA-H100-80GB-HBM3 is of the kinds H100, nvidia-h100 and
     h100-80gb.
 

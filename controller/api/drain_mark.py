@@ -18,7 +18,7 @@ DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 HEARD_S: Final = 3.0
 
 
-def drained_or_when(
+def drain_recheck_at(
     marked_s: Sequence[float | None], *, is_idle: bool, now_s: float, drain_s: float, each_s: float
 ) -> float | None:
     """When to look again at pods that go together; None: they may go now.

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from controller.api.common import Layered, Positive, Replicas, ShortName
+from controller.api.common import LayeredSpec, Positive, Replicas, ShortName
 from controller.api.model_infer import RolloutStrategy
 from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
-from controller.api.steps import Step, Transformer
+from controller.api.transformer_explainer import Step, Transformer
 from extproc.api.model_server import NO_ENCODE_STAGE, ServingProtocol
 from extproc.api.quantities import ByteSize, Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
@@ -24,7 +24,7 @@ _AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f]*$", max_len
 _ROLLOUT = RolloutStrategy(max_unavailable="25%", max_surge="25%")
 
 
-class ModelFormat(Layered, frozen=True):
+class ModelFormat(LayeredSpec, frozen=True):
     """``name``: of the weights' format, as runtimes have it: ``huggingface``, ``gguf``, ``onnx``, ``sklearn``.
     ``version``: of the format, if runtimes differ in it.
     """
@@ -33,7 +33,7 @@ class ModelFormat(Layered, frozen=True):
     version: NonEmpty | None = None
 
 
-class StageRatio(Layered, frozen=True):
+class StageRatio(LayeredSpec, frozen=True):
     """Prefill engines for each decode engine. ``min`` and ``max``: their bounds."""
 
     CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
@@ -42,7 +42,7 @@ class StageRatio(Layered, frozen=True):
     max: Positive
 
 
-class Disaggregation(Layered, frozen=True):
+class Disaggregation(LayeredSpec, frozen=True):
     """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``max_prefill``
     and ``max_decode``: upper bounds of autoscaling, which scales the two apart, in one group; ``prefill`` and
     ``decode`` are then the lower bounds. A stage without upper bound keeps its engines. ``ratio``: of the engines of
@@ -81,7 +81,7 @@ class Disaggregation(Layered, frozen=True):
         return self.max_prefill is not None or self.max_decode is not None
 
     @property
-    def may_be_at_zero(self) -> bool:
+    def can_scale_to_zero(self) -> bool:
         """Whether the bounds of stages that are scaled apart keep one engine of each, and no more."""
         return (self.prefill, self.decode) == (1, 1)
 
@@ -96,7 +96,7 @@ class Disaggregation(Layered, frozen=True):
         return self.decode, self.decode if self.max_decode is None else self.max_decode
 
 
-class Backend(Layered, frozen=True):
+class Backend(LayeredSpec, frozen=True):
     """One way to run the model: a kind of GPU, or spot machines.
 
     ``name``: part of the names of objects. ``engine``: its family; by default any runtime of the model's format is
@@ -154,7 +154,7 @@ class Backend(Layered, frozen=True):
         return () if self.max_replicas is None else (self.name,)
 
 
-class LoraAdapter(Layered, frozen=True):
+class LoraAdapter(LayeredSpec, frozen=True):
     """``name``: the model name in requests. ``uri``: its weights. ``pinned``: kept loaded on every engine; others are
     loaded when a request names them.
     """
@@ -164,7 +164,7 @@ class LoraAdapter(Layered, frozen=True):
     pinned: bool = False
 
 
-class HostedModel(Layered, frozen=True):
+class HostedModel(LayeredSpec, frozen=True):
     """One of many models on each server. ``name``: the model name in requests. ``uri``: its weights. ``format``: of the
     weights, if not the Model's. ``memory``: what it takes on a server, of ``config.models.memory``. ``pinned``: kept
     loaded on every server; others are loaded when a request names them.
@@ -177,7 +177,7 @@ class HostedModel(Layered, frozen=True):
     pinned: bool = False
 
 
-class ModelAutoscaling(Layered, frozen=True):
+class ModelAutoscaling(LayeredSpec, frozen=True):
     """``policy_ref``: an AutoscalingPolicy; by default the default policy. Its ``scaleToZero`` applies to all backends
     without ``minReplicas``, and its ``holdTimeout`` to requests that wait. ``scale_to_zero``: time without requests
     before the last replica is removed.
@@ -194,7 +194,7 @@ class ModelAutoscaling(Layered, frozen=True):
     scale_to_zero: Duration | None = None
 
 
-class Batching(Layered, frozen=True):
+class Batching(LayeredSpec, frozen=True):
     """Requests that come at once are joined into one call of the engine. ``max_size``: of a call, as instances, or rows
     of tensors. ``max_delay``: how long a request waits for others, while the engine computes.
     """
@@ -203,7 +203,7 @@ class Batching(Layered, frozen=True):
     max_delay: Duration = Duration("5ms")
 
 
-class WeightsCache(Layered, frozen=True):
+class WeightsCache(LayeredSpec, frozen=True):
     """Where downloaded weights are kept. ``claim``: a PersistentVolumeClaim that all pods mount. ``host_path``: a
     directory of each node, in which each namespace has its own. Without either, each pod has its own copy.
     """
@@ -214,7 +214,7 @@ class WeightsCache(Layered, frozen=True):
     host_path: _AbsolutePath | None = None
 
 
-class ModelFields(Layered, frozen=True):
+class ModelFields(LayeredSpec, frozen=True):
     """What a Model and a ModelTemplate have in common."""
 
     # The model name in requests; by default the object's name.
@@ -254,7 +254,7 @@ class ModelFields(Layered, frozen=True):
     explainer: Step | None = None
 
     @property
-    def declared(self) -> tuple[LoraAdapter | HostedModel, ...]:
+    def declared_adapters_and_models(self) -> tuple[LoraAdapter | HostedModel, ...]:
         """What agents load into running engines."""
         return (*self.adapters, *self.models)
 

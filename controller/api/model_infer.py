@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 
 from controller.api.common import IntOrPercent, PodTemplate, Replicas, ShortName
-from controller.api.pod_shapes import wrong_shapes
+from controller.api.pod_spec_checks import pod_spec_type_errors
 from controller.api.statuses import ModelInferRoleStatus, ModelInferStatus
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
@@ -167,7 +167,7 @@ class ModelInferRole(msgspec.Struct, frozen=True, kw_only=True):
     status: ModelInferRoleStatus = ModelInferRoleStatus()
 
 
-def mistakes(found: ModelInfer) -> Iterator[str]:
+def validation_errors(found: ModelInfer) -> Iterator[str]:
     """Validation errors, each with the remedy. Admission denies such an object; an existing one is not reconciled."""
     yield from pod_limit_errors(found.spec, {one.name: one.replicas for one in found.spec.template.roles})
     yield from _names(found)
@@ -178,7 +178,7 @@ def mistakes(found: ModelInfer) -> Iterator[str]:
                 continue
             if not template.spec.get("containers"):
                 yield f"{field} of role {role.name} has no containers"
-            yield from wrong_shapes(template.spec, f"{field} of role {role.name}")
+            yield from pod_spec_type_errors(template.spec, f"{field} of role {role.name}")
 
 
 def pod_limit_errors(spec: ModelInferSpec, replicas: Mapping[str, int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from controller.api.common import EnvVar, Layered, ObjectMetadata, Words
+from controller.api.common import EnvVar, LayeredSpec, ObjectMetadata, Words
 from controller.api.statuses import Status
 from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
@@ -36,7 +36,7 @@ Connector = Literal["NIXL", "LMCache", "Mooncake"]
 _Degree = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
-class Parallelism(Layered, frozen=True):
+class Parallelism(LayeredSpec, frozen=True):
     """How an engine is spread over GPUs. ``tensor``, ``pipeline`` and ``data``: degrees. ``expert``: experts are
     distributed over GPUs instead of replicated.
     """
@@ -47,7 +47,7 @@ class Parallelism(Layered, frozen=True):
     expert: bool = False
 
 
-class LoraLimits(Layered, frozen=True):
+class LoraLimits(LayeredSpec, frozen=True):
     """``max_loaded``: adapters in one batch. ``max_cached``: adapters in the host's memory. ``max_rank``: the highest
     rank. What is left out is the engine's default.
     """
@@ -57,7 +57,7 @@ class LoraLimits(Layered, frozen=True):
     max_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
 
 
-class ModelLimits(Layered, frozen=True):
+class ModelLimits(LayeredSpec, frozen=True):
     """Of the many models on each server. ``memory``: what those that are loaded may take together; without it, all are
     loaded on every server. ``idle_unload``: one that is not pinned is unloaded when it was not used for so long; 0s:
     never.
@@ -67,7 +67,7 @@ class ModelLimits(Layered, frozen=True):
     idle_unload: Duration = Duration("2h")
 
 
-class EngineConfig(Layered, frozen=True):
+class EngineConfig(LayeredSpec, frozen=True):
     """How an engine is started; fields left out have the runtime's or the engine's default.
 
     ``image``: of the engine. ``command``: instead of the image's entry point. ``parallelism``: over GPUs. ``nodes``:

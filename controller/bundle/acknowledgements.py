@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from controller.bundle.admin import EnvoyState
+    from controller.bundle.envoy_admin import EnvoyState
     from extproc.api.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class _Versioned(msgspec.Struct):
 _version: Final = msgspec.json.Decoder(_Versioned)
 
 
-def version_of(text: str | bytes) -> str:
+def file_version(text: str | bytes) -> str:
     """The version of a file of the bundle."""
     return _version.decode(text).version_info
 
 
-def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
+def bundle_versions(out: Path, snapshot: Snapshot) -> dict[str, str]:
     """The version of each file of the bundle in ``out``."""
     names = [
         CLUSTERS_FILE,
@@ -65,10 +65,10 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
         *routes_files(snapshot),
         LISTENERS_FILE,
     ]
-    return {name: version_of((out / name).read_bytes()) for name in names}
+    return {name: file_version((out / name).read_bytes()) for name in names}
 
 
-def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
+def subscription_names(snapshot: Snapshot) -> dict[str, str]:
     """By file, the names of its subscriptions in Envoy's statistics."""
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
@@ -95,7 +95,7 @@ class ExpectedVersions(msgspec.Struct, frozen=True):
         return state.refused.get(subscription, 0) not in {0, self.refusals.get(subscription, 0)}
 
 
-def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address: str) -> BundleVerdict:
+def bundle_verdict(state: EnvoyState | None, expected: ExpectedVersions, *, address: str) -> BundleVerdict:
     """``address``: Envoy's admin address."""
     if state is None:
         return BundleVerdict(
@@ -107,13 +107,13 @@ def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address:
     behind = [name for name, version in expected.versions.items() if used.get(expected.subscriptions[name]) != version]
     refused = tuple(name for name in behind if expected.is_refused(name, state))
     if refused:
-        kept = "serves nothing" if state.has_nothing else "keeps what it had"
+        kept = "serves nothing" if state.serves_nothing else "keeps what it had"
         return BundleVerdict(
             "Refused",
-            f"Envoy refused {', '.join(refused)} and {kept}: {state.why}. Please report this unless it is an"
+            f"Envoy refused {', '.join(refused)} and {kept}: {state.refusal_reason}. Please report this unless it is an"
             " address in use: what `attache check` accepts, Envoy should take",
             refused,
-            state.has_nothing,
+            state.serves_nothing,
         )
     # a path may be written in several ways, so a different path alone is no error
     if {CLUSTERS_FILE, LISTENERS_FILE} <= set(behind) and state.bootstrap != expected.bootstrap:
@@ -124,11 +124,11 @@ def verdict_of(state: EnvoyState | None, expected: ExpectedVersions, *, address:
         )
     if behind:
         text = f"Envoy does not use the newest {', '.join(behind)} yet; its log may say why"
-        return BundleVerdict("Behind", text, tuple(behind), state.has_nothing)
+        return BundleVerdict("Behind", text, tuple(behind), state.serves_nothing)
     return BundleVerdict("Taken")
 
 
-def report_of(verdict: BundleVerdict, expected: ExpectedVersions, before: ConfigReport) -> ConfigReport:
+def config_report(verdict: BundleVerdict, expected: ExpectedVersions, before: ConfigReport) -> ConfigReport:
     """The report on the directory's files. Endpoints that are on their way make no file a new one."""
     lacks_endpoints_alone = verdict.status == "Behind" and all(one.startswith(_ENDPOINTS) for one in verdict.files)
     if verdict.status == "Taken" or lacks_endpoints_alone:
@@ -174,7 +174,7 @@ class Acknowledgements:
         """Where Envoy's admin interface may be; empty until a bundle is written."""
         return self._addresses
 
-    def begin_write(self) -> None:
+    def on_write_started(self) -> None:
         """Files are about to be written: what Envoy refuses from now on is one of them."""
         with self._lock:
             addresses = self._addresses if self._has_acknowledged else ()
@@ -186,7 +186,7 @@ class Acknowledgements:
     def expect(self, snapshot: Snapshot, out: Path, now: float) -> None:
         """From now on, poll for the bundle of ``snapshot``, which has been written to ``out``."""
         address = self._given or snapshot.gateway.admin
-        versions, subscriptions = versions_of(out, snapshot), subscriptions_of(snapshot)
+        versions, subscriptions = bundle_versions(out, snapshot), subscription_names(snapshot)
         with self._lock:
             self._is_writing = False
             self._addresses = (address, *(one for one in self._addresses[:1] if one != address))
@@ -213,7 +213,7 @@ class Acknowledgements:
         state = self._state(addresses)
         if state is None:
             return None
-        subscriptions = subscriptions_of(snapshot)
+        subscriptions = subscription_names(snapshot)
         wanted = {subscriptions[name]: version for name, version in versions.items() if name in subscriptions}
         is_refused = any(state.refused.get(name, 0) > self._refusals.get(name, 0) for name in wanted)
         # subscriptions that Envoy lacks, because their listener is missing, are not waited for
@@ -230,8 +230,8 @@ class Acknowledgements:
         with self._lock:
             if expected is not self._expected:
                 return self.verdict
-            self.verdict = verdict_of(state, expected, address=addresses[0])
-            self.report = report_of(self.verdict, expected, self.report)
+            self.verdict = bundle_verdict(state, expected, address=addresses[0])
+            self.report = config_report(self.verdict, expected, self.report)
             if state is not None and not self._is_writing:
                 self._refusals = state.refused
             is_final = self._is_final(now)

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from controller.bundle.acknowledgements import Status
-from controller.bundle.admin import why_not_ready
+from controller.bundle.envoy_admin import why_not_ready
 from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import REPORT_PATH
 from extproc.browsers import protect
@@ -33,7 +33,7 @@ READY_PATH: Final = "/readyz"
 
 def serve_metrics(sync: BundleSync, address: tuple[str, int], registry: CollectorRegistry) -> None:
     """Serve /metrics, /config and /readyz from a thread, until the process ends; raises ListenFailed."""
-    registry.register(BundleSeries(sync))
+    registry.register(BundleMetrics(sync))
 
     async def show_metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -69,7 +69,7 @@ def _why_not_ready(sync: BundleSync) -> str:
     return "" if "" in whys else next(iter(whys), "no bundle is written yet")
 
 
-class BundleSeries(Collector):
+class BundleMetrics(Collector):
     """Series of a ``BundleSync``, read at each scrape."""
 
     def __init__(self, sync: BundleSync) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.certificates import CertificateUnusable, aws_profile, check_authorities, check_pair
+from controller.api.certificates import CertificateUnusable, check_authorities, check_key_pair, default_aws_profile
 from controller.bundle.envoy.authentication import SIGNS_NOTHING
 from controller.bundle.envoy.secrets import (
     Authorities,
@@ -181,7 +181,7 @@ def _checked(source: SecretSource, content: _Content) -> _Secret:
     match source:
         case Certificate():
             key = content[1] or b""
-            ends_at = check_pair(first, key)
+            ends_at = check_key_pair(first, key)
             fields = {"certificate_chain": first, "private_key": key}
         case Authorities():
             ends_at = check_authorities(first, content[1])
@@ -191,7 +191,7 @@ def _checked(source: SecretSource, content: _Content) -> _Secret:
             check_authorities(first, None)
             fields = {"trusted_ca": first}
         case AwsCredentials():
-            return _Secret(aws_profile(first), None)
+            return _Secret(default_aws_profile(first), None)
         case _:
             fields = {"secret": b"Bearer " + _key_in(first)}
     return _Secret(secret_file(source, fields), ends_at)
@@ -243,17 +243,17 @@ class KeyFiles:
         # the last configuration, as it was given and filled
         self._filled: tuple[GatewayConfigSpec, GatewayConfigSpec] | None = None
 
-    def fill(self, snapshot: Snapshot, now: datetime) -> Snapshot:
+    def fill_keys(self, snapshot: Snapshot, now: datetime) -> Snapshot:
         """``snapshot`` with its API keys as digests and the content of its key sets, without keys that have expired.
 
         Raises ConfigInvalid for a key that cannot be had and never could.
         """
-        filled, mistakes = self.fill_available(snapshot, now)
+        filled, mistakes = self.fill_available_keys(snapshot, now)
         if mistakes:
             raise ConfigInvalid(mistakes)
         return filled
 
-    def fill_available(self, snapshot: Snapshot, now: datetime) -> tuple[Snapshot, list[Mistake]]:
+    def fill_available_keys(self, snapshot: Snapshot, now: datetime) -> tuple[Snapshot, list[Mistake]]:
         """The configuration with its usable keys, and what is wrong with the rest.
 
         A missing key is left out, and an issuer without keys gets one that signs nothing. Their callers are refused, as
@@ -368,7 +368,7 @@ _ADVICE: Final[Mapping[Callable[[bytes], str], str]] = {
 }
 
 
-def without_unusable(snapshot: Snapshot, unusable: Mapping[SecretSource, Mistake]) -> Snapshot:
+def drop_unusable_secrets(snapshot: Snapshot, unusable: Mapping[SecretSource, Mistake]) -> Snapshot:
     """``snapshot`` without the listeners that lack one of the secrets ``unusable``, and without the endpoints of
     servers that do: requests to those are answered 503, as nothing may be sent to their engines in another way.
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.audit import caused_by
-from controller.bundle.acknowledgements import subscriptions_of, version_of
-from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, unused_files
+from controller.bundle.acknowledgements import file_version, subscription_names
+from controller.bundle.atomic_files import FileChanged, ignore_change, remove_file, replace_file
+from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, unused_authentication_files
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions, with_clusters_of
+from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions, keep_old_clusters
 from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
 from controller.bundle.envoy.secrets import SECRETS_FOLDER, secret_sources
-from controller.bundle.files import FileChanged, remove_file, replace_file, unrecorded
-from controller.bundle.secret_files import KeyFiles, SecretFiles, without_unusable
+from controller.bundle.secret_files import KeyFiles, SecretFiles, drop_unusable_secrets
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
 from extproc.api.make_before_break import DrainingServers
@@ -58,7 +58,7 @@ _LINGER_S: Final = 30.0
 GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
-def return_large_texts() -> None:
+def release_freed_memory() -> None:
     """Have the C library return the memory of large texts to the system as soon as they are freed.
 
     The files of a bundle may have 15 MB. After the first is freed, glibc takes such blocks from heaps of its own, one
@@ -78,7 +78,7 @@ class PublishStep(msgspec.Struct, frozen=True):
     gone: tuple[str, ...] = ()
 
 
-def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[PublishStep]:
+def publish_steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[PublishStep]:
     """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS requires.
 
     Source: Envoy's xDS protocol, "Eventual consistency considerations": clusters and endpoints come before the routes
@@ -87,11 +87,13 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     final = writer.build(after)
     if before is None:
         return [PublishStep(0.0, final)]
-    both = writer.build(with_clusters_of(after, before))
+    both = writer.build(keep_old_clusters(after, before))
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [PublishStep(0.0, clusters), PublishStep(_TAKEN_UP_S, others)]
-    unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
+    unused = unused_authentication_files(after.gateway.authentication) - unused_authentication_files(
+        before.gateway.authentication
+    )
     routes = routes_files(before).keys() - final.keys()
     # a server with another connection has its endpoints in another file; or, with many servers, in none
     moved = endpoint_subscriptions(before).keys() - both.keys() - final.keys()
@@ -107,7 +109,7 @@ def _comes_first(name: str) -> bool:
     return name == CLUSTERS_FILE or name.startswith(ENDPOINTS_FOLDER + "/")
 
 
-def write_step(out: Path, step: PublishStep, changed: FileChanged = unrecorded) -> None:
+def write_step(out: Path, step: PublishStep, changed: FileChanged = ignore_change) -> None:
     """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
     for name, text in step.files.items():
         replace_file(out / name, text.encode(), 0o600 if name in _SECRET_FILES else 0o644, changed)
@@ -115,7 +117,7 @@ def write_step(out: Path, step: PublishStep, changed: FileChanged = unrecorded) 
         remove_file(out / name, changed)
 
 
-def write_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = unrecorded) -> None:
+def write_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = ignore_change) -> None:
     """Write certificates and keys, each to a file readable by the owner alone, who also runs Envoy. Unchanged files are
     not written.
     """
@@ -123,7 +125,7 @@ def write_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = 
         replace_file(out / name, text.encode(), 0o600, changed)
 
 
-def remove_unused_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = unrecorded) -> None:
+def remove_unused_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = ignore_change) -> None:
     """Files of secrets that nothing names any more."""
     known = {out / name for name in secrets}
     for file in (out / SECRETS_FOLDER).glob("[!.]*"):
@@ -131,9 +133,9 @@ def remove_unused_secrets(out: Path, secrets: Mapping[str, str], changed: FileCh
             remove_file(file, changed)
 
 
-def remove_orphans(out: Path, snapshot: Snapshot, changed: FileChanged = unrecorded) -> None:
+def remove_orphans(out: Path, snapshot: Snapshot, changed: FileChanged = ignore_change) -> None:
     """Files of servers, listeners and keys that are no more, left behind by an earlier writer."""
-    for name in unused_files(snapshot.gateway.authentication):
+    for name in unused_authentication_files(snapshot.gateway.authentication):
         remove_file(out / name, changed)
     kept = [
         *endpoint_subscriptions(snapshot),
@@ -146,15 +148,15 @@ def remove_orphans(out: Path, snapshot: Snapshot, changed: FileChanged = unrecor
                 remove_file(file, changed)
 
 
-def write_once(
-    snapshot: Snapshot, out: Path, path: str, folder: Path = Path(), changed: FileChanged = unrecorded
+def write_bundle_once(
+    snapshot: Snapshot, out: Path, path: str, folder: Path = Path(), changed: FileChanged = ignore_change
 ) -> None:
     """Write the bundle of ``snapshot``, which was read from ``folder``, into ``out``; raises ConfigInvalid.
 
     ``path``: where Envoy will find it.
     """
     now = datetime.now(UTC)
-    filled = KeyFiles(os.environ, folder).fill(snapshot, now)
+    filled = KeyFiles(os.environ, folder).fill_keys(snapshot, now)
     secrets = SecretFiles(os.environ, folder).read(secret_sources(filled), now)
     with caused_by(reason=f"configuration {snapshot.version}"):
         _write_first(filled, secrets, out, BundleWriter(path), changed)
@@ -176,7 +178,7 @@ class BundleSync:
         out: Path,
         path: str,
         acknowledgements: Acknowledgements | None = None,
-        changed: FileChanged = unrecorded,
+        changed: FileChanged = ignore_change,
     ) -> None:
         """``path``: where Envoy will find the bundle. ``changed``: called with each file written or removed."""
         self._changed = changed
@@ -211,14 +213,14 @@ class BundleSync:
         """Until ``stop``; raises ConfigInvalid at the start. ``on_ready``: the first bundle is written."""
         clock = time.monotonic  # noqa: TID251 - the edge
         self._stop = stop
-        self.start(clock)
+        self.write_first_bundle(clock)
         on_ready()
         if self.acknowledgements is not None:
             threading.Thread(target=_poll_for_ever, args=(self.acknowledgements, clock), daemon=True).start()
         while not stop.wait(_POLL_S):
             self.sync_once(clock)
 
-    def start(self, clock: Callable[[], float]) -> None:
+    def write_first_bundle(self, clock: Callable[[], float]) -> None:
         """Write the first bundle; raises ConfigInvalid."""
         self._snapshot = self._config.read()
         self._written = self._with_secrets(self._fill(self._snapshot))
@@ -259,10 +261,10 @@ class BundleSync:
         before = self._written[0]
         try:
             if self.acknowledgements is not None:
-                self.acknowledgements.begin_write()
+                self.acknowledgements.on_write_started()
             write_secrets(self._out, secrets, self._changed)
             if before != after:
-                for step in steps(before, after, self._writer):
+                for step in publish_steps(before, after, self._writer):
                     time.sleep(step.wait_s)
                     write_step(self._out, step, self._changed)
                     self._wait_until_used(step, after, clock)
@@ -276,10 +278,10 @@ class BundleSync:
         """Envoy must have the clusters before the routes that name them, and is not given more than it can read."""
         if self.acknowledgements is None or not self.acknowledgements.has_acknowledged:
             return
-        watched = subscriptions_of(after).keys()
+        watched = subscription_names(after).keys()
         # read once: a file may have 15 MB
         versions = {
-            name: version_of(text)
+            name: file_version(text)
             for name, text in step.files.items()
             if name in watched and not name.startswith(ENDPOINTS_FOLDER)
         }
@@ -297,7 +299,7 @@ class BundleSync:
         seen.
         """
         secrets, unusable = self.secrets.read_available(secret_sources(snapshot), datetime.now(UTC))
-        served = without_unusable(snapshot, unusable)
+        served = drop_unusable_secrets(snapshot, unusable)
         if unusable != self.unusable:
             self.unusable = unusable
             if unusable:
@@ -322,7 +324,7 @@ class BundleSync:
             # Once read, they are there for good. What is not served already is waited for; what is served must not be
             # replaced by what cannot be.
             self.secrets.check(source for source in secret_sources(snapshot) if source not in self.unusable)
-            without_unusable(snapshot, self.unusable)
+            drop_unusable_secrets(snapshot, self.unusable)
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays: %s", "; ".join(str(error).splitlines()))
             self._refused = str(error)
@@ -334,7 +336,7 @@ class BundleSync:
 
     def _fill(self, snapshot: Snapshot) -> Snapshot:
         """Missing keys do not keep other callers from being served: they are read again each time."""
-        filled, mistakes = self._keys.fill_available(snapshot, datetime.now(UTC))
+        filled, mistakes = self._keys.fill_available_keys(snapshot, datetime.now(UTC))
         if tuple(mistakes) != self.missing_keys:
             self.missing_keys = tuple(mistakes)
             if mistakes:
@@ -376,10 +378,10 @@ def _write_first(
     secrets: Mapping[str, str],
     out: Path,
     writer: BundleWriter,
-    changed: FileChanged = unrecorded,
+    changed: FileChanged = ignore_change,
 ) -> None:
     write_secrets(out, secrets, changed)
-    for step in steps(None, snapshot, writer):
+    for step in publish_steps(None, snapshot, writer):
         write_step(out, step, changed)
     remove_orphans(out, snapshot, changed)
     remove_unused_secrets(out, secrets, changed)
@@ -388,4 +390,4 @@ def _write_first(
 def write_golden(folder: Path) -> None:
     """Write ``bundles/NAME`` for every directory ``sources/NAME`` of ``folder``."""
     for source in sorted((folder / "sources").iterdir()):
-        write_once(load_directory(source), folder / "bundles" / source.name, GOLDEN_PATH, source)
+        write_bundle_once(load_directory(source), folder / "bundles" / source.name, GOLDEN_PATH, source)

@@ -235,10 +235,10 @@ def main(words: list[str], prog: str) -> int:
     options = made.parse_args(words)
     if options.action == "drain":
         return _drain(options.agent)
-    from controller.agents.runtime.settings import settings_of  # noqa: PLC0415 - not for 'drain'
+    from controller.agents.runtime.settings import parse_settings  # noqa: PLC0415 - not for 'drain'
 
     try:
-        settings = settings_of(options)
+        settings = parse_settings(options)
     except (OSError, ValueError) as error:
         made.error(str(error))
     start_logging(options)
@@ -257,9 +257,9 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
     # the server takes a third of a second to import: not for --help, nor for 'drain'
     from controller.agents.runtime.adapter_files import DownloaderProcess  # noqa: PLC0415
     from controller.agents.runtime.agent import Agent  # noqa: PLC0415
-    from controller.agents.runtime.batcher import serving_batcher  # noqa: PLC0415
+    from controller.agents.runtime.batcher import serve_batcher  # noqa: PLC0415
     from controller.agents.runtime.engine_client import EngineClient  # noqa: PLC0415
-    from controller.agents.runtime.server import AgentServer, serving  # noqa: PLC0415
+    from controller.agents.runtime.server import AgentServer, serve_agent  # noqa: PLC0415
 
     ending = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -270,9 +270,9 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
         unix_clock = time.time  # noqa: TID251 - the edge
         agent = Agent(settings, engine, downloads, clock=loop.time, unix_clock=unix_clock)
         async with contextlib.AsyncExitStack() as servers:
-            await servers.enter_async_context(serving(AgentServer(agent, loop.time), host, port))
+            await servers.enter_async_context(serve_agent(AgentServer(agent, loop.time), host, port))
             if settings.batcher is not None:
-                running = serving_batcher(settings.batcher, agent.batches, loop.time)
+                running = serve_batcher(settings.batcher, agent.batches, loop.time)
                 agent.batcher = await servers.enter_async_context(running)
             await agent.run_until(ending)
 

@@ -85,7 +85,7 @@ def _polling(
     """What polls Envoy, for how long to wait for it, and where metrics are served."""
     # Envoy's schema, as below
     from controller.bundle.acknowledgements import Acknowledgements  # noqa: PLC0415
-    from controller.bundle.admin import read_state  # noqa: PLC0415
+    from controller.bundle.envoy_admin import read_envoy_state  # noqa: PLC0415
 
     try:
         if options.admin not in {None, "off"}:
@@ -102,7 +102,7 @@ def _polling(
         made.error("--drain goes with --watch, and not with --admin off")
     if options.admin == "off":
         return None, wait_s, metrics
-    acknowledgements = Acknowledgements(read_state, f"{path}/bootstrap.json", address=options.admin)
+    acknowledgements = Acknowledgements(read_envoy_state, f"{path}/bootstrap.json", address=options.admin)
     return acknowledgements, wait_s, metrics
 
 
@@ -131,10 +131,10 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
 
     from controller.bundle.sync import (  # noqa: PLC0415
         BundleSync,
-        return_large_texts,
+        release_freed_memory,
         wait_until_acknowledged,
+        write_bundle_once,
         write_golden,
-        write_once,
     )
 
     start_logging(options)
@@ -151,7 +151,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         with opened_audit(options.audit_log, registry) as audit:
             changed = file_recorder(audit, "attache-bundle")
             if options.watch:
-                return_large_texts()
+                release_freed_memory()
                 _watch(
                     BundleSync(directory, options.out, path, acknowledgements, changed),
                     options.drain,
@@ -160,7 +160,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
                 )
                 return 0
             snapshot = directory.read()
-            write_once(snapshot, options.out, path, options.config, changed)
+            write_bundle_once(snapshot, options.out, path, options.config, changed)
         if acknowledgements is not None and wait_s is not None:
             return 0 if wait_until_acknowledged(snapshot, options.out, acknowledgements, wait_s) else 1
     except ConfigInvalid as error:

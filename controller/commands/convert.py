@@ -17,8 +17,8 @@ import yaml
 
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
-from controller.convert import kthena, variant_autoscaling
-from controller.convert.fields import ConversionFailed, ConversionResult, Object, check_shape, title
+from controller.convert import kthena_autoscaling, variant_autoscaling
+from controller.convert.fields import ConversionFailed, ConversionResult, Object, check_object_shape, object_title
 from extproc.api.documents import parse_document, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake, escape_unprintable
 from extproc.api.quantities import decode_quantity
@@ -36,19 +36,19 @@ def convert(objects: Sequence[Object]) -> ConversionResult:
     """Raises Invalid where an object cannot be understood, or has something that ours may not have."""
     variants, policies, warnings = [], [], []
     for thing in objects:
-        check_shape(thing)
+        check_object_shape(thing)
         group, kind = str(thing.get("apiVersion", "")).partition("/")[0], thing.get("kind")
         if group in variant_autoscaling.GROUPS and kind == variant_autoscaling.KIND:
-            variants.append((thing, title(thing)))
-        elif group == kthena.GROUP and kind in kthena.KINDS:
-            policies.append((thing, title(thing)))
+            variants.append((thing, object_title(thing)))
+        elif group == kthena_autoscaling.GROUP and kind in kthena_autoscaling.KINDS:
+            policies.append((thing, object_title(thing)))
         else:
-            warnings.append(f"{title(thing)}: left out; it is not a kind that can be converted")
-    found = [variant_autoscaling.convert(variants), kthena.convert(policies)]
+            warnings.append(f"{object_title(thing)}: left out; it is not a kind that can be converted")
+    found = [variant_autoscaling.convert(variants), kthena_autoscaling.convert(policies)]
     made = tuple(thing for one in found for thing in one.objects)
     for thing in made:
         validate_objects(thing)
-    twice = next((name for name, count in Counter(map(title, made)).items() if count > 1), None)
+    twice = next((name for name, count in Counter(map(object_title, made)).items() if count > 1), None)
     if twice is not None:
         raise ConversionFailed(f"{twice}: two of these would be written; convert them one by one, or rename one")
     warned = (*(text for one in found for text in one.warnings), *warnings)
@@ -62,7 +62,7 @@ def validate_objects(thing: Object) -> None:
             {"metadata": thing["metadata"], "spec": thing["spec"]}, _OURS[thing["kind"]], dec_hook=decode_quantity
         )
     except msgspec.ValidationError as error:
-        raise ConversionFailed(f"{title(thing)}: cannot be written here: {error}") from None
+        raise ConversionFailed(f"{object_title(thing)}: cannot be written here: {error}") from None
 
 
 def parser(prog: str = "attache convert") -> argparse.ArgumentParser:

@@ -23,8 +23,8 @@ from extproc.logs import add_log_options, start_logging
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from controller.agents.downloader.download import Job
-    from controller.agents.downloader.progress import Listener
+    from controller.agents.downloader.download import DownloadJob
+    from controller.agents.downloader.progress import ProgressListener
 
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 _TERMINATED: Final = 143
@@ -168,12 +168,12 @@ def main(words: list[str], prog: str) -> int:
         return 130
 
 
-def _job(options: argparse.Namespace) -> Job:
+def _job(options: argparse.Namespace) -> DownloadJob:
     from controller.agents.downloader.archives import ArchiveLimits  # noqa: PLC0415
     from controller.agents.downloader.core import uri  # noqa: PLC0415
     from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPolicy  # noqa: PLC0415
-    from controller.agents.downloader.download import CacheRules, Job  # noqa: PLC0415
-    from controller.agents.downloader.fetch import Sizes  # noqa: PLC0415
+    from controller.agents.downloader.download import CacheFillSettings, DownloadJob  # noqa: PLC0415
+    from controller.agents.downloader.fetch import FetchSizes  # noqa: PLC0415
     from controller.agents.downloader.transfer import Timeouts  # noqa: PLC0415
 
     wanted = FileSelection(
@@ -184,15 +184,15 @@ def _job(options: argparse.Namespace) -> Job:
         sha256=tuple(options.sha256),
         unpack=options.unpack,
     )
-    rules = CacheRules(
-        sizes=Sizes(parallel=options.parallel, part=options.part_size),
+    rules = CacheFillSettings(
+        sizes=FetchSizes(parallel=options.parallel, part=options.part_size),
         retry=RetryPolicy(attempts=options.attempts),
         limits=ArchiveLimits(size=options.max_unpacked),
         keep_free=options.keep_free,
         cache_limit=options.cache_limit,
     )
     timeouts = Timeouts(options.connect_timeout, options.stall_timeout, redirects=options.max_redirects)
-    return Job(
+    return DownloadJob(
         wanted,
         uri.redact_uri(options.uri),
         options.cache,
@@ -220,14 +220,14 @@ def _authorities(files: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-async def _run(options: argparse.Namespace, job: Job) -> int:
+async def _run(options: argparse.Namespace, job: DownloadJob) -> int:
     from controller.agents.downloader.download import download  # noqa: PLC0415
     from controller.agents.downloader.environment import Environment  # noqa: PLC0415
-    from controller.agents.downloader.progress import Tracker  # noqa: PLC0415
+    from controller.agents.downloader.progress import ProgressTracker  # noqa: PLC0415
 
     stopped = asyncio.Event()
     async with _listeners(options) as (listeners, ready):
-        work = asyncio.create_task(download(job, Environment(), Tracker(job.shown_uri, listeners)))
+        work = asyncio.create_task(download(job, Environment(), ProgressTracker(job.shown_uri, listeners)))
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -250,30 +250,30 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _listeners(options: argparse.Namespace) -> AsyncIterator[tuple[list[Listener], Callable[[], None]]]:
+async def _listeners(options: argparse.Namespace) -> AsyncIterator[tuple[list[ProgressListener], Callable[[], None]]]:
     """The listeners of progress, and a function to call once the weights are complete."""
     from controller.agents.downloader.progress import ProgressFile, ProgressLines, ProgressMetrics  # noqa: PLC0415
 
     ready = asyncio.Event()
-    found: list[Listener] = []
+    found: list[ProgressListener] = []
     if options.progress:
         found.append(ProgressLines() if options.progress == "-" else ProgressFile(Path(options.progress)))
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics:
-            from controller.kube.pages import pages  # noqa: PLC0415
+            from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
 
             metrics = ProgressMetrics()
             found.append(metrics)
-            await stack.enter_async_context(pages(options.metrics, metrics.registry, ready.is_set))
+            await stack.enter_async_context(serve_pages(options.metrics, metrics.registry, ready.is_set))
         if options.pod_condition:
             await _report_to_pod(stack, found)
         yield found, ready.set
 
 
-async def _report_to_pod(stack: contextlib.AsyncExitStack, found: list[Listener]) -> None:
-    from controller.agents.downloader.progress import PodCondition  # noqa: PLC0415
-    from controller.kube.access import find_access  # noqa: PLC0415
+async def _report_to_pod(stack: contextlib.AsyncExitStack, found: list[ProgressListener]) -> None:
+    from controller.agents.downloader.progress import PodConditionWriter  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
+    from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     try:
@@ -283,9 +283,9 @@ async def _report_to_pod(stack: contextlib.AsyncExitStack, found: list[Listener]
         return
     client = await stack.enter_async_context(connect(access, manager="attache-download", timeout_s=5.0))
     name = os.environ.get("POD_NAME") or socket.gethostname()
-    condition = PodCondition(client, os.environ.get("POD_NAMESPACE") or access.namespace, name)
+    condition = PodConditionWriter(client, os.environ.get("POD_NAMESPACE") or access.namespace, name)
     found.append(condition)
-    await stack.enter_async_context(condition.written())
+    await stack.enter_async_context(condition.write_while_open())
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -21,8 +21,8 @@ from urllib.parse import quote
 import msgspec
 
 from controller.commands.epp_flags import FLAGS, EppFlags, FlagInvalid, is_true, read_flags, tls_options
-from controller.gateway.compile.file_discovery import DiscoveryInvalid, discovery_of, pool_name
-from controller.gateway.compile.pools import KIND, SETTINGS, read_settings
+from controller.gateway.compile.file_discovery import DiscoveryInvalid, parse_file_discovery, pool_name
+from controller.gateway.compile.inference_pools import KIND, SETTINGS, parse_pool_settings
 from extproc.api.addresses import join_host_port
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
@@ -36,7 +36,7 @@ from extproc.logs import add_log_options, log_words, start_logging
 if TYPE_CHECKING:
     from controller.gateway.compile.file_discovery import FileDiscovery
     from controller.gateway.metrics import GatewayMetrics
-    from controller.kube.access import ClusterAccess
+    from controller.kube.cluster_access import ClusterAccess
     from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
     metrics_port = _port(values, "metrics-port", _HIGHEST_PORT - 1)
     pages = join_host_port(address, metrics_port)
     is_guarded = _guards_metrics(values, has_cluster=context.has_cluster)
-    collector, notes = otlp_of(context.variables) if is_true(values["tracing"]) else ("", ())
+    collector, notes = parse_otlp_variables(context.variables) if is_true(values["tracing"]) else ("", ())
     return EppPlan(
         pool=pool,
         group=group,
@@ -179,7 +179,7 @@ def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
     )
 
 
-def otlp_of(variables: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+def parse_otlp_variables(variables: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """The collector's URL for extproc, empty: none; and what of OpenTelemetry's variables has no effect.
 
     As in llm-d, spans go by gRPC, and a mistake costs only the traces.
@@ -202,7 +202,7 @@ def otlp_of(variables: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     return url, tuple(f"{name} has no effect: {why}" for name, why in _NO_EFFECT.items() if variables.get(name))
 
 
-def for_conformance(planned: EppPlan) -> EppPlan:
+def conformance_plan(planned: EppPlan) -> EppPlan:
     """The same for the conformance suite, whose only plugin picks the endpoint that a header names: extproc does so on
     request.
     """
@@ -404,7 +404,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
         )
         planned = plan_launch(given, context)
         if options.conformance:
-            planned = for_conformance(planned)
+            planned = conformance_plan(planned)
         access = _access(planned, problem) if planned.has_cluster else None
     except FlagInvalid as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -436,7 +436,7 @@ def _config(given: EppFlags) -> tuple[str, EndpointPickerConfig | None]:
 def _discovery(given: EppFlags, config: EndpointPickerConfig) -> FileDiscovery | None:
     """How endpoints are found without a cluster, None if the file does not say so. Raises FlagInvalid."""
     try:
-        return discovery_of(config)
+        return parse_file_discovery(config)
     except DiscoveryInvalid as error:
         raise FlagInvalid(f"{given.values.get('config-file', '--config-text')}: {error}") from None
 
@@ -470,7 +470,7 @@ def _content(file: str) -> str:
 
 def _fields(text: str) -> Mapping[str, Any]:
     """Of ``--model-server``; raises FlagInvalid."""
-    found = read_settings(text, "--model-server")
+    found = parse_pool_settings(text, "--model-server")
     if isinstance(found, str):
         raise FlagInvalid(found)
     return found
@@ -481,7 +481,7 @@ def _access(planned: EppPlan, problem: str) -> ClusterAccess:
     FlagInvalid.
     """
     # the client takes a third of a second to import: not for --help
-    from controller.kube.access import find_access, from_kubeconfig  # noqa: PLC0415
+    from controller.kube.cluster_access import find_access, from_kubeconfig  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     try:
@@ -533,8 +533,8 @@ async def _follow(planned: EppPlan, access: ClusterAccess | None, folder: Path, 
 
 async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> None:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
-    from controller.gateway.picker_role import FilePoolRole, FilePoolSettings  # noqa: PLC0415 - not for --help
-    from controller.kube.pages import pages  # noqa: PLC0415
+    from controller.gateway.picker_runner import FilePoolRunner, FilePoolSettings  # noqa: PLC0415 - not for --help
+    from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
 
     metrics = GatewayMetrics()
     if access is not None:
@@ -547,18 +547,18 @@ async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path
         picker_text=planned.picker_text,
         server_fields=planned.server_fields,
     )
-    role = FilePoolRole(settings, metrics, check_picker=check_picker)
-    async with pages(planned.metrics, metrics.registry, role.ready.is_set):
+    role = FilePoolRunner(settings, metrics, check_picker=check_picker)
+    async with serve_pages(planned.metrics, metrics.registry, role.ready.is_set):
         await role.run()
 
 
 async def _run_in_cluster(
     planned: EppPlan, access: ClusterAccess, folder: Path, check_picker: PickerCheck, metrics: GatewayMetrics
 ) -> None:
-    from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings  # noqa: PLC0415
-    from controller.kube.authorizer import RequestAuthorizer, guarded_by  # noqa: PLC0415
+    from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings  # noqa: PLC0415
+    from controller.kube.authorizer import RequestAuthorizer, authorization_middleware  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415 - not for --help
-    from controller.kube.pages import pages, relayed_pages  # noqa: PLC0415
+    from controller.kube.metrics_and_health import serve_pages, serve_relayed_pages  # noqa: PLC0415
 
     file = planned.picker_file
     if planned.picker_text:
@@ -575,11 +575,13 @@ async def _run_in_cluster(
         server_fields=planned.server_fields,
     )
     async with connect(access, manager=CONTROLLER) as client:
-        role = PickerRole(client, settings, metrics, check_picker=check_picker)
+        role = PickerRunner(client, settings, metrics, check_picker=check_picker)
         guard = None
         async with contextlib.AsyncExitStack() as served:
             if planned.guarded_pages:
-                guard = guarded_by(RequestAuthorizer(client, asyncio.get_running_loop().time))
-                await served.enter_async_context(relayed_pages(planned.guarded_pages, folder / _SOCKET, guard))
-            await served.enter_async_context(pages(planned.metrics, metrics.registry, role.ready.is_set, guard=guard))
+                guard = authorization_middleware(RequestAuthorizer(client, asyncio.get_running_loop().time))
+                await served.enter_async_context(serve_relayed_pages(planned.guarded_pages, folder / _SOCKET, guard))
+            await served.enter_async_context(
+                serve_pages(planned.metrics, metrics.registry, role.ready.is_set, guard=guard)
+            )
             await role.run()

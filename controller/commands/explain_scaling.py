@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from controller.autoscaler.reconciler.records import DecisionRecord, explain_record
+from controller.autoscaler.reconciler.decision_records import DecisionRecord, explain_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

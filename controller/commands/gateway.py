@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from controller.gateway.metrics import GatewayMetrics
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from extproc.api.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
@@ -43,7 +43,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Role(Protocol):
+class GatewayRunnable(Protocol):
     """What runs; ``ready`` is set once the directory has been written."""
 
     ready: asyncio.Event
@@ -89,7 +89,7 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
             f"selector that selects no ready one; 0s: not at all; default: {_GRACE}"
         ),
     )
-    add_endpoint_networks(made)
+    add_endpoint_networks_option(made)
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
     _add_gateways(made)
     _add_picker_mode(made)
@@ -98,7 +98,7 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
     return made
 
 
-def add_endpoint_networks(made: argparse.ArgumentParser) -> None:
+def add_endpoint_networks_option(made: argparse.ArgumentParser) -> None:
     """The option, for ``endpoint_networks``."""
     made.add_argument(
         "--endpoint-networks",
@@ -170,7 +170,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     if mistake:
         made.error(mistake)
     # the client takes a third of a second to import: not for --help
-    from controller.kube.access import find_access  # noqa: PLC0415
+    from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     start_logging(options)
@@ -258,7 +258,7 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.metrics import observe_api_calls  # noqa: PLC0415
-    from controller.kube.pages import pages  # noqa: PLC0415
+    from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
 
     metrics = GatewayMetrics()
     manager = _LEASE if options.pool is None else "attache-picker"
@@ -268,14 +268,14 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
         client = await opened.enter_async_context(connect(access, manager=manager, audit=audit, observed=observed))
         make = _gateway_role if options.pool is None else _picker_role
         role = make(options, client, metrics, check_picker)
-        async with pages(options.metrics, metrics.registry, role.ready.is_set, extprocs=options.extproc):
-            await until_signalled(role.run())
+        async with serve_pages(options.metrics, metrics.registry, role.ready.is_set, extprocs=options.extproc):
+            await run_until_signalled(role.run())
 
 
 def _gateway_role(
     options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
-) -> Role:
-    from controller.gateway.role import GatewayRole, GatewaySettings  # noqa: PLC0415
+) -> GatewayRunnable:
+    from controller.gateway.runner import GatewayRunner, GatewaySettings  # noqa: PLC0415
     from controller.kube.lease import LeaderElection  # noqa: PLC0415
 
     settings = GatewaySettings(
@@ -293,13 +293,13 @@ def _gateway_role(
         name=options.lease_name or _LEASE,
         identity=f"{os.environ.get('HOSTNAME', 'gateway')}-{secrets.token_hex(4)}",
     )
-    return GatewayRole(client, settings, metrics, election=election, check_picker=check_picker)
+    return GatewayRunner(client, settings, metrics, election=election, check_picker=check_picker)
 
 
 def _picker_role(
     options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
-) -> Role:
-    from controller.gateway.picker_role import PickerRole, PickerSettings  # noqa: PLC0415
+) -> GatewayRunnable:
+    from controller.gateway.picker_runner import PickerRunner, PickerSettings  # noqa: PLC0415
 
     settings = PickerSettings(
         config=options.config,
@@ -308,10 +308,10 @@ def _picker_role(
         picker_config=options.picker_config,
         picker_file=options.picker_config_file,
     )
-    return PickerRole(client, settings, metrics, check_picker=check_picker)
+    return PickerRunner(client, settings, metrics, check_picker=check_picker)
 
 
-async def until_signalled(running: Coroutine[None, None, None]) -> None:
+async def run_until_signalled(running: Coroutine[None, None, None]) -> None:
     """Await ``running``, and cancel it at SIGTERM or SIGINT."""
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()

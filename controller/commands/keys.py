@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.keys.changes import KeyRefused, find, key_request, key_update, shown
-from controller.keys.server import KeysApi, duration
-from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyDirectory
+from controller.keys.changes import KeyRefused, find_key, key_for_display, key_request, key_update
+from controller.keys.server import KeysApi, parse_duration
+from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from extproc.api.addresses import parse_address
 from extproc.api.files import read_token
 from extproc.api.key_store import KEYS_FILE
@@ -30,7 +30,7 @@ from extproc.page_server import PageServer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.keys.store import KeyPlace, MadeKey
+    from controller.keys.store import GeneratedKey, KeyStorage
 
 log = logging.getLogger(__name__)
 _USAGE: Final = 2
@@ -154,20 +154,20 @@ def main(words: list[str], prog: str = "attache keys") -> int:
     return 0
 
 
-def _place(options: argparse.Namespace) -> KeyPlace:
+def _place(options: argparse.Namespace) -> KeyStorage:
     if options.config is not None:
-        return KeyDirectory(options.config)
+        return KeyStoreFile(options.config)
     if options.secret.count("/") != 1:
         raise KeyRefused(f"'{options.secret}': write --secret NAMESPACE/NAME", 500)
     # only in a cluster: they take half a second to load
-    from controller.keys.secret import KeySecret  # noqa: PLC0415
-    from controller.kube.access import find_access  # noqa: PLC0415
+    from controller.keys.secret import KeyStoreSecret  # noqa: PLC0415
+    from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     # each change is a line of the log
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return KeySecret(find_access(), options.secret)
+        return KeyStoreSecret(find_access(), options.secret)
     except AccessInvalid as error:
         raise KeyRefused(str(error), 500) from None
 
@@ -179,18 +179,18 @@ def _run(options: argparse.Namespace, admin: KeyAdmin) -> None:
             plain = {"name": options.key, "tenant": options.tenant, "user": options.user, **_limits(options)}
             _print_made(admin.create(key_request(plain), actor), admin, options.format)
         case "rotate":
-            made = admin.rotate(options.key, actor, overlap_s=duration(options.overlap))
+            made = admin.rotate(options.key, actor, overlap_s=parse_duration(options.overlap))
             _print_made(made, admin, options.format)
         case "list":
-            _print([shown(one, admin.now) for one in admin.place.read().keys], options.format)
+            _print([key_for_display(one, admin.now) for one in admin.place.read().keys], options.format)
         case "show":
-            _print([shown(find(admin.place.read(), options.key), admin.now)], options.format, is_one=True)
+            _print([key_for_display(find_key(admin.place.read(), options.key), admin.now)], options.format, is_one=True)
         case "update":
             record = admin.update(options.key, key_update(_limits(options)), actor)
-            _print([shown(record, admin.now)], options.format, is_one=True)
+            _print([key_for_display(record, admin.now)], options.format, is_one=True)
         case mode:
             change = {"revoke": admin.revoke, "delete": admin.delete}[mode]
-            _print([shown(change(options.key, actor), admin.now)], options.format, is_one=True)
+            _print([key_for_display(change(options.key, actor), admin.now)], options.format, is_one=True)
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _print_made(made: MadeKey, admin: KeyAdmin, form: str) -> None:
-    record = shown(made.record, admin.now)
+def _print_made(made: GeneratedKey, admin: KeyAdmin, form: str) -> None:
+    record = key_for_display(made.record, admin.now)
     if form == "json":
         print(msgspec.json.encode({**record, "key": made.key}).decode())
         return

@@ -23,16 +23,16 @@ from extproc.logs import add_log_options, start_logging
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.autoscaler.export.role import ExportRole
+    from controller.autoscaler.export.server import ExportServer
     from controller.autoscaler.reconciler.controller import Scaling
-    from controller.autoscaler.reconciler.records import Records
-    from controller.kube.access import ClusterAccess
+    from controller.autoscaler.reconciler.decision_records import DecisionRecords
     from controller.kube.authorizer import RequestAuthorizer
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.metrics import ManagerMetrics
-    from controller.manager.role import Leader
+    from controller.manager.runner import LeaderControllers
     from controller.webhooks.certificates import CertificateServer
-    from controller.webhooks.role import WebhookRole
+    from controller.webhooks.server import WebhookServer
     from extproc.api.picker_config import PickerCheck
 
 SERVICE: Final = "attache-manager"
@@ -226,13 +226,13 @@ def parse_options(words: list[str], prog: str) -> argparse.Namespace:
             if address:
                 parse_address(address)
         if options.prometheus_allow:
-            from controller.autoscaler.reconciler.source_http import AddressPolicy  # noqa: PLC0415 - not for --help
+            from controller.autoscaler.reconciler.metric_source_http import AddressPolicy  # noqa: PLC0415 - not for --help
 
             AddressPolicy(options.prometheus_allow)
         if options.keda_client_name:
-            from controller.autoscaler.export.keda_access import readers_of  # noqa: PLC0415 - not for --help
+            from controller.autoscaler.export.keda_access import parse_read_permissions  # noqa: PLC0415 - not for --help
 
-            readers_of((), options.keda_client_name)
+            parse_read_permissions((), options.keda_client_name)
     except ValueError as error:
         made.error(str(error))
     if options.no_webhooks and (options.metrics_auth or options.external_metrics):
@@ -257,7 +257,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extprocs."""
     options = parse_options(words, prog)
     # the client takes a third of a second to import: not for --help
-    from controller.kube.access import find_access  # noqa: PLC0415
+    from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     start_logging(options)
@@ -266,14 +266,14 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     except AccessInvalid as error:
         print(error, file=sys.stderr)
         return 2
-    from controller.kube.kopf_thread import HandlersEnded  # noqa: PLC0415
+    from controller.kube.kopf_thread import KopfEnded  # noqa: PLC0415
 
     failure, status = "", 0
     try:
         asyncio.run(_run(options, access, check_picker))
     except* OSError as group:
         failure, status = f"{options.listen} or {options.metrics} cannot be listened on: {group}", 2
-    except* HandlersEnded as group:
+    except* KopfEnded as group:
         ended = _innermost(group)
         failure, status = f"{ended}: {ended.__cause__!r}", 1
     if failure:
@@ -291,19 +291,19 @@ def _innermost(error: BaseException) -> BaseException:
 async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
     from aiohttp.web import RouteDef  # noqa: PLC0415
 
-    from controller.autoscaler.reconciler.records import Records, routes  # noqa: PLC0415
-    from controller.commands.gateway import until_signalled  # noqa: PLC0415
-    from controller.kube.authorizer import RequestAuthorizer, guarded_by  # noqa: PLC0415
+    from controller.autoscaler.reconciler.decision_records import DecisionRecords, decision_page_routes  # noqa: PLC0415
+    from controller.commands.gateway import run_until_signalled  # noqa: PLC0415
+    from controller.kube.authorizer import RequestAuthorizer, authorization_middleware  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.metrics import ManagerMetrics, observe_api_calls  # noqa: PLC0415
-    from controller.kube.pages import pages  # noqa: PLC0415
-    from controller.manager.role import (  # noqa: PLC0415
+    from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
+    from controller.manager.runner import (  # noqa: PLC0415
         CONTROLLER,
-        ManagerRole,
-        own_image,
+        ManagerRunner,
+        find_own_image,
     )
     from controller.models import rollouts  # noqa: PLC0415
-    from controller.webhooks.role import ServerTls  # noqa: PLC0415
+    from controller.webhooks.server import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with AsyncExitStack() as opened:
@@ -317,24 +317,24 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
         webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker, others)
         leader, more = None, list[RouteDef]()
         if not options.no_work:
-            image = options.image or await own_image(client, socket.gethostname())
-            records = Records()
+            image = options.image or await find_own_image(client, socket.gethostname())
+            records = DecisionRecords()
             leader = _leader(options, client, metrics, image, records)
-            scaling = () if options.no_scaling else routes(records, leader.leads)
-            more = [*scaling, *rollouts.routes(leader.objects, leader.leads)]
-        role = ManagerRole(webhooks, leader, exports)
-        guard = guarded_by(callers) if page_tls else None
+            scaling = () if options.no_scaling else decision_page_routes(records, leader.leads)
+            more = [*scaling, *rollouts.rollout_page_routes(leader.objects, leader.leads)]
+        role = ManagerRunner(webhooks, leader, exports)
+        guard = authorization_middleware(callers) if page_tls else None
         tls = page_tls.context if page_tls else None
-        async with pages(options.metrics, metrics.registry, role.is_ready, more=more, tls=tls, guard=guard):
-            await until_signalled(role.run())
+        async with serve_pages(options.metrics, metrics.registry, role.is_ready, more=more, tls=tls, guard=guard):
+            await run_until_signalled(role.run())
 
 
-def _exports(options: argparse.Namespace, client: Client, callers: RequestAuthorizer) -> ExportRole | None:
+def _exports(options: argparse.Namespace, client: Client, callers: RequestAuthorizer) -> ExportServer | None:
     if not options.external_metrics and not options.keda:
         return None
     from controller.autoscaler.export.keda import TlsFiles  # noqa: PLC0415
-    from controller.autoscaler.export.keda_access import readers_of  # noqa: PLC0415
-    from controller.autoscaler.export.role import ExportRole, ExportSettings  # noqa: PLC0415
+    from controller.autoscaler.export.keda_access import parse_read_permissions  # noqa: PLC0415
+    from controller.autoscaler.export.server import ExportServer, ExportSettings  # noqa: PLC0415
 
     tls = None
     if options.keda_certificate:
@@ -344,11 +344,11 @@ def _exports(options: argparse.Namespace, client: Client, callers: RequestAuthor
         external_metrics=options.external_metrics,
         keda=options.keda,
         keda_tls=tls,
-        keda_readers=readers_of(options.keda_namespace, options.keda_client_name),
+        keda_readers=parse_read_permissions(options.keda_namespace, options.keda_client_name),
         keda_streams=options.keda_streams,
         namespace=options.watch_namespace,
     )
-    return ExportRole(client, settings, callers)
+    return ExportServer(client, settings, callers)
 
 
 def _webhooks(
@@ -357,9 +357,9 @@ def _webhooks(
     metrics: ManagerMetrics,
     check_picker: PickerCheck,
     others: Sequence[CertificateServer],
-) -> WebhookRole:
+) -> WebhookServer:
     from controller.webhooks.certificates import RotationSettings  # noqa: PLC0415
-    from controller.webhooks.role import WebhookRole, WebhookSettings  # noqa: PLC0415
+    from controller.webhooks.server import WebhookServer, WebhookSettings  # noqa: PLC0415
 
     namespace = options.namespace or client.access.namespace
     rotation = RotationSettings(
@@ -370,14 +370,14 @@ def _webhooks(
         api_service=_API_SERVICE if options.external_metrics else "",
     )
     settings = WebhookSettings(listen=options.listen, rotation=rotation)
-    return WebhookRole(client, settings, metrics, check_picker=check_picker, others=others)
+    return WebhookServer(client, settings, metrics, check_picker=check_picker, others=others)
 
 
 def _leader(
-    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str, records: Records
-) -> Leader:
+    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str, records: DecisionRecords
+) -> LeaderControllers:
     from controller.kube.lease import LeaderElection, LeaseTiming  # noqa: PLC0415
-    from controller.manager.role import Leader, kopf_source  # noqa: PLC0415
+    from controller.manager.runner import LeaderControllers, kopf_source  # noqa: PLC0415
     from controller.models.controller import DecisionFunctions, ModelControllerSettings  # noqa: PLC0415
     from controller.models.model import model_state as of_models  # noqa: PLC0415
     from controller.models.model import reconcile as models  # noqa: PLC0415
@@ -403,11 +403,11 @@ def _leader(
     decisions = DecisionFunctions(model_infers.reconcile, models.reconcile)
     source = kopf_source(client, options.watch_namespace)
     scaling = None if options.no_scaling else _scaling(options, client, metrics, records)
-    return Leader(client, settings, metrics, election, decisions=decisions, source=source, scaling=scaling)
+    return LeaderControllers(client, settings, metrics, election, decisions=decisions, source=source, scaling=scaling)
 
 
-def _scaling(options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: Records) -> Scaling:
-    from controller.autoscaler.reconciler.controller import ScalingSettings, scaling_of  # noqa: PLC0415
+def _scaling(options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: DecisionRecords) -> Scaling:
+    from controller.autoscaler.reconciler.controller import ScalingSettings, make_scaling_runner  # noqa: PLC0415
     from controller.autoscaler.reconciler.metric_sources import SourceSettings  # noqa: PLC0415
     from controller.autoscaler.reconciler.metrics import ScalingMetrics  # noqa: PLC0415
 
@@ -416,4 +416,4 @@ def _scaling(options: argparse.Namespace, client: Client, metrics: ManagerMetric
         namespace=options.watch_namespace,
         gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
     )
-    return scaling_of(settings, ScalingMetrics(metrics.registry), records)
+    return make_scaling_runner(settings, ScalingMetrics(metrics.registry), records)

@@ -16,19 +16,19 @@ import msgspec
 import yaml
 
 from controller.api.crds.schema import to_plain
-from controller.commands.gateway import add_endpoint_networks, endpoint_networks
+from controller.commands.gateway import add_endpoint_networks_option, endpoint_networks
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.secrets import Pointer
-from controller.gateway.compile.servers import LABEL
-from controller.gateway.compile.sources import SOURCE_KINDS
+from controller.gateway.compile.gateway_api.object_cache import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.model_servers import LABEL
+from controller.gateway.compile.referenced_secrets import ReferencedKey
+from controller.gateway.compile.source_objects import SOURCE_KINDS
 from controller.kube.conditions import WantedCondition, WantedStatus
 from controller.kube.resources import Object, key_of
-from controller.models.model.children import children
+from controller.models.model.children import child_objects
 from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve_model
-from controller.models.runtimes.legs import why_sidecar
-from controller.models.runtimes.settings import settings_of
+from controller.models.runtimes.prefill_connectors import why_sidecar_needed
+from controller.models.runtimes.settings import engine_settings
 from extproc.api.documents import parse_document, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.load import SUFFIXES
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from controller.gateway.compile.compiler import CompileResult
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from controller.models.model.model_state import ResolvedBackend, ResolvedModel
     from extproc.api.addresses import Network
     from extproc.api.picker_config import PickerCheck
@@ -72,7 +72,7 @@ class RenderResult(msgspec.Struct, frozen=True):
     refused: str
     unused: Sequence[str]
     foreign: Sequence[str]
-    missing: Sequence[Pointer]
+    missing: Sequence[ReferencedKey]
 
     @property
     def is_good(self) -> bool:
@@ -121,9 +121,11 @@ def render(
     )
 
 
-def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -> tuple[CompileResult, set[Pointer]]:
+def _with_pointed(
+    compiler: Compiler, given: Mapping[tuple[str, str], Object]
+) -> tuple[CompileResult, set[ReferencedKey]]:
     """Compile with those Secrets and ConfigMaps that something points to, which may point on; all that were."""
-    followed: set[Pointer] = set()
+    followed: set[ReferencedKey] = set()
     while True:
         outcome = compiler.compile()
         fresh = set(outcome.pointers) - followed
@@ -131,7 +133,7 @@ def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -
             return outcome, followed
         followed |= fresh
         for one in fresh:
-            compiler.update_object(one.compiled_as, one.key, given.get((one.kind, one.key)))
+            compiler.update_object(one.compiler_kind, one.key, given.get((one.kind, one.key)))
 
 
 def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
@@ -228,7 +230,7 @@ def _rendered_model(thing: Object, by_kind: Mapping[str, Sequence[Object]], sett
     model = resolve_model(observed)
     if isinstance(model, Unresolved):
         return RenderedModel(key_of(thing), problem=f"{model.reason}: {model.message}")
-    made = [one.thing for one in children(model, settings, {})]
+    made = [one.thing for one in child_objects(model, settings, {})]
     return RenderedModel(key_of(thing), children=made, engines=_engines(model))
 
 
@@ -236,7 +238,7 @@ def _engines(model: ResolvedModel) -> dict[str, Any]:
     return {
         f"{made.backend.name}/{role.name}": {
             "runtime": str(made.preset),
-            "settings": dict(settings_of(role.engine, "entry")),
+            "settings": dict(engine_settings(role.engine, "entry")),
             "config": to_plain(role.engine.config),
             **_sidecar(made),
         }
@@ -248,7 +250,7 @@ def _engines(model: ResolvedModel) -> dict[str, Any]:
 def _sidecar(made: ResolvedBackend) -> dict[str, str]:
     """What the user has to add to the pods."""
     wanted = made.backend.disaggregation
-    why = why_sidecar(made.preset.spec.engine, wanted) if wanted is not None else ""
+    why = why_sidecar_needed(made.preset.spec.engine, wanted) if wanted is not None else ""
     return {"sidecar": f"{why}; run one that does"} if why else {}
 
 
@@ -317,7 +319,7 @@ def parser(prog: str = "attache render") -> argparse.ArgumentParser:
         help="of objects in files without a namespace (default: default); with --cluster: only of this namespace",
     )
     add("--gateway-config", metavar="NAMESPACE/NAME", help="the GatewayConfig to serve; default: one without settings")
-    add_endpoint_networks(made)
+    add_endpoint_networks_option(made)
     add("--bundle", action="store_true", help="print Envoy's files, too")
     add(
         "--out",
@@ -397,7 +399,7 @@ def _of_files(options: argparse.Namespace) -> Iterator[Object]:
 
 def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> RenderResult:
     """Of what the gateway role would follow; raises _NoCluster."""
-    from controller.kube.access import find_access  # noqa: PLC0415
+    from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid, ClusterError  # noqa: PLC0415
 
     try:
@@ -415,7 +417,7 @@ async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_pi
     resources = {one.kind: one for one in (CONFIG_MAPS, CRDS, SECRETS)}
     async with connect(access, manager="attache-render") as client:
         objects = await _listed(client, options.namespace)
-        asked: set[Pointer] = set()
+        asked: set[ReferencedKey] = set()
         while True:
             rendered = render(objects, options.gateway_config, check_picker, networks=_networks(options))
             fresh = set(rendered.missing) - asked
@@ -424,12 +426,12 @@ async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_pi
             asked |= fresh
             for one in sorted(fresh):
                 namespace, name = split_key(one.key)
-                found = await client.find(resources[one.kind], name, namespace or None)
+                found = await client.get_or_none(resources[one.kind], name, namespace or None)
                 objects += [] if found is None else [found]
 
 
 async def _listed(client: Client, namespace: str | None) -> list[Object]:
-    from controller.gateway.inputs import gateway_informers  # noqa: PLC0415
+    from controller.gateway.informers import gateway_informers  # noqa: PLC0415
     from controller.kube.cache import InformerSet, SharedInformers  # noqa: PLC0415
 
     cache = InformerSet(SharedInformers(client), namespace)
@@ -446,7 +448,7 @@ def _bundle(rendered: RenderResult) -> Mapping[str, str]:
     from extproc.api.load import load_snapshot  # noqa: PLC0415
 
     documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}
-    snapshot, missing = KeyFiles(os.environ).fill_available(load_snapshot(documents), datetime.now(UTC))
+    snapshot, missing = KeyFiles(os.environ).fill_available_keys(load_snapshot(documents), datetime.now(UTC))
     for mistake in missing:
         print(f"note: not here, so it is as if nobody had it: {mistake}", file=sys.stderr)
     return build_bundle(snapshot, "/bundle")
@@ -454,8 +456,8 @@ def _bundle(rendered: RenderResult) -> Mapping[str, str]:
 
 def _show(rendered: RenderResult, bundle: Mapping[str, str], out: Path | None) -> None:
     """Raises OSError."""
-    from controller.bundle.files import replace_file  # noqa: PLC0415
-    from controller.gateway.directory import DirectoryWriter  # noqa: PLC0415
+    from controller.bundle.atomic_files import replace_file  # noqa: PLC0415
+    from controller.gateway.directory_writer import DirectoryWriter  # noqa: PLC0415
 
     for key in rendered.unused:
         print(f"note: GatewayConfig {key} is not served; name the one to serve with --gateway-config", file=sys.stderr)

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from controller.bundle.admin import reopen_logs
-from controller.usage.drift import CHANGED, SHIFTED, Periods, cells, drifts
-from controller.usage.follow import LeftLines, LogFollower, Position, Rotation
+from controller.bundle.envoy_admin import reopen_logs
+from controller.usage.drift import CHANGED, SHIFTED, ComparedPeriods, drift_table, find_drift
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLines
-from controller.usage.queries import GROUPS, BadQuery, checked_zone, instant, names_in, query_of, run
-from controller.usage.reports import aligned, as_csv, as_json, as_table
+from controller.usage.jsonl import JsonLinesStore
+from controller.usage.log_follower import LogFollower, LogPosition, LogRotation, OwnLogReader
+from controller.usage.queries import GROUPS, BadQuery, checked_zone, parse_instant, parse_names, parse_query, run_query
+from controller.usage.reports import align_columns, as_csv, as_json, as_table
 from controller.usage.rollups import DAY_S
-from controller.usage.rows import BadLine, row_of
-from controller.usage.server import Database, Reports, pages
-from controller.usage.store import SqlStore, StoreAway, StoreError, first_line, open_engine
+from controller.usage.rows import BadLine, parse_usage_line
+from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_pages
+from controller.usage.store import SqlStore, StoreError, StoreUnavailable, first_error_line, open_engine
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.quantities import ByteSize, Duration
 from extproc.api.usage import LEFT_SUFFIX
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from controller.usage.store import Sink
+    from controller.usage.store import UsageSink
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -179,7 +179,7 @@ def main(words: list[str], prog: str = "attache usage") -> int:
                 return _check(options.log)
             case _:
                 return _serve(options)
-    except (StoreError, StoreAway, BadQuery, ValueError, OSError) as error:
+    except (StoreError, StoreUnavailable, BadQuery, ValueError, OSError) as error:
         print(f"{prog} {options.mode}: {error}", file=sys.stderr)
         return _USAGE
 
@@ -194,8 +194,8 @@ def _report(options: argparse.Namespace) -> int:
         "page": [options.page],
         **{name: getattr(options, name) for name in GROUPS},
     }
-    query = query_of(parameters, _WALL())
-    report = _read(options.store, lambda connection: run(connection, query))
+    query = parse_query(parameters, _WALL())
+    report = _read(options.store, lambda connection: run_query(connection, query))
     match options.format:
         case "csv":
             print(as_csv(report), end="")
@@ -210,15 +210,19 @@ def _report(options: argparse.Namespace) -> int:
 
 def _drift(options: argparse.Namespace) -> int:
     """1 if something has changed."""
-    groups = names_in("--group-by", [options.group_by], GROUPS)
+    groups = parse_names("--group-by", [options.group_by], GROUPS)
     zone = checked_zone(options.tz)
-    end = instant("--end", options.end, zone, default=_WALL())
-    start = instant("--start", options.start, zone, default=end - DAY_S)
-    periods = Periods(int(start - Duration(options.before)), start, end)
+    end = parse_instant("--end", options.end, zone, default=_WALL())
+    start = parse_instant("--start", options.start, zone, default=end - DAY_S)
+    periods = ComparedPeriods(int(start - Duration(options.before)), start, end)
     if not periods.before < start < end:
         raise BadQuery("--start", "is not before --end, or --before is no time")
-    found, small = _read(options.store, lambda one: drifts(one, periods, groups, least=max(1, options.least)))
-    print(aligned(list(cells(found, groups)), [*(True for _ in groups), True, *(False for _ in range(5)), True]))
+    found, small = _read(options.store, lambda one: find_drift(one, periods, groups, least=max(1, options.least)))
+    print(
+        align_columns(
+            list(drift_table(found, groups)), [*(True for _ in groups), True, *(False for _ in range(5)), True]
+        )
+    )
     if small:
         print(f"groups with fewer than {options.least} requests in a period, left out: {small}", file=sys.stderr)
     changed = sum(one.psi >= CHANGED for one in found)
@@ -237,7 +241,7 @@ def _read(store: str, read: Callable[[sa.Connection], T]) -> T:
         with engine.connect() as connection:
             return read(connection)
     except SQLAlchemyError as error:
-        raise StoreAway(f"the store cannot be read: {first_line(error)}") from error
+        raise StoreUnavailable(f"the store cannot be read: {first_error_line(error)}") from error
     finally:
         engine.dispose()
 
@@ -254,7 +258,7 @@ def _check(path: Path) -> int:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row_of(line, now_s)
+                parse_usage_line(line, now_s)
                 rows += 1
             except BadLine as error:
                 bad += 1
@@ -280,18 +284,18 @@ def _serve(options: argparse.Namespace) -> int:
     open_sink, engine = _store_of(options)
     rotation = None
     if options.envoy_admin is not None:
-        rotation = Rotation(options.log, int(rotate_at), partial(reopen_logs, options.envoy_admin))
+        rotation = LogRotation(options.log, int(rotate_at), partial(reopen_logs, options.envoy_admin))
     ingest = Ingest(
-        LogFollower(options.log, Position(), _CLOCK),
+        LogFollower(options.log, LogPosition(), _CLOCK),
         open_sink,
         wall=_WALL,
         keep_requests_s=keep_requests_s,
         keep_rollups_s=keep_rollups_s,
-        left=LeftLines(Path(f"{options.log}{LEFT_SUFFIX}"), _CLOCK),
+        left=OwnLogReader(Path(f"{options.log}{LEFT_SUFFIX}"), _CLOCK),
         rotation=rotation,
     )
-    database = Database(engine, _CLOCK, _WALL)
-    callers = Reports(
+    database = ReportsDatabase(engine, _CLOCK, _WALL)
+    callers = UsageReportsApi(
         database,
         counts=ingest.counts,
         admin_tenants=_names(options.admin_tenants),
@@ -299,8 +303,8 @@ def _serve(options: argparse.Namespace) -> int:
     )
     apps = {
         "listen": callers.app(),
-        "admin": Reports(database, counts=ingest.counts, is_admin_port=True).app(),
-        "metrics": pages(ingest.counts, _WALL),
+        "admin": UsageReportsApi(database, counts=ingest.counts, is_admin_port=True).app(),
+        "metrics": ingest_pages(ingest.counts, _WALL),
     }
     for name, address in listens.items():
         if address is not None:
@@ -359,7 +363,7 @@ async def _serve_until(stop: threading.Event, apps: list[tuple[tuple[str, int], 
         await runner.cleanup()
 
 
-def _store_of(options: argparse.Namespace) -> tuple[Callable[[], Sink], sa.Engine | None]:
+def _store_of(options: argparse.Namespace) -> tuple[Callable[[], UsageSink], sa.Engine | None]:
     """What opens the store, and what reports ask, if there is something to ask. Raises StoreError."""
     if options.store is None:
         # not by a URL, in which characters of a path have a meaning
@@ -367,12 +371,12 @@ def _store_of(options: argparse.Namespace) -> tuple[Callable[[], Sink], sa.Engin
     else:
         url = os.path.expandvars(options.store)
         if url.startswith(_JSON_LINES):
-            return partial(JsonLines, Path(url.removeprefix(_JSON_LINES))), None
+            return partial(JsonLinesStore, Path(url.removeprefix(_JSON_LINES))), None
         engine = open_engine(url)
     source = options.source or f"{socket.gethostname()}:{options.log.absolute()}"
     store = SqlStore(engine, source, most_names=options.most_names)
 
-    def prepared() -> Sink:
+    def prepared() -> UsageSink:
         store.prepare()
         return store
 

@@ -61,32 +61,32 @@ class Fields:
         found = self._value.get(name)
         return otherwise if found is None else found
 
-    def need(self, name: str) -> str:
+    def pop_required(self, name: str) -> str:
         """A text that must be there; raises Invalid."""
         found = self.pop(name)
         if not isinstance(found, str) or not found:
             raise ConversionFailed(f"{self.where}.{name}: is missing")
         return found
 
-    def number(self, name: str, otherwise: int) -> int:
+    def pop_number(self, name: str, otherwise: int) -> int:
         """A whole number; raises Invalid."""
         found = self.pop(name, otherwise)
         if not isinstance(found, int) or isinstance(found, bool) or not -_MOST <= found < _MOST:
             raise ConversionFailed(f"{self.where}.{name}: {_shown(found)} is not a whole number of 64 bits")
         return found
 
-    def sub_fields(self, name: str) -> Fields:
+    def pop_fields(self, name: str) -> Fields:
         """An object in a field; an empty one if it is not there."""
         return self._follow(Fields(self.pop(name, {}), f"{self.where}.{name}"))
 
-    def each(self, name: str) -> list[Fields]:
+    def pop_objects(self, name: str) -> list[Fields]:
         """The objects of a list."""
         found = self.pop(name, [])
         if not isinstance(found, Sequence) or isinstance(found, str):
             raise ConversionFailed(f"{self.where}.{name}: not a list")
         return [self._follow(Fields(one, f"{self.where}.{name}[{index}]")) for index, one in enumerate(found)]
 
-    def by_name(self, name: str) -> dict[str, Fields]:
+    def pop_by_name(self, name: str) -> dict[str, Fields]:
         """The objects of a mapping."""
         found = self.pop(name, {})
         if not isinstance(found, Mapping):
@@ -107,7 +107,7 @@ class Fields:
         return below
 
 
-def check_shape(thing: Object) -> None:
+def check_object_shape(thing: Object) -> None:
     """Raises Invalid where an object is not as every object of Kubernetes is."""
     _expect(thing, ("apiVersion", "kind"), str, "")
     metadata = _expect(thing, ("metadata",), Mapping, "")
@@ -134,7 +134,7 @@ def _shown(value: object) -> str:
     return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
 
 
-def title(thing: Object) -> str:
+def object_title(thing: Object) -> str:
     """``Kind namespace/name``, for messages."""
     metadata = thing.get("metadata") or {}
     name, namespace = metadata.get("name", "?"), metadata.get("namespace", DEFAULT_NAMESPACE)

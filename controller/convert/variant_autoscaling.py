@@ -74,7 +74,7 @@ def _variant(thing: Object, name: str) -> _Variant:
     metadata = thing.get("metadata") or {}
     labels = metadata.get("labels") or {}
     warnings: list[str] = []
-    model = fields.need("modelID")
+    model = fields.pop_required("modelID")
     target: dict[str, Any] = {"ref": _reference(fields, str(metadata.get("name", "")), warnings)}
     if "variantCost" not in fields:
         warnings.append(f"{fields.where}.variantCost: is not there; {_COST} is what it counts as")
@@ -82,8 +82,8 @@ def _variant(thing: Object, name: str) -> _Variant:
     if "maxReplicas" not in fields:
         text = f"{_MOST} is the default of later versions; earlier ones had their bounds from the HPA"
         warnings.append(f"{fields.where}.maxReplicas: is not there; {text}")
-    target["minReplicas"] = fields.number("minReplicas", _LEAST)
-    target["maxReplicas"] = fields.number("maxReplicas", _MOST)
+    target["minReplicas"] = fields.pop_number("minReplicas", _LEAST)
+    target["maxReplicas"] = fields.pop_number("maxReplicas", _MOST)
     accelerator = fields.pop("accelerator", labels.get(_ACCELERATOR_LABEL))
     if accelerator is not None:
         target["accelerator"] = accelerator
@@ -91,10 +91,10 @@ def _variant(thing: Object, name: str) -> _Variant:
             warnings.append(
                 f"{fields.where}: how many accelerators a replica has is not said; write accelerators if not 1"
             )
-    target["accelerators"] = fields.number("acceleratorCount", 1)
+    target["accelerators"] = fields.pop_number("acceleratorCount", 1)
     if target["cost"] <= 0:
         raise ConversionFailed(f"{fields.where}.variantCost: must be more than 0 here")
-    profile = fields.sub_fields("variantProfile" if "variantProfile" in fields else "modelProfile")
+    profile = fields.pop_fields("variantProfile" if "variantProfile" in fields else "modelProfile")
     capacity = _capacity(profile, warnings)
     if capacity:
         target["capacity"] = capacity
@@ -112,7 +112,7 @@ def _variant(thing: Object, name: str) -> _Variant:
 
 
 def _reference(fields: Fields, own_name: str, warnings: list[str]) -> dict[str, str]:
-    reference = fields.sub_fields("scaleTargetRef")
+    reference = fields.pop_fields("scaleTargetRef")
     if "scaleTargetRef" not in fields:
         warnings.append(f"{fields.where}.scaleTargetRef: is not there; the Deployment of the same name is meant")
         return {"apiVersion": "apps/v1", "kind": "Deployment", "name": own_name}
@@ -120,13 +120,13 @@ def _reference(fields: Fields, own_name: str, warnings: list[str]) -> dict[str, 
     version = reference.pop("apiVersion", _API_VERSIONS.get(kind))
     if version is None:
         raise ConversionFailed(f"{reference.where}.apiVersion: is missing, and {kind} is not known")
-    return {"apiVersion": version, "kind": kind, "name": reference.need("name")}
+    return {"apiVersion": version, "kind": kind, "name": reference.pop_required("name")}
 
 
 def _capacity(profile: Fields, warnings: list[str]) -> dict[str, Any]:
     """Of its model of latencies, in milliseconds: alpha + beta * batch, and gamma + delta * tokens * batch."""
-    performance = profile.sub_fields("perfParms")
-    decode, prefill = performance.sub_fields("decodeParms"), performance.sub_fields("prefillParms")
+    performance = profile.pop_fields("perfParms")
+    decode, prefill = performance.pop_fields("decodeParms"), performance.pop_fields("prefillParms")
     found: dict[str, Any] = {}
     if "alpha" in decode:
         alpha, beta = (quantity(decode.pop(one, "0"), f"{decode.where}.{one}") for one in ("alpha", "beta"))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.gateway.compile.programmed_condition import Consumer
-from controller.kube.conditions import WantedStatus, merge_status, transitions
-from controller.kube.controller import wall_s
+from controller.gateway.compile.programmed_condition import ConfigConsumer
+from controller.kube.conditions import WantedStatus, condition_transitions, merge_status
+from controller.kube.controller import wall_clock_s
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.kinds import GATEWAY_KINDS
-from controller.kube.recorder import event_of
+from controller.kube.recorder import make_event
 from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,
@@ -63,11 +63,11 @@ class ConsumerReports:
         self.is_settled = False
 
     @property
-    def consumers(self) -> Sequence[Consumer]:
+    def consumers(self) -> Sequence[ConfigConsumer]:
         """The polled consumers, with their last reports."""
-        return [Consumer(name, report) for name, report in self._reports.items()]
+        return [ConfigConsumer(name, report) for name, report in self._reports.items()]
 
-    def ask_soon(self) -> None:
+    def poll_soon(self) -> None:
         """Something has been written."""
         self._wake.set()
 
@@ -130,7 +130,7 @@ class StatusWriter:
         self._wanted = statuses
         self._wake.set()
 
-    def note(self, key: Key) -> None:
+    def mark_stale(self, key: Key) -> None:
         """The object has changed, maybe its status."""
         if key in self._wanted:
             self._stale.add(key)
@@ -158,13 +158,13 @@ class StatusWriter:
             # one of the two is older; the newer one brings us here again
             return True
         before = thing.get("status") or {}
-        status = merge_status(wanted, before, timestamp_of(wall_s()))
+        status = merge_status(wanted, before, timestamp_of(wall_clock_s()))
         if status is None:
             return True
         try:
             await self._send(wanted, thing, status)
             self.writes += 1
-            for condition in transitions(status, before):
+            for condition in condition_transitions(status, before):
                 await self._client.create(EVENTS, self._event(thing, condition))
         except (NotFound, Conflict):
             # it was deleted, or another client wrote it: that event will follow
@@ -195,4 +195,4 @@ class StatusWriter:
         is_good = (condition["status"] == "True") != (condition["type"] in _BAD_WHEN_TRUE)
         message = condition["message"] or f"{condition['type']} is {condition['status']}"
         type_: Literal["Normal", "Warning"] = "Normal" if is_good else "Warning"
-        return event_of(thing, type_, reason=condition["reason"], message=message, component=self._controller)
+        return make_event(thing, type_, reason=condition["reason"], message=message, component=self._controller)

@@ -104,7 +104,9 @@ def create(
     """``taken``: names of keys of the GatewayConfig. Raises KeyRefused."""
     if len(store.keys) >= MOST_KEYS:
         raise KeyRefused(f"there are {MOST_KEYS} keys, which is the most; delete some", 409)
-    states = ["active"] if asked.name in taken else [status(one, now) for one in store.keys if one.name == asked.name]
+    states = (
+        ["active"] if asked.name in taken else [key_status(one, now) for one in store.keys if one.name == asked.name]
+    )
     if states:
         state, instead = ("", ", or rotate that one") if states == ["active"] else (f", which is {states[0]}", "")
         raise KeyRefused(f"there is a key '{asked.name}' already{state}; give it another name{instead}", 409)
@@ -128,7 +130,7 @@ def create(
 
 def update(store: KeyStoreSpec, which: str, asked: KeyUpdate, now: datetime) -> tuple[KeyStoreSpec, VirtualKey]:
     """Raises KeyRefused."""
-    key = find(store, which)
+    key = find_key(store, which)
     changed: dict[str, Any] = {
         name: value
         for name in ("models", "rate_limits", "budgets", "reports", "expires_at")
@@ -145,8 +147,8 @@ def rotate(
     """A new key for the same caller; the last one is valid for ``overlap_s`` more, the one before it no longer. Raises
     KeyRefused.
     """
-    key = find(store, which)
-    state = status(key, now)
+    key = find_key(store, which)
+    state = key_status(key, now)
     if state != "active":
         raise KeyRefused(f"'{key.name}' is {state}; create a new key", 409)
     if overlap_s > _LONGEST_S:
@@ -157,7 +159,7 @@ def rotate(
 
 def revoke(store: KeyStoreSpec, which: str, now: datetime) -> tuple[KeyStoreSpec, VirtualKey]:
     """It is refused from now on, and stays in the list. Revoking twice changes nothing. Raises KeyRefused."""
-    key = find(store, which)
+    key = find_key(store, which)
     if key.revoked_at is not None:
         return store, key
     return _with(store, msgspec.structs.replace(key, revoked_at=now, previous=None))
@@ -165,7 +167,7 @@ def revoke(store: KeyStoreSpec, which: str, now: datetime) -> tuple[KeyStoreSpec
 
 def delete(store: KeyStoreSpec, which: str) -> tuple[KeyStoreSpec, VirtualKey]:
     """It is refused from now on, and its name is not given again. Raises KeyRefused."""
-    key = find(store, which)
+    key = find_key(store, which)
     return msgspec.structs.replace(
         store,
         keys=tuple(one for one in store.keys if one.id != key.id),
@@ -173,7 +175,7 @@ def delete(store: KeyStoreSpec, which: str) -> tuple[KeyStoreSpec, VirtualKey]:
     ), key
 
 
-def find(store: KeyStoreSpec, which: str) -> VirtualKey:
+def find_key(store: KeyStoreSpec, which: str) -> VirtualKey:
     """By its id or its name; raises KeyRefused."""
     # a name may look like another key's id
     for field in ("id", "name"):
@@ -183,20 +185,20 @@ def find(store: KeyStoreSpec, which: str) -> VirtualKey:
     raise KeyRefused(f"there is no key '{which[:64]}'; attache keys list shows all", 404)
 
 
-def status(key: VirtualKey, now: datetime) -> str:
+def key_status(key: VirtualKey, now: datetime) -> str:
     """``active``, ``expired`` or ``revoked``."""
     if key.revoked_at is not None:
         return "revoked"
     return "expired" if key.expires_at is not None and key.expires_at <= now else "active"
 
 
-def shown(key: VirtualKey, now: datetime) -> dict[str, Any]:
+def key_for_display(key: VirtualKey, now: datetime) -> dict[str, Any]:
     """A key as its administrators see it: with its status, and without digests."""
     plain = to_plain(key)
     plain.pop("keySHA256")
     if "previous" in plain:
         plain["previous"].pop("keySHA256")
-    return {**plain, "status": status(key, now)}
+    return {**plain, "status": key_status(key, now)}
 
 
 def _expiry(at: datetime | None, within: Duration | None, now: datetime) -> datetime | None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from controller.keys.store import AuditLine, KeyChange
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Object
 
 # What the API server takes of a Secret, less its metadata.
@@ -33,7 +33,7 @@ _MANAGER: Final = "attache-keys"
 log = logging.getLogger("attache.keys.audit")
 
 
-class KeySecret:
+class KeyStoreSecret:
     """The data ``keys.json`` of a Secret, ``namespace/name``. A KeyPlace. The audit is the log."""
 
     def __init__(self, access: ClusterAccess, key: str) -> None:
@@ -44,7 +44,7 @@ class KeySecret:
         """All keys of the Secret; none if there is none yet."""
         return asyncio.run(self._read())
 
-    def taken(self) -> Collection[str]:
+    def names_in_use(self) -> Collection[str]:
         """None: the gateway reports names that its GatewayConfig has, too."""
         return ()
 
@@ -52,7 +52,7 @@ class KeySecret:
         """Empty: the GatewayConfig's conditions report it."""
         return ""
 
-    def change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
+    def apply_change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
         """Write the Secret; the change is made again from what is there if somebody else has written."""
         return asyncio.run(self._change(change, line))
 
@@ -84,7 +84,7 @@ class KeySecret:
 
     async def _find(self, client: Client) -> Object | None:
         namespace, name = split_key(self._key)
-        return await client.find(SECRETS, name, namespace)
+        return await client.get_or_none(SECRETS, name, namespace)
 
     async def _write(self, client: Client, found: Object | None, store: KeyStoreSpec) -> None:
         """Raises Conflict if it is not ``found`` any more."""

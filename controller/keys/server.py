@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from controller.keys.changes import KeyRefused, find, key_request, key_update, shown
+from controller.keys.changes import KeyRefused, find_key, key_for_display, key_request, key_update
 from extproc.api.files import read_token
 from extproc.api.quantities import Duration
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from controller.keys.store import KeyAdmin, MadeKey
+    from controller.keys.store import GeneratedKey, KeyAdmin
     from extproc.api.key_store import VirtualKey
 
 log = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class KeysApi:
 
     async def _list(self, _: web.Request) -> web.Response:
         store = await asyncio.to_thread(self._admin.place.read)
-        return _json({"keys": [shown(one, self._admin.now) for one in store.keys]})
+        return _json({"keys": [key_for_display(one, self._admin.now) for one in store.keys]})
 
     async def _show(self, request: web.Request) -> web.Response:
         store = await asyncio.to_thread(self._admin.place.read)
-        return _json(shown(find(store, request.match_info["key"]), self._admin.now))
+        return _json(key_for_display(find_key(store, request.match_info["key"]), self._admin.now))
 
     async def _create(self, request: web.Request) -> web.Response:
         asked = key_request(await _body(request))
@@ -88,7 +88,7 @@ class KeysApi:
         body = await _body(request) if request.can_read_body else {}
         if not isinstance(body, dict) or set(body) - {"overlap"}:
             raise KeyRefused('write {"overlap": DURATION}, or nothing')
-        overlap_s = duration(str(body.get("overlap", "0s")))
+        overlap_s = parse_duration(str(body.get("overlap", "0s")))
         which = request.match_info["key"]
         async with self._lock:
             made = await asyncio.to_thread(self._admin.rotate, which, _actor(request), overlap_s=overlap_s)
@@ -108,15 +108,17 @@ class KeysApi:
         async with self._lock:
             return await asyncio.to_thread(change, *arguments)
 
-    async def _made(self, made: MadeKey, status: int) -> web.Response:
+    async def _made(self, made: GeneratedKey, status: int) -> web.Response:
         return await self._shown(made.record, status, key=made.key)
 
     async def _shown(self, record: VirtualKey, status: int = 200, **more: str) -> web.Response:
         warning = await self._do(self._admin.place.why_unused)
-        return _json({**shown(record, self._admin.now), **more, **({"warning": warning} if warning else {})}, status)
+        return _json(
+            {**key_for_display(record, self._admin.now), **more, **({"warning": warning} if warning else {})}, status
+        )
 
 
-def duration(text: str) -> Duration:
+def parse_duration(text: str) -> Duration:
     """Raises KeyRefused."""
     try:
         return Duration(text)

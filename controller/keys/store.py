@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from controller.bundle.files import replace_file
+from controller.bundle.atomic_files import replace_file
 from controller.keys import changes
 from controller.keys.changes import KeyRefused, NewKey
 from extproc.api.decode import read_key_store
@@ -54,7 +54,7 @@ _Change = tuple[KeyStoreSpec, VirtualKey]
 KeyChange = Callable[[KeyStoreSpec], _Change]
 
 
-class MadeKey(msgspec.Struct, frozen=True):
+class GeneratedKey(msgspec.Struct, frozen=True):
     """A new key, which nothing keeps. ``record``: what the store has of it."""
 
     key: str
@@ -79,18 +79,18 @@ class AuditLine(msgspec.Struct, frozen=True):
         return {**plain, "id": key.id, "name": key.name, "tenant": key.tenant}
 
 
-class KeyPlace(Protocol):
+class KeyStorage(Protocol):
     """Where a KeyStore is. Its methods block, and raise KeyRefused or OSError."""
 
     def read(self) -> KeyStoreSpec:
         """All keys; none if there is no store yet."""
         ...
 
-    def taken(self) -> Collection[str]:
+    def names_in_use(self) -> Collection[str]:
         """Names that other keys have, as far as is known."""
         ...
 
-    def change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
+    def apply_change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
         """Write the store that ``change`` makes of the one that is there; nobody else writes in between."""
         ...
 
@@ -102,7 +102,7 @@ class KeyPlace(Protocol):
 class KeyAdmin:
     """What administrators do with keys. All methods block, and raise KeyRefused or OSError."""
 
-    def __init__(self, place: KeyPlace, wall: Callable[[], float]) -> None:
+    def __init__(self, place: KeyStorage, wall: Callable[[], float]) -> None:
         """``wall``: seconds since 1970."""
         self.place = place
         self._wall = wall
@@ -112,9 +112,9 @@ class KeyAdmin:
         """In whole seconds."""
         return datetime.fromtimestamp(int(self._wall()), UTC)
 
-    def create(self, asked: KeyRequest, actor: str) -> MadeKey:
+    def create(self, asked: KeyRequest, actor: str) -> GeneratedKey:
         """A new key, valid as soon as Envoy has it."""
-        taken, key = self.place.taken(), random_key()
+        taken, key = self.place.names_in_use(), random_key()
 
         def change(store: KeyStoreSpec) -> _Change:
             new = NewKey(secrets.token_hex(6), _digest(key))
@@ -122,16 +122,16 @@ class KeyAdmin:
             store = msgspec.structs.replace(store, cache_secret=secret)
             return changes.create(store, asked, new, self.now, taken=taken)
 
-        return MadeKey(key, self._change("create", actor, change))
+        return GeneratedKey(key, self._change("create", actor, change))
 
-    def rotate(self, which: str, actor: str, *, overlap_s: float) -> MadeKey:
+    def rotate(self, which: str, actor: str, *, overlap_s: float) -> GeneratedKey:
         """A new key for the caller of the last one, which is valid for ``overlap_s`` seconds more."""
         key = random_key()
 
         def change(store: KeyStoreSpec) -> _Change:
             return changes.rotate(store, which, _digest(key), self.now, overlap_s=overlap_s)
 
-        return MadeKey(key, self._change("rotate", actor, change))
+        return GeneratedKey(key, self._change("rotate", actor, change))
 
     def update(self, which: str, asked: KeyUpdate, actor: str) -> VirtualKey:
         """Its models, limits, budgets, reports or end."""
@@ -146,10 +146,10 @@ class KeyAdmin:
         return self._change("delete", actor, lambda store: changes.delete(store, which))
 
     def _change(self, action: str, actor: str, change: KeyChange) -> VirtualKey:
-        return self.place.change(change, AuditLine(self.now, action, actor))
+        return self.place.apply_change(change, AuditLine(self.now, action, actor))
 
 
-class KeyDirectory:
+class KeyStoreFile:
     """The file ``keys.json`` of a configuration directory. A KeyPlace."""
 
     def __init__(self, folder: Path) -> None:
@@ -177,7 +177,7 @@ class KeyDirectory:
             return f"the change is not in use before the directory is valid: {error.mistakes[0]}; run attache check"
         return ""
 
-    def taken(self) -> Collection[str]:
+    def names_in_use(self) -> Collection[str]:
         """Names of the GatewayConfig's own keys; raises KeyRefused if it takes no virtual keys."""
         self._check_folder()
         try:
@@ -191,7 +191,7 @@ class KeyDirectory:
             )
         return {one.name for one in given.api_keys if one.id is None}
 
-    def change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
+    def apply_change(self, change: KeyChange, line: AuditLine) -> VirtualKey:
         """Write the file; its lock keeps all others from writing in between."""
         with self._lock():
             before = self.read()

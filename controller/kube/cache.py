@@ -49,7 +49,7 @@ class SharedInformers:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[Informer, asyncio.Task[None]] = {}
 
-    def take(
+    def acquire(
         self,
         resource: Resource,
         selection: Selection = Selection(),  # noqa: B008 - frozen
@@ -166,7 +166,7 @@ class InformerSet:
         listeners of the set do not see its objects.
         """
         chosen = None if all_namespaces or not resource.namespaced else namespace or self._namespace
-        informer = self.shared.take(resource, Selection(chosen, labels, fields), transform, optional=optional)
+        informer = self.shared.acquire(resource, Selection(chosen, labels, fields), transform, optional=optional)
         self._informers.append(informer)
         if not private:
             self._by_kind.setdefault(resource, []).append(informer)
@@ -190,7 +190,7 @@ class InformerSet:
         """See ``SharedInformers``."""
         self.shared.take_in(resource, thing)
 
-    def serves(self, informer: Informer) -> bool:
+    def is_synced(self, informer: Informer) -> bool:
         """Whether the cluster serves an optional kind, by the last probe."""
         return informer.synced.is_set()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
     from controller.audit import Audit
-    from controller.kube.access import ClusterAccess
+    from controller.kube.cluster_access import ClusterAccess
 
     Observed = Callable[["ApiCall", float], None]
 
@@ -59,7 +59,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
         return str(self.object["metadata"]["resourceVersion"])
 
 
-async def events_in(chunks: AsyncIterator[bytes]) -> AsyncIterator[WatchEvent]:
+async def decode_watch_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[WatchEvent]:
     """One event a line, lines of any length; raises the ApiError of an ERROR event.
 
     An unfinished last line, which a broken connection leaves, is dropped: the next watch gets that event again.
@@ -128,7 +128,7 @@ class Client:
         """One object, or a part of it such as its scale; raises NotFound."""
         return await self._json("GET", resource.path(namespace, name, subresource))
 
-    async def find(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
+    async def get_or_none(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
         """One object, or None if there is none."""
         try:
             return await self.get(resource, name, namespace)
@@ -174,7 +174,7 @@ class Client:
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s, sock_read=silence_s)
         async with self._answer("GET", resource.path(namespace), query=query, timeout=timeout) as answer:
-            async for event in events_in(answer.content.iter_any()):
+            async for event in decode_watch_events(answer.content.iter_any()):
                 yield event
 
     async def create(self, resource: Resource, thing: Object, *, dry_run: bool = False) -> Object:
@@ -371,10 +371,10 @@ class Client:
 
     def _observe(self, method: str, path: str, query: Mapping[str, str] | None, status: int, seconds: float) -> None:
         if self._observed is not None:
-            self._observed(call_of(method, path, query, status), seconds)
+            self._observed(describe_api_call(method, path, query, status), seconds)
 
 
-def call_of(method: str, path: str, query: Mapping[str, str] | None, status: int) -> ApiCall:
+def describe_api_call(method: str, path: str, query: Mapping[str, str] | None, status: int) -> ApiCall:
     """Names of a call. Paths that name no objects, such as those of discovery and health, have no resource."""
     try:
         place = place_of(path)

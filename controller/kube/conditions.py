@@ -85,12 +85,12 @@ class WantedStatus(msgspec.Struct, frozen=True, kw_only=True):
         return any(one.controller for one in self.lists)
 
 
-def holds(type_: str, message: str = "") -> WantedCondition:
+def condition_true(type_: str, message: str = "") -> WantedCondition:
     """A condition that is as it should be."""
     return WantedCondition(type_, "True", type_, message)
 
 
-def fails(type_: str, reason: str, message: str) -> WantedCondition:
+def condition_false(type_: str, reason: str, message: str) -> WantedCondition:
     """A condition that is False; ``message`` has the correction."""
     return WantedCondition(type_, "False", reason, message[:_LONGEST])
 
@@ -144,7 +144,7 @@ def with_failure(
     return found
 
 
-def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def condition_transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The conditions whose status or reason has changed, for Events, those of lists' items as well; a condition that
     was not there before counts as unchanged. The message of a listener's condition begins with the listener's name.
     """
@@ -153,7 +153,7 @@ def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Seque
     return [one for about, one in found if known.get(about) != (one["status"], one["reason"])]
 
 
-def item_about(identity: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+def find_list_item(identity: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The item of a list that has this identity; an empty one if there is none."""
     return next((one for one in items if all(one.get(name) == value for name, value in identity.items())), {})
 
@@ -171,7 +171,7 @@ def _items(
     """Other controllers' items as they are, then ours."""
     items = [one for one in observed if not wanted.is_ours(one, namespace)]
     for entry in wanted.entries:
-        known = item_about(entry.identity, observed)
+        known = find_list_item(entry.identity, observed)
         conditions = _conditions(entry.conditions, known, generation, now)
         items.append({**entry.identity, **entry.fields, "conditions": conditions})
     return items

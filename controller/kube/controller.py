@@ -96,12 +96,12 @@ class Controller(Generic[Key]):
         self._settings = settings
         self._measured = measured
         self._wrote: Counted = wrote or _uncounted
-        self._executor = Executor(client, self.expectations, self.cache.get, clock=loop_s, counted=self._wrote)
-        self._recorder = Recorder(client, client.manager, loop_s, self._wrote)
+        self._executor = Executor(client, self.expectations, self.cache.get, clock=loop_clock_s, counted=self._wrote)
+        self._recorder = Recorder(client, client.manager, loop_clock_s, self._wrote)
         self._sources: list[tuple[str, Source]] = []
         self._after_sync: list[tuple[str, Source]] = []
         self._on_synced: list[Callable[[], None]] = []
-        self.cache.subscribe(self.expectations.on_object)
+        self.cache.subscribe(self.expectations.on_object_observed)
 
     def add_source(self, name: str, run: Source, *, after_sync: bool = False) -> None:
         """Run a task beside the workers, such as one that enqueues keys; what it raises ends the controller.
@@ -123,7 +123,7 @@ class Controller(Generic[Key]):
 
     def enqueue_changed(self, key: Key) -> None:
         """Reconcile ``key`` without waiting for its back-off: what was wrong with it may be right now."""
-        self.queue.hasten(key)
+        self.queue.skip_backoff(key)
 
     async def run(self) -> None:
         """Run informers, sources and workers until cancelled. Raises what a source raises."""
@@ -149,18 +149,18 @@ class Controller(Generic[Key]):
 
     async def write_status(self, key: Key, resource: Resource, thing: Object, status: Mapping[str, Any]) -> None:
         """Write what the status of ``thing`` does not have yet; ``expectations`` awaits it for ``key``."""
-        new = status_to_write(resource.kind, thing, status, timestamp_of(wall_s()))
+        new = status_to_write(resource.kind, thing, status, timestamp_of(wall_clock_s()))
         if new is None:
             return
         metadata = {name: thing["metadata"][name] for name in ("name", "namespace") if name in thing["metadata"]}
         applied = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "status": new}
         written = await self._client.apply(resource, applied, subresource="status", force=True)
         self._wrote(resource.kind, "status")
-        self.expectations.wrote(key, resource, written, loop_s())
+        self.expectations.expect_write(key, resource, written, loop_clock_s())
 
-    async def record(self, thing: Object, events: Iterable[KubeEvent]) -> None:
+    async def record_events(self, thing: Object, events: Iterable[KubeEvent]) -> None:
         """Write Events of ``thing``; one that cannot be written is logged."""
-        await self._recorder.record(thing, events)
+        await self._recorder.record_events(thing, events)
 
     async def _measure(self, key: Key) -> float | None:
         began_s = time.perf_counter()
@@ -177,12 +177,12 @@ class Controller(Generic[Key]):
         return again_s
 
 
-def wall_s() -> float:
+def wall_clock_s() -> float:
     """Seconds since the epoch, as the times in objects."""
     return time.time_ns() / 1e9
 
 
-def loop_s() -> float:
+def loop_clock_s() -> float:
     """Seconds of the event loop's clock, which only grows."""
     return asyncio.get_running_loop().time()
 

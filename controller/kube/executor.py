@@ -64,14 +64,14 @@ class Expectations:
         # work that waits for an object's event
         self._about: dict[tuple[Resource, str], set[Hashable]] = {}
 
-    def on_object(self, resource: Resource, key: str) -> None:
+    def on_object_observed(self, resource: Resource, key: str) -> None:
         """An object has changed in the cache. A write seen once counts as seen, even if the object is gone by the next
         reconcile.
         """
         for work in list(self._about.get((resource, key), ())):
             self._check(work)
 
-    def wrote(self, work: Hashable, resource: Resource, thing: Object, now_s: float) -> None:
+    def expect_write(self, work: Hashable, resource: Resource, thing: Object, now_s: float) -> None:
         """``thing`` is what the server answered to a write."""
         metadata = thing["metadata"]
         self._copies.take_in(resource, thing)
@@ -81,7 +81,7 @@ class Expectations:
         """Record a requested deletion of an object."""
         self._add(work, resource, key, uid, "", now_s)
 
-    def left_s(self, work: Hashable, now_s: float) -> float | None:
+    def remaining_wait_s(self, work: Hashable, now_s: float) -> float | None:
         """How long to wait for what is not seen yet; None: all is seen. 0: it took too long."""
         self._check(work)
         waiting = self._writes.get(work)
@@ -134,7 +134,7 @@ class ObjectRefused(ClusterError):
         self.message = message
 
 
-class NameNotFree(ClusterError):
+class NameStillTaken(ClusterError):
     """An object of another owner has the name, and is being deleted: what is to be made waits until it is gone."""
 
 
@@ -189,7 +189,7 @@ class Executor:
         try:
             return await self._client.create(action.resource, action.thing)
         except AlreadyExists:
-            found = await self._client.find(action.resource, *_place(action.thing))
+            found = await self._client.get_or_none(action.resource, *_place(action.thing))
             if found is None:
                 # gone in this moment: the next reconcile creates it
                 raise
@@ -199,7 +199,7 @@ class Executor:
         """An object that exists already, if it is ours. Without our labels our informers would never deliver it."""
         if owner_uid(found) != owner_uid(wanted):
             if "deletionTimestamp" in found["metadata"]:
-                raise NameNotFree(f"waits for the {resource.kind} {key_of(found)} of an earlier owner to be gone")
+                raise NameStillTaken(f"waits for the {resource.kind} {key_of(found)} of an earlier owner to be gone")
             raise ObjectRefused(
                 "NameTaken",
                 f"there is a {resource.kind} {key_of(found)} that this object does not own; delete it, or rename"
@@ -215,7 +215,7 @@ class Executor:
 
     async def _apply(self, action: Apply) -> Object:
         resource, thing = action.resource, action.thing
-        found = self._known(resource, key_of(thing)) or await self._client.find(resource, *_place(thing))
+        found = self._known(resource, key_of(thing)) or await self._client.get_or_none(resource, *_place(thing))
         if found is not None and owner_uid(thing) and owner_uid(found) != owner_uid(thing):
             await self._ours(resource, thing, found)
         if not action.yields:
@@ -262,7 +262,7 @@ class Executor:
         self._expectations.expect_deletion(work, action.resource, action.key, action.uid, self._clock())
 
     def _wrote(self, work: Hashable, resource: Resource, thing: Object) -> None:
-        self._expectations.wrote(work, resource, thing, self._clock())
+        self._expectations.expect_write(work, resource, thing, self._clock())
 
 
 def yielded_fields(conflict: Conflict, yields: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from controller.kube.errors import Backoff
-from controller.kube.pod_pages import read_page
+from controller.kube.pod_http import read_page
 from controller.kube.resources import split_key
 from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import (
@@ -96,7 +96,7 @@ async def loads_by_pod(
     return {key: by_ip.get((pod.get("status") or {}).get("podIP", ""), EndpointLoad()) for key, pod in pods.items()}
 
 
-def may_have_requests(pod: Object) -> bool:
+def is_gateway_running(pod: Object) -> bool:
     """Whether a gateway's pod runs: one that has not started yet, or has ended, has no requests in flight."""
     return (pod.get("status") or {}).get("phase") == "Running"
 
@@ -105,7 +105,7 @@ def reports_address(pod: Object) -> str:
     """The address of a gateway pod's reports; empty while it does not run."""
     status, port = pod.get("status") or {}, (pod["metadata"].get("labels") or {}).get(LOADS_LABEL, "")
     ip = status.get("podIP")
-    if not ip or not may_have_requests(pod) or not port.isdecimal():
+    if not ip or not is_gateway_running(pod) or not port.isdecimal():
         return ""
     return join_host_port(ip, port)
 
@@ -115,15 +115,17 @@ async def _read(http: aiohttp.ClientSession, address: str) -> Loads | None:
     return await read_page(http, url, _LOADS_DECODER, timeout_s=_TIMEOUT_S, most_bytes=_MAX_BYTES)
 
 
-class BadStream(Exception):
+class DemandStreamInvalid(Exception):
     """The response is not a stream of messages."""
 
 
 # How a stream ends.
-BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, BadStream)
+BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, DemandStreamInvalid)
 
 
-async def messages(http: aiohttp.ClientSession, address: str, *, is_trusted: bool = True) -> AsyncGenerator[Demand]:
+async def stream_demand_reports(
+    http: aiohttp.ClientSession, address: str, *, is_trusted: bool = True
+) -> AsyncGenerator[Demand]:
     """Demand reports from ``address`` (``ip:port``). Lines may have changed servers alone; messages have all, and
     unchanged ones are the same objects as in the message before.
 
@@ -138,7 +140,7 @@ async def messages(http: aiohttp.ClientSession, address: str, *, is_trusted: boo
         answer = await http.get(url, timeout=timeout, allow_redirects=False, headers={"Accept-Encoding": "identity"})
     async with answer:
         if answer.status != HTTPStatus.OK or answer.headers.get("Content-Encoding", "identity") != "identity":
-            raise BadStream(f"the answer is {answer.status} {answer.reason}, or compressed")
+            raise DemandStreamInvalid(f"the answer is {answer.status} {answer.reason}, or compressed")
         rest = bytearray()
         state = _StreamState(is_trusted=is_trusted)
         while True:
@@ -163,17 +165,17 @@ class _StreamState:
         try:
             said = _DEMAND_DECODER.decode(line)
         except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
-            raise BadStream(f"a line is no message: {error}") from None
+            raise DemandStreamInvalid(f"a line is no message: {error}") from None
         whole = complete_status(said, self._last.get(said.slot) if self._is_trusted else None)
         if whole is None:
-            raise BadStream("a line does not go on from the one before")
+            raise DemandStreamInvalid("a line does not go on from the one before")
         # a process that does not answer has no servers in its line
         if whole.instance:
             if whole.slot not in self._last and len(self._last) >= _MOST_SLOTS:
-                raise BadStream(f"it tells of more than {_MOST_SLOTS} processes")
+                raise DemandStreamInvalid(f"it tells of more than {_MOST_SLOTS} processes")
             self._last[whole.slot], self._bytes[whole.slot] = whole, len(line)
             if not self._is_trusted and sum(self._bytes.values()) > self.longest:
-                raise BadStream(f"its processes together tell more than {self.longest} bytes")
+                raise DemandStreamInvalid(f"its processes together tell more than {self.longest} bytes")
         return whole
 
 
@@ -183,10 +185,10 @@ async def _read_line(content: aiohttp.StreamReader, rest: bytearray, longest: in
     while (end := rest.find(b"\n", searched)) < 0:
         searched = len(rest)
         if searched > longest:
-            raise BadStream(f"a line is longer than {longest} bytes")
+            raise DemandStreamInvalid(f"a line is longer than {longest} bytes")
         chunk = await content.readany()
         if not chunk:
-            raise BadStream("the stream has ended")
+            raise DemandStreamInvalid("the stream has ended")
         rest += chunk
     line = bytes(rest[:end])
     del rest[: end + 1]
@@ -224,7 +226,7 @@ class DemandFeed:
         """Address of each running gateway by key, those that are not read included."""
         return {key: address for key, pod in self._gateways().items() if (address := reports_address(pod))}
 
-    def gateways_changed(self, _key: str = "") -> None:
+    def on_gateways_changed(self, _key: str = "") -> None:
         """A gateway may have been added, changed or removed."""
         self._news.set()
 
@@ -264,7 +266,9 @@ class DemandFeed:
         has_spoken = True
         while True:
             try:
-                async with contextlib.aclosing(messages(http, address, is_trusted=self._trusts(key))) as stream:
+                async with contextlib.aclosing(
+                    stream_demand_reports(http, address, is_trusted=self._trusts(key))
+                ) as stream:
                     async for message in stream:
                         if not has_spoken:
                             log.info("gateway %s says again what its clients ask for", key)
@@ -324,13 +328,13 @@ class DemandRelay:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
 
-    async def once(self) -> bytes:
+    async def read_once(self) -> bytes:
         """A line of each process."""
         return b"".join(await asyncio.gather(*(self._first(one) for one in self._addresses)))
 
     async def _first(self, address: str) -> bytes:
         with contextlib.suppress(*BROKEN):
-            async with contextlib.aclosing(messages(self._http, address)) as stream:
+            async with contextlib.aclosing(stream_demand_reports(self._http, address)) as stream:
                 async for said in stream:
                     return _encoded(_with_slot(address, said))
         return _encoded(_silent(address))
@@ -338,7 +342,7 @@ class DemandRelay:
     async def _follow(self, address: str) -> None:
         while True:
             with contextlib.suppress(*BROKEN):
-                async with contextlib.aclosing(messages(self._http, address)) as stream:
+                async with contextlib.aclosing(stream_demand_reports(self._http, address)) as stream:
                     async for said in stream:
                         self._latest[address] = _with_slot(address, said)
                         self._news.set()

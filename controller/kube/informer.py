@@ -184,14 +184,14 @@ class Informer:
         """All objects by key, as last delivered. They must not be changed."""
         return self._store.objects
 
-    def silent_for_s(self) -> float | None:
+    def since_last_event_s(self) -> float | None:
         """Seconds since the last answer of the server, a bookmark included; None if there was none.
 
         Up to the timing's ``silence_s`` is normal where little changes; beyond it the copy may be stale.
         """
         return None if self._seen_at_s is None else asyncio.get_running_loop().time() - self._seen_at_s
 
-    def cut_off_for_s(self) -> float | None:
+    def disconnected_for_s(self) -> float | None:
         """Seconds since the server refused or a watch broke; None once data has arrived again, or none ever has."""
         if self._cut_off_at_s is None or self._seen_at_s is None:
             return None
@@ -352,7 +352,7 @@ class Index:
         self._keys: dict[str, set[str]] = {}
         informer.subscribe(self._changed)
 
-    def of(self, what: str) -> list[Object]:
+    def objects_with(self, what: str) -> list[Object]:
         """The objects with the index value ``what``, sorted by key."""
         found = (self._informer.get(key) for key in sorted(self._keys.get(what, ())))
         return [one for one in found if one is not None]

@@ -11,7 +11,7 @@ from msgspec import inspect
 from controller.api import statuses
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
-from controller.api.crds.schema import schema_of
+from controller.api.crds.schema import crd_schema
 from controller.api.model import Model, ModelTemplate, ModelTemplateStatus
 from controller.api.model_infer import ModelInfer, ModelInferRole
 from controller.api.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus
@@ -282,10 +282,10 @@ def _schema(kind: Kind) -> dict[str, Any]:
         name: {"type": "string", "description": description} for name, description in _NAMES.items()
     }
     properties["metadata"] = {"type": "object"}
-    properties["spec"] = schema_of(cast("inspect.StructType", spec.type).cls)
+    properties["spec"] = crd_schema(cast("inspect.StructType", spec.type).cls)
     if not kind.needs_spec:
         properties["spec"]["default"] = {}
-    properties["status"] = schema_of(kind.status)
+    properties["status"] = crd_schema(kind.status)
     if kind.conditions:
         del properties["status"]["description"]
         properties["status"]["properties"]["conditions"]["description"] = kind.conditions

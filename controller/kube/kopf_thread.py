@@ -18,7 +18,7 @@ import kopf
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from controller.kube.access import ClusterAccess
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Resource
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _PATIENCE_S: Final = 2.0
 _CLOSING_S: Final = 0.25
 
 
-class EndlessWaits:
+class EndlessBackoffs:
     """An endless sequence of waits between attempts: kopf stops an operator when the sequence ends."""
 
     def __iter__(self) -> Iterator[float]:
@@ -47,7 +47,7 @@ def operator_settings() -> kopf.OperatorSettings:
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    settings.networking.error_backoffs = EndlessWaits()
+    settings.networking.error_backoffs = EndlessBackoffs()
     settings.networking.request_timeout = 30.0
     settings.networking.connect_timeout = 5.0
     settings.watching.server_timeout = 290  # an API server reads no fractions
@@ -78,7 +78,7 @@ def login(access: ClusterAccess) -> kopf.ConnectionInfo:
 """Gets the kind and the key of an object that is new, has changed or is gone; called in kopf's thread."""
 
 
-def handlers(kinds: Iterable[Resource], access: ClusterAccess, enqueue: Enqueue) -> kopf.OperatorRegistry:
+def register_handlers(kinds: Iterable[Resource], access: ClusterAccess, enqueue: Enqueue) -> kopf.OperatorRegistry:
     """All handlers, for ``kopf.operator``."""
     registry = kopf.OperatorRegistry()
 
@@ -97,11 +97,11 @@ def _follow(kind: Resource, registry: kopf.OperatorRegistry, enqueue: Enqueue) -
         enqueue(kind.kind, f"{namespace}/{name}" if namespace else name)
 
 
-class HandlersEnded(Exception):
+class KopfEnded(Exception):
     """kopf's thread has ended by itself, which it never should."""
 
 
-class Handlers:
+class KopfOperator:
     """``run`` follows ``kinds`` (of ``namespace``, or of all); ``enqueue`` is called in the thread of the caller's
     loop.
     """
@@ -134,11 +134,11 @@ class Handlers:
                     await ended.wait()
             except TimeoutError:
                 log.warning("kopf's thread has not ended within %g s; it is left alone", _PATIENCE_S)
-        raise HandlersEnded("kopf's thread has ended") from operator.error
+        raise KopfEnded("kopf's thread has ended") from operator.error
 
     async def operate(self, operator: _Operator) -> None:
         """In kopf's thread."""
-        registry = handlers(self._kinds, self._access, operator.enqueue_outside(self._ring))
+        registry = register_handlers(self._kinds, self._access, operator.enqueue_outside(self._ring))
         await kopf.operator(
             registry=registry,
             settings=operator_settings(),
@@ -155,7 +155,7 @@ class Handlers:
 class _Operator:
     """One life of the thread."""
 
-    def __init__(self, owner: Handlers, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    def __init__(self, owner: KopfOperator, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         self.stop = threading.Event()
         self.closed = threading.Event()
         self.error: BaseException | None = None

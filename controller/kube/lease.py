@@ -58,7 +58,7 @@ def observe_lease(before: ObservedLease | None, lease: Object, now_s: float) -> 
     return ObservedLease(lease, now_s)
 
 
-def may_lead(sight: ObservedLease, identity: str, now_s: float) -> bool:
+def can_acquire_lease(sight: ObservedLease, identity: str, now_s: float) -> bool:
     """Whether ``identity`` may acquire the Lease: it holds it, the Lease has no holder, or the holder's renewal is
     overdue.
     """
@@ -219,14 +219,14 @@ class LeaderElection:
 
     async def _try(self) -> bool:
         clock = asyncio.get_running_loop().time
-        lease = await self._client.find(LEASES, self._name, self._namespace)
+        lease = await self._client.get_or_none(LEASES, self._name, self._namespace)
         wall = datetime.now(UTC)
         if lease is None:
             first = new_lease(self._name, self._namespace, self.identity, self._timing, wall)
             self._saw(await self._client.create(LEASES, first))
             return True
         self._sight = observe_lease(self._sight, lease, clock())
-        if not may_lead(self._sight, self.identity, clock()):
+        if not can_acquire_lease(self._sight, self.identity, clock()):
             return False
         self._saw(await self._client.replace(LEASES, acquire_lease(lease, self.identity, self._timing, wall)))
         return True

@@ -69,7 +69,7 @@ class ManagerMetrics:
             registry=self.registry,
         )
 
-    def follow_queue(self, depth: Callable[[], int], failing: Callable[[], int]) -> None:
+    def set_queue(self, depth: Callable[[], int], failing: Callable[[], int]) -> None:
         """The queue of the present term."""
         self._depth.set_function(depth)
         self._failing.set_function(failing)
@@ -79,7 +79,7 @@ class ManagerMetrics:
         self._looks.labels(kind, outcome).inc()
         self._seconds.labels(kind).observe(seconds)
 
-    def wrote(self, kind: str, verb: str) -> None:
+    def count_write(self, kind: str, verb: str) -> None:
         """One write has been answered."""
         self._writes.labels(kind, verb).inc()
 

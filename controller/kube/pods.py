@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAIN, DRAINING
-from controller.api.pod_shapes import quantity, requests_of
+from controller.api.pod_spec_checks import parse_quantity, resource_requests
 from controller.kube.informer import only, viewed, without
 from controller.kube.resources import key_of, seconds_of
 
@@ -126,7 +126,7 @@ def view_of(pod: Object) -> PodView:
         is_ready=is_ready,
         is_failing=not is_ready and any(map(_fails, _containers(status))),
         is_unschedulable=(conditions.get("PodScheduled") or {}).get("reason") in _NO_NODE,
-        requests=_shared((*requests_of(spec).items(), ("pods", 1.0))),
+        requests=_shared((*resource_requests(spec).items(), ("pods", 1.0))),
         cpu=_requested(spec, "cpu"),
         memory=_requested(spec, "memory"),
     )
@@ -144,7 +144,7 @@ def _shared(items: tuple[tuple[str, Value], ...]) -> Mapping[str, Value]:
 
 def _requested(spec: Mapping[str, Any], name: str) -> float:
     containers = spec.get("containers") or ()
-    amounts = [quantity(((one.get("resources") or {}).get("requests") or {}).get(name, 0)) for one in containers]
+    amounts = [parse_quantity(((one.get("resources") or {}).get("requests") or {}).get(name, 0)) for one in containers]
     return sum(amounts) if all(amounts) else 0.0
 
 

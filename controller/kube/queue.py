@@ -78,7 +78,7 @@ class WorkQueue(Generic[Key]):
             failing = self._failing.get(key)
             self._alarms.set(key, at_s if failing is None else max(at_s, failing.until_s))
 
-    def hasten(self, key: Key) -> None:
+    def skip_backoff(self, key: Key) -> None:
         """Reconcile ``key`` without waiting for its back-off, because the cause of its failure may be gone. A delay
         that the server requested (``Retry-After``) is kept.
         """

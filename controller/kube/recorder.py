@@ -27,7 +27,7 @@ _QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
 
 
-def event_of(
+def make_event(
     thing: Object, type_: Literal["Normal", "Warning"], *, reason: str, message: str, component: str
 ) -> Object:
     """An Event of ``thing``, to be created."""
@@ -66,14 +66,14 @@ class Recorder:
         # when an Event was last written, by the object's uid and its reason, and how many came since; the oldest go
         self._written: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
-    async def record(self, thing: Object, events: Iterable[KubeEvent]) -> None:
+    async def record_events(self, thing: Object, events: Iterable[KubeEvent]) -> None:
         """An Event that cannot be written is logged: nothing depends on it."""
         for one in events:
             left_out = self._left_out((thing["metadata"]["uid"], one.reason))
             if left_out is None:
                 continue
             message = f"{one.message} (and {left_out} more since the last such Event)" if left_out else one.message
-            event = event_of(thing, one.type, reason=one.reason, message=message, component=self._component)
+            event = make_event(thing, one.type, reason=one.reason, message=message, component=self._component)
             try:
                 await self._client.create(EVENTS, event)
                 self._counted(EVENTS.kind, "create")

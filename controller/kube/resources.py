@@ -169,7 +169,7 @@ DAEMON_SETS: Final = Resource("apps", "v1", "daemonsets", "DaemonSet")
 JOBS: Final = Resource("batch", "v1", "jobs", "Job")
 
 
-def selector(text: str) -> Matches:
+def parse_selector(text: str) -> Matches:
     """Whether labels match all terms of it; raises ValueError."""
     terms = [_term(one) for one in _terms(text)]
     return lambda labels: all(term(labels) for term in terms)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import aiohttp
 
 from controller.audit import caused_by
-from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_s, wall_s
+from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.executor import ObjectRefused
 from controller.kube.informer import without_managed_fields
 from controller.kube.plan import KubeEvent
 from controller.kube.pods import trimmed_pod
 from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
-from controller.models.agent_lists import AgentLists
+from controller.models.agent_model_lists import AgentModelLists
 from controller.models.kind_reconciler import GatewayLoads, KindReconciler, Loads, PodLoads, WorkKey
 from controller.models.model.model_state import ModelSettings
 from controller.models.model_infer_reconciler import ModelInferReconciler
@@ -73,7 +73,7 @@ class ModelController:
         decisions: DecisionFunctions,
         source: Source | None = None,
         loads: Loads | None = None,
-        clock: Callable[[], float] = wall_s,
+        clock: Callable[[], float] = wall_clock_s,
         shared: SharedInformers | None = None,
     ) -> None:
         self._client = client
@@ -81,13 +81,13 @@ class ModelController:
         self._metrics = metrics
         self._clock = clock
         self._loads = loads
-        self._lists: AgentLists | None = None
+        self._lists: AgentModelLists | None = None
         self._controller = Controller[WorkKey](
             client,
             self._reconcile,
             settings=settings,
             measured=lambda key, result, seconds: metrics.observe_reconcile(key.kind, result, seconds),
-            wrote=metrics.wrote,
+            wrote=metrics.count_write,
             shared=shared,
         )
         cache, enqueue = self._controller.cache, self._controller.enqueue_soon
@@ -117,12 +117,12 @@ class ModelController:
     async def run(self) -> None:
         """Run informers, sources and workers until cancelled. Raises what the source raises."""
         queue = self._controller.queue
-        self._metrics.follow_queue(lambda: queue.depth, lambda: queue.failing)
+        self._metrics.set_queue(lambda: queue.depth, lambda: queue.failing)
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http:
             if self._loads is None:
                 trusted = self._settings.gateway_namespaces
                 self._loads = GatewayLoads(http, self._gateways, self._infer_pods.get, trusted)
-            self._lists = AgentLists(http, self._infer_pods.get)
+            self._lists = AgentModelLists(http, self._infer_pods.get)
             await self._controller.run()
 
     def objects(self) -> tuple[Collection[Object], Collection[Object]]:
@@ -138,7 +138,7 @@ class ModelController:
 
     async def _reconcile(self, work: WorkKey) -> ReconcileResult:
         reconciler, expectations = self._reconcilers[work.kind], self._controller.expectations
-        left_s = expectations.left_s(work, loop_s())
+        left_s = expectations.remaining_wait_s(work, loop_clock_s())
         if left_s:
             return ReconcileResult("early", left_s)
         # an event was lost, or our copies are old: list the children again
@@ -189,7 +189,7 @@ class ModelController:
             raise
         if plan.status is not None:
             await self._controller.write_status(work, reconciler.resource, thing, plan.status)
-        await self._controller.record(thing, plan.events)
+        await self._controller.record_events(thing, plan.events)
 
     async def _report_failure(
         self,
@@ -202,11 +202,11 @@ class ModelController:
         before = thing.get("status") or {}
         failed = reconciler.status_of_failure(status, before, reason=event.reason, message=event.message)
         await self._controller.write_status(work, reconciler.resource, thing, failed)
-        await self._controller.record(thing, [event])
+        await self._controller.record_events(thing, [event])
 
     async def _fetch(self, reconciler: KindReconciler, key: str) -> Object | None:
         namespace, name = split_key(key)
-        found = await self._client.find(reconciler.resource, name, namespace)
+        found = await self._client.get_or_none(reconciler.resource, name, namespace)
         return None if found is None else without_managed_fields(found)
 
     async def _ask(self, kind: str, pods: frozenset[str]) -> PodLoads:
@@ -214,8 +214,8 @@ class ModelController:
         if not pods or self._loads is None or self._lists is None:
             return PodLoads(pods)
         if kind == MODELS.kind:
-            return PodLoads(pods, models=await self._lists.ask(pods))
-        return PodLoads(pods, await self._loads.ask(pods))
+            return PodLoads(pods, models=await self._lists.fetch(pods))
+        return PodLoads(pods, await self._loads.fetch(pods))
 
     def _on_change(self, reconciler: KindReconciler) -> Callable[[str], None]:
         def changed(key: str) -> None:

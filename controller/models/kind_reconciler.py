@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from controller.kube.gateway_reports import loads_by_pod, may_have_requests
+from controller.kube.gateway_reports import is_gateway_running, loads_by_pod
 from controller.kube.resources import Object, Resource, split_key
 from controller.models.model.model_state import ReportedModel
 from controller.models.model_infer.model_infer_state import PodLoad
@@ -77,7 +77,7 @@ class KindReconciler(Protocol):
 class Loads(Protocol):
     """A source of loads."""
 
-    async def ask(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
+    async def fetch(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
         """Loads by the keys of pods, without those of unknown load. Returns within a few seconds, and never raises."""
 
 
@@ -100,7 +100,7 @@ class GatewayLoads:
         self._pod = pod
         self._trusted = trusted
 
-    async def ask(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
+    async def fetch(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
         """Ask the gateways for the loads of these pods, by key."""
         known = {key: one for key in pods if (one := self._pod(key)) is not None}
         if not known or not self._gateways.synced.is_set():
@@ -124,5 +124,5 @@ class GatewayLoads:
                 own.append(one)
         found = [*everywhere, *own]
         # gateways that are not trusted may still have requests under way, if they run at all
-        is_unknown = not found and any(map(may_have_requests, self._gateways.objects.values()))
+        is_unknown = not found and any(map(is_gateway_running, self._gateways.objects.values()))
         return None if is_unknown or len(own) > _MOST_OWN else found

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from controller.api.statuses import ModelStatus
 from controller.kube.informer import owner_key
-from controller.kube.pages import MetricFamily, labels_of
+from controller.kube.metrics_and_health import MetricFamily, escape_labels
 from controller.kube.resources import MODELS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ModelMetrics(Collector):
         self.objects: Callable[[], Objects] = lambda: _NONE
         registry.register(self)
 
-    def follow(self, objects: Callable[[], Objects] = lambda: _NONE) -> None:
+    def set_objects_source(self, objects: Callable[[], Objects] = lambda: _NONE) -> None:
         """Those of the present term; without an argument: none, as another replica leads."""
         self.objects = objects
 
@@ -52,13 +52,13 @@ class ModelMetrics(Collector):
             if kind == MODELS.kind:
                 wanted[owner] = wanted.get(owner, 0) + int(one["spec"].get("replicas", 1))
         keys = {_key(one): one.get("status") or {} for one in list(models)}
-        labels = {key: labels_of(_MODEL, key) for key in keys}
+        labels = {key: escape_labels(_MODEL, key) for key in keys}
         yield MetricFamily(
             "attache_model_phase",
             "1 for the phase of the Model, 0 for the others; no series before it has one",
             "gauge",
             [
-                (labels_of((*_MODEL, "phase"), (*key, phase)), float(phase == status["phase"]))
+                (escape_labels((*_MODEL, "phase"), (*key, phase)), float(phase == status["phase"]))
                 for key, status in keys.items()
                 if "phase" in status
                 for phase in _PHASES

@@ -32,7 +32,7 @@ from controller.kube.resources import (
 from controller.models.kind_reconciler import WorkKey
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import ModelInferState, PodGroups
-from controller.models.model_infer.status import summarized
+from controller.models.model_infer.status import add_summary
 from controller.models.node_capacity import LostNodes, node_capacities, not_ready_since_s, trimmed_node
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ OWNED: Final = (PODS, SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES, *POD_GR
 _SOON_S: Final = 0.5
 
 
-class Crash(msgspec.Struct, frozen=True):
+class ContainerCrash(msgspec.Struct, frozen=True):
     """A container that has ended badly. ``is_over``: it has been started again since, so the log is the previous
     one's.
     """
@@ -82,14 +82,14 @@ class LogTails:
         self._client = client
         self._read = read
         # the oldest go; None: being read
-        self._known: OrderedDict[Crash, str | None] = OrderedDict()
-        self._wanted: asyncio.Queue[tuple[Crash, Object]] = asyncio.Queue(_REMEMBERED)
+        self._known: OrderedDict[ContainerCrash, str | None] = OrderedDict()
+        self._wanted: asyncio.Queue[tuple[ContainerCrash, Object]] = asyncio.Queue(_REMEMBERED)
 
-    def of(self, pods: Iterable[Object]) -> dict[str, str]:
+    def tails_of_crashed(self, pods: Iterable[Object]) -> dict[str, str]:
         """Log tails by the key of pods with crashed containers, as far as they have been read."""
         found: dict[str, str] = {}
         for pod in pods:
-            crash = crash_of(pod)
+            crash = last_crash(pod)
             if crash is None:
                 continue
             if crash not in self._known and not self._wanted.full():
@@ -116,7 +116,7 @@ class LogTails:
                 self._known[crash] = tail
                 self._read(pod)
 
-    async def _tail(self, crash: Crash) -> str:
+    async def _tail(self, crash: ContainerCrash) -> str:
         try:
             return await self._client.log_tail(
                 crash.pod, crash.container, previous=crash.is_over, lines=_LINES, most_bytes=_BYTES
@@ -126,14 +126,14 @@ class LogTails:
             return ""
 
 
-def crash_of(pod: Object) -> Crash | None:
+def last_crash(pod: Object) -> ContainerCrash | None:
     """The last crash of the first container that has crashed and is not well again."""
     status = pod.get("status") or {}
     for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         if not one.get("ready") and any(_is_crash(state) for state in _ended(one)):
             is_over = not _is_crash((one.get("state") or {}).get("terminated") or {})
             restarts = int(one.get("restartCount") or 0)
-            return Crash(key_of(pod), pod["metadata"]["uid"], one["name"], restarts, is_over)
+            return ContainerCrash(key_of(pod), pod["metadata"]["uid"], one["name"], restarts, is_over)
     return None
 
 
@@ -192,7 +192,7 @@ class ModelInferReconciler:
         self, planned: Mapping[str, Any] | None, before: Mapping[str, Any], *, reason: str, message: str
     ) -> Mapping[str, Any]:
         failed = with_failure(planned, before, "Degraded", "True", reason=reason, message=message)
-        return summarized(failed)
+        return add_summary(failed)
 
     def keys_to_reconcile(self, kind: str, key: str) -> Sequence[WorkKey]:
         if kind == MODEL_INFERS.kind:
@@ -203,13 +203,16 @@ class ModelInferReconciler:
 
     def cached_children(self, thing: Object) -> Owned:
         metadata = thing["metadata"]
-        return {one: index.of(f"{metadata['namespace']}/{metadata['uid']}") for one, index in self._indexes.items()}
+        return {
+            one: index.objects_with(f"{metadata['namespace']}/{metadata['uid']}")
+            for one, index in self._indexes.items()
+        }
 
     async def list_children(self, thing: Object) -> Owned:
         metadata = thing["metadata"]
         found: dict[Resource, list[Object]] = {}
         for one, informer in self._informers.items():
-            if not self._cache.serves(informer):
+            if not self._cache.is_synced(informer):
                 continue
             listed = await self._client.list(one, metadata["namespace"], labels=names.MODEL_INFER)
             lean = _TRANSFORMS.get(one, without_managed_fields)
@@ -230,22 +233,22 @@ class ModelInferReconciler:
             revisions=owned.get(CONTROLLER_REVISIONS, ()),
             pod_groups=[each for one in POD_GROUPS for each in owned.get(one, ())],
             role_scales=owned.get(MODEL_INFER_ROLES, ()),
-            lost_nodes=self._lost.lost_of({name for one in pods if (name := _node_of(one))}, now_s),
+            lost_nodes=self._lost.lost_since({name for one in pods if (name := _node_of(one))}, now_s),
             node_capacities=None
             if everything is None
             else node_capacities(self._nodes.objects.values(), (one["view"] for one in everything.objects.values())),
             loads=pod_loads.loads,
             loads_asked_of=pod_loads.pods,
-            log_tails=self.log_tails.of(pods),
+            log_tails=self.log_tails.tails_of_crashed(pods),
             gang=gang,
         )
         return self._decide(observed, now_s)
 
     def _gang(self) -> PodGroups:
         return PodGroups(
-            volcano=self._cache.serves(self._informers[VOLCANO_POD_GROUPS]),
-            scheduler_plugins=self._cache.serves(self._informers[SCHEDULER_POD_GROUPS]),
-            kueue=self._cache.serves(self._queues),
+            volcano=self._cache.is_synced(self._informers[VOLCANO_POD_GROUPS]),
+            scheduler_plugins=self._cache.is_synced(self._informers[SCHEDULER_POD_GROUPS]),
+            kueue=self._cache.is_synced(self._queues),
         )
 
     def _all_pods(self) -> Informer:
@@ -278,7 +281,7 @@ class ModelInferReconciler:
         else:
             self._was_ready[name] = is_ready
         if was_ready != is_ready:
-            for pod in self._on_node.of(name):
+            for pod in self._on_node.objects_with(name):
                 self._pod_changed(pod)
 
 

@@ -113,23 +113,25 @@ class ModelReconciler:
         if kind == CLUSTER_SERVING_RUNTIMES.kind or (kind == MODEL_TEMPLATES.kind and namespace == self._shared):
             return [WorkKey(MODELS.kind, one) for one in self.informer.objects]
         if kind in {SERVING_RUNTIMES.kind, MODEL_TEMPLATES.kind}:
-            return [_work(one) for one in self._in_namespace.of(str(namespace))]
+            return [_work(one) for one in self._in_namespace.objects_with(str(namespace))]
         return []
 
     def cached_children(self, thing: Object) -> Owned:
         namespace = thing["metadata"]["namespace"]
         found: dict[Resource, Sequence[Object]] = {
-            one: [each for each in index.of(namespace) if _is_about(each, thing)]
+            one: [each for each in index.objects_with(namespace) if _is_about(each, thing)]
             for one, index in self._by_namespace.items()
         }
-        found[PODS] = [each for index in self._pods for each in index.of(f"{namespace}/{thing['metadata']['name']}")]
+        found[PODS] = [
+            each for index in self._pods for each in index.objects_with(f"{namespace}/{thing['metadata']['name']}")
+        ]
         return found
 
     async def list_children(self, thing: Object) -> Owned:
         metadata = thing["metadata"]
         found: dict[Resource, Sequence[Object]] = {}
         for one, informer in self._children.items():
-            if self._cache.serves(informer):
+            if self._cache.is_synced(informer):
                 chosen = MODEL if one in _EVERYBODYS else ""
                 listed = await self._client.list(one, metadata["namespace"], labels=chosen)
                 found[one] = [without_managed_fields(each) for each in listed.items if _is_about(each, thing)]
@@ -141,17 +143,17 @@ class ModelReconciler:
         namespace = thing["metadata"]["namespace"]
         observed = ModelState(
             thing=thing,
-            runtimes=self._runtimes.of(namespace),
+            runtimes=self._runtimes.objects_with(namespace),
             cluster_runtimes=list(self._cluster_runtimes.objects.values()),
-            templates=self._templates.of(namespace),
-            shared_templates=self._templates.of(self._shared),
+            templates=self._templates.objects_with(namespace),
+            shared_templates=self._templates.objects_with(self._shared),
             children=list(itertools.chain.from_iterable(owned.get(one, ()) for one in CHILDREN)),
             pods=owned.get(PODS, ()),
             gateways=sorted(
                 (one for one in self._gateways.objects.values() if _namespace(one) in (*self._serves, namespace)),
                 key=_worth,
             ),
-            policies=self._by_namespace[AUTOSCALING_POLICIES].of(namespace),
+            policies=self._by_namespace[AUTOSCALING_POLICIES].objects_with(namespace),
             lists=pod_loads.models,
             settings=self._settings,
         )
@@ -165,7 +167,7 @@ class ModelReconciler:
     def _child_changed(self, namespace: str, key: str) -> None:
         """Also of what has such a name and is not ours: it may have made room."""
         _, name = split_key(key)
-        for thing in self._in_namespace.of(namespace):
+        for thing in self._in_namespace.objects_with(namespace):
             if name.startswith(thing["metadata"]["name"]):
                 self._enqueue(_work(thing))
 
@@ -174,7 +176,9 @@ class ModelReconciler:
             self._enqueue(WorkKey(MODELS.kind, model))
 
     def _all_in(self, namespace: str, _: str) -> None:
-        things = self.informer.objects.values() if namespace == self._shared else self._in_namespace.of(namespace)
+        things = (
+            self.informer.objects.values() if namespace == self._shared else self._in_namespace.objects_with(namespace)
+        )
         for thing in things:
             self._enqueue(_work(thing))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from controller.api.pod_shapes import quantity
+from controller.api.pod_spec_checks import parse_quantity
 from controller.kube.informer import only, without
 from controller.models.model_infer.model_infer_state import NodeCapacity
 
@@ -68,7 +68,7 @@ class LostNodes:
         self._node = node
         self._gone_since_s: dict[str, float] = {}
 
-    def lost_of(self, names: Iterable[str], now_s: float) -> dict[str, float]:
+    def lost_since(self, names: Iterable[str], now_s: float) -> dict[str, float]:
         """Of these nodes, those that are not ready or gone."""
         found: dict[str, float] = {}
         for name in names:
@@ -91,7 +91,7 @@ def _takes_pods(node: Object) -> bool:
 
 def _capacity_of(node: Object, taken: Mapping[str, float]) -> NodeCapacity:
     allocatable = (node.get("status") or {}).get("allocatable") or {}
-    free = {name: quantity(amount) - taken.get(name, 0.0) for name, amount in allocatable.items()}
+    free = {name: parse_quantity(amount) - taken.get(name, 0.0) for name, amount in allocatable.items()}
     return NodeCapacity(
         name=node["metadata"]["name"],
         free=free,

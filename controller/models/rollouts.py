@@ -68,7 +68,7 @@ class RolloutView(msgspec.Struct, frozen=True, rename="camel"):
     message: str
 
 
-class RolloutsAnswer(msgspec.Struct, frozen=True, rename="camel"):
+class RolloutsPage(msgspec.Struct, frozen=True, rename="camel"):
     """The first of ``model_count`` Models and ``rollout_count`` ModelInfers: those with faults, then those that
     change.
     """
@@ -79,7 +79,7 @@ class RolloutsAnswer(msgspec.Struct, frozen=True, rename="camel"):
     rollouts: tuple[RolloutView, ...]
 
 
-def rollouts_answer(objects: Objects, find: str = "") -> RolloutsAnswer:
+def rollouts_page(objects: Objects, find: str = "") -> RolloutsPage:
     """``find``: a part of the key of a Model or ModelInfer, or of its Model's."""
     text = find.lower()
     models, infers = (list(one) for one in objects)
@@ -88,7 +88,7 @@ def rollouts_answer(objects: Objects, find: str = "") -> RolloutsAnswer:
     changing = [
         (_rollout_rank(one), _key(one), one) for one in infers if text in _key(one) or text in (_model_of(one) or "")
     ]
-    return RolloutsAnswer(
+    return RolloutsPage(
         len(found),
         tuple(_model(key, one) for _, key, one in nsmallest(_MOST, found, key=_order)),
         len(changing),
@@ -96,14 +96,14 @@ def rollouts_answer(objects: Objects, find: str = "") -> RolloutsAnswer:
     )
 
 
-def routes(objects: Callable[[], Objects], leads: Callable[[], bool]) -> Sequence[web.RouteDef]:
+def rollout_page_routes(objects: Callable[[], Objects], leads: Callable[[], bool]) -> Sequence[web.RouteDef]:
     """``objects``: Models and ModelInfers of the present term. ``leads``: whether this replica has any."""
 
     async def show(request: web.Request) -> web.Response:
         if not leads():
             return web.Response(status=503, text="this replica does not lead; ask the one that the Lease names\n")
         # thousands of objects would block the event loop too long
-        found = await asyncio.to_thread(rollouts_answer, objects(), request.query.get("find", "")[:_MOST_FIND])
+        found = await asyncio.to_thread(rollouts_page, objects(), request.query.get("find", "")[:_MOST_FIND])
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     return [web.get(ROLLOUTS_PATH, show)]

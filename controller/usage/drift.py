@@ -33,7 +33,7 @@ _SMOOTHING: Final = 0.5
 _MOST_BUCKETS: Final = 100_000
 
 
-class Periods(msgspec.Struct, frozen=True):
+class ComparedPeriods(msgspec.Struct, frozen=True):
     """In seconds since 1970: ``before`` to before ``start``, and that to before ``end``."""
 
     before: int
@@ -41,7 +41,7 @@ class Periods(msgspec.Struct, frozen=True):
     end: int
 
 
-class Drift(msgspec.Struct, frozen=True):
+class ColumnDrift(msgspec.Struct, frozen=True):
     """One column of one group. ``names``: by dimension. ``requests_before``, ``requests``: of both periods.
     ``usual_before``, ``usual``: the upper bound of the bucket with the median, or the most frequent kind.
     """
@@ -71,13 +71,13 @@ def psi(before: Mapping[Any, int], now: Mapping[Any, int]) -> float:
     return sum((p - q) * math.log(p / q) for q, p in shares)
 
 
-def drifts(
-    connection: sa.Connection, periods: Periods, groups: Sequence[str], *, least: int
-) -> tuple[list[Drift], int]:
+def find_drift(
+    connection: sa.Connection, periods: ComparedPeriods, groups: Sequence[str], *, least: int
+) -> tuple[list[ColumnDrift], int]:
     """The largest first, of groups with at least ``least`` requests in both periods; and how many groups have fewer.
     Requests that extproc refused are left out. Raises SQLAlchemyError.
     """
-    found: list[Drift] = []
+    found: list[ColumnDrift] = []
     small = set[tuple[str, ...]]()
     for column in (*_NUMBERS, *_KINDS):
         for names, (before, now) in _histograms(connection, periods, groups, column).items():
@@ -89,13 +89,15 @@ def drifts(
                 continue
             usual_before, usual = (_usual(one, is_number=column in _NUMBERS) for one in (before, now))
             group = dict(zip(groups, names, strict=True))
-            found.append(Drift(group, column, requests_before, requests_now, usual_before, usual, psi(before, now)))
+            found.append(
+                ColumnDrift(group, column, requests_before, requests_now, usual_before, usual, psi(before, now))
+            )
     found.sort(key=lambda one: (-one.psi, tuple(one.names.values()), one.column))
     return found, len(small)
 
 
 def _histograms(
-    connection: sa.Connection, periods: Periods, groups: Sequence[str], column: str
+    connection: sa.Connection, periods: ComparedPeriods, groups: Sequence[str], column: str
 ) -> Mapping[tuple[str, ...], tuple[dict[Any, int], dict[Any, int]]]:
     """By the names of each group: requests by bucket, before and of late."""
     value = requests.c[column]
@@ -133,7 +135,7 @@ def _usual(counts: Mapping[Any, int], *, is_number: bool) -> str:
     return ""
 
 
-def cells(found: Sequence[Drift], groups: Sequence[str]) -> Iterator[list[str]]:
+def drift_table(found: Sequence[ColumnDrift], groups: Sequence[str]) -> Iterator[list[str]]:
     """A table: a header, and a line for each."""
     yield [*groups, "column", "requests_before", "requests", "usual_before", "usual", "psi", "verdict"]
     for one in found:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.usage.rows import BadLine, row_of
-from controller.usage.store import BadBatch, StoreAway
+from controller.usage.rows import BadLine, parse_usage_line
+from controller.usage.store import BadBatch, StoreUnavailable
 from extproc.failures import Backoff
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from controller.usage.follow import Batch, LeftLines, LogFollower, Position, Rotation
+    from controller.usage.log_follower import LogBatch, LogFollower, LogPosition, LogRotation, OwnLogReader
     from controller.usage.rows import UsageRow
-    from controller.usage.store import Sink
+    from controller.usage.store import UsageSink
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _MARK_EVERY_S: Final = 60.0
 _FLUSH_S: Final = 4.0
 
 
-class Counts:
+class IngestCounters:
     """What the metrics show. Written by one thread, read by others: each value by itself is right."""
 
     def __init__(self) -> None:
@@ -65,13 +65,13 @@ class Ingest:
     def __init__(
         self,
         follower: LogFollower,
-        open_sink: Callable[[], Sink],
+        open_sink: Callable[[], UsageSink],
         *,
         wall: Callable[[], float],
         keep_requests_s: float,
         keep_rollups_s: float,
-        left: LeftLines | None = None,
-        rotation: Rotation | None = None,
+        left: OwnLogReader | None = None,
+        rotation: LogRotation | None = None,
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         """``open_sink``: raises StoreAway and OSError, upon which it is called again later, and StoreError. ``wall``:
@@ -80,8 +80,8 @@ class Ingest:
         """
         self._follower = follower
         self._open_sink = open_sink
-        self._sink: Sink | None = None
-        counts = self.counts = Counts()
+        self._sink: UsageSink | None = None
+        counts = self.counts = IngestCounters()
         self._wall = wall
         self._keep_requests_s = keep_requests_s
         self._keep_rollups_s = keep_rollups_s
@@ -128,7 +128,7 @@ class Ingest:
             if not 0 <= now_s - self._pruned_at_s <= _PRUNE_EVERY_S:
                 self._kept_since_s = sink.prune(now_s, self._keep_requests_s, self._keep_rollups_s)
                 self._pruned_at_s = now_s
-        except (StoreAway, BadBatch, OSError) as error:
+        except (StoreUnavailable, BadBatch, OSError) as error:
             return self._failed(error, now_s)
         self._report_bad_lines(now_s)
         if self._backoff.pause_s:
@@ -145,15 +145,15 @@ class Ingest:
         if self._sink is not None:
             self._sink.close()
 
-    def _open(self) -> Sink:
+    def _open(self) -> UsageSink:
         if self._sink is None:
             sink = self._open_sink()
-            self._kept = sink.position()
+            self._kept = sink.read_position()
             self._follower.rewind(self._kept)
             self._sink = sink
         return self._sink
 
-    def _move(self, sink: Sink) -> bool:
+    def _move(self, sink: UsageSink) -> bool:
         """Whether there was something to move."""
         counts = self.counts
         try:
@@ -169,27 +169,27 @@ class Ingest:
             counts.kept_until_s = self._wall()
         return batch is not None
 
-    def _move_left(self, sink: Sink) -> bool:
+    def _move_left(self, sink: UsageSink) -> bool:
         """The same for lines of extproc's, which have no position."""
         batch = None if self._left is None else self._left.read()
         if self._left is None or batch is None:
             return False
         at = (self._kept,) * len(batch.lines)
         self._keep(sink, msgspec.structs.replace(batch, ends=at, after=self._kept), is_left=True)
-        self._left.keep(batch)
+        self._left.mark_stored(batch)
         return True
 
-    def _keep(self, sink: Sink, batch: Batch, *, is_left: bool = False) -> None:
+    def _keep(self, sink: UsageSink, batch: LogBatch, *, is_left: bool = False) -> None:
         now_s = self._wall()
         oldest_s = now_s - self._keep_requests_s
         if self._kept_since_s is not None:
             oldest_s = min(oldest_s, self._kept_since_s)
-        rows: list[tuple[UsageRow, Position]] = []
+        rows: list[tuple[UsageRow, LogPosition]] = []
         bad, late = batch.torn, 0
         reason = "it has no end" if batch.torn else ""
         for line, end in zip(batch.lines, batch.ends, strict=True):
             try:
-                row = row_of(line, now_s)
+                row = parse_usage_line(line, now_s)
             except BadLine as error:
                 bad, reason = bad + 1, str(error)
                 continue
@@ -211,7 +211,7 @@ class Ingest:
         self._count_bad(bad, reason)
 
     def _write(
-        self, sink: Sink, rows: Sequence[tuple[UsageRow, Position]], after: Position, until_s: float | None
+        self, sink: UsageSink, rows: Sequence[tuple[UsageRow, LogPosition]], after: LogPosition, until_s: float | None
     ) -> None:
         """Keep rows; of rows that the store refuses, those alone are lost."""
         kept = [row for row, _ in rows]
@@ -219,7 +219,7 @@ class Ingest:
             new = self._store(sink, kept, after, until_s)
         except BadBatch as error:
             if not rows:
-                raise StoreAway(str(error)) from error
+                raise StoreUnavailable(str(error)) from error
             if len(rows) == 1:
                 self._store(sink, (), after, until_s)
                 self._count_bad(1, f"the store refuses it: {error}")
@@ -232,7 +232,7 @@ class Ingest:
         self.counts.duplicates += len(kept) - len(new)
 
     def _store(
-        self, sink: Sink, rows: Sequence[UsageRow], after: Position, until_s: float | None
+        self, sink: UsageSink, rows: Sequence[UsageRow], after: LogPosition, until_s: float | None
     ) -> Sequence[UsageRow]:
         new = sink.write(rows, self._kept, after, until_s)
         self._kept = after
@@ -252,7 +252,7 @@ class Ingest:
             self._unreported = 0
             self._reported_at_s = now_s
 
-    def _report_rotation(self, rotation: Rotation) -> None:
+    def _report_rotation(self, rotation: LogRotation) -> None:
         if rotation.is_refused and not self._is_refused:
             log.warning("Envoy does not open its log again: nobody answers at --envoy-admin; it is asked until it does")
         self._is_refused = rotation.is_refused

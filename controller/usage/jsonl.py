@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.usage.follow import Position
-from controller.usage.store import StoreAway, StoreError
+from controller.usage.log_follower import LogPosition
+from controller.usage.store import StoreError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +27,12 @@ _DAY_FILE: Final = "requests-%Y-%m-%d.jsonl"
 
 
 class _State(msgspec.Struct, frozen=True):
-    position: Position = Position()
+    position: LogPosition = LogPosition()
     # of files that may be written to again
     lengths: dict[str, int] = {}
 
 
-class JsonLines:
+class JsonLinesStore:
     """A Sink. One process writes to a directory."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,14 +52,14 @@ class JsonLines:
         except msgspec.DecodeError as error:
             raise StoreError(f"{self._state_file} is broken ({error}); restore it, or name another directory") from None
         except OSError as error:
-            raise StoreAway(f"{folder}: {error}") from error
+            raise StoreUnavailable(f"{folder}: {error}") from error
 
-    def position(self) -> Position:
+    def read_position(self) -> LogPosition:
         """Behind the last line whose row is kept."""
         return self._state.position
 
     def write(
-        self, rows: Sequence[UsageRow], before: Position, after: Position, until_s: float | None = None
+        self, rows: Sequence[UsageRow], before: LogPosition, after: LogPosition, until_s: float | None = None
     ) -> Sequence[UsageRow]:
         """As Sink says; nobody reads ``until_s`` here."""
         del until_s
@@ -81,7 +81,7 @@ class JsonLines:
             _write(draft, msgspec.json.encode(state))
             draft.rename(self._state_file)
         except OSError as error:
-            raise StoreAway(f"{self._folder}: {error}") from error
+            raise StoreUnavailable(f"{self._folder}: {error}") from error
         self._state = state
         self._is_clean = True
         return rows
@@ -109,7 +109,7 @@ class JsonLines:
             for name in old:
                 (self._folder / name).unlink(missing_ok=True)
         except OSError as error:
-            raise StoreAway(f"{self._folder}: {error}") from error
+            raise StoreUnavailable(f"{self._folder}: {error}") from error
         # a length of a file that is not there is harmless: the next position leaves it out
         for name in old:
             del self._state.lengths[name]

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from controller.usage.ingest import Counts
+    from controller.usage.ingest import IngestCounters
 
 
-class UsageSeries(Collector):
+class UsageMetrics(Collector):
     """Series of an Ingest."""
 
-    def __init__(self, counts: Counts, wall: Callable[[], float]) -> None:
+    def __init__(self, counts: IngestCounters, wall: Callable[[], float]) -> None:
         """``wall``: seconds since 1970."""
         self._counts = counts
         self._wall = wall

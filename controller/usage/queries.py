@@ -96,24 +96,24 @@ class UsageReport(msgspec.Struct, frozen=True):
     next_offset: int | None
 
 
-def query_of(parameters: Mapping[str, Sequence[str]], now_s: float) -> Query:
+def parse_query(parameters: Mapping[str, Sequence[str]], now_s: float) -> Query:
     """A Query of the parameters of ``GET /v1/usage``; raises BadQuery. Without times: today, in the zone."""
     for name in parameters:
         if name not in _PARAMETERS:
             raise BadQuery(name[:40], f"is unknown; write some of {', '.join(_PARAMETERS)}")
-    zone_name = one_of(parameters, "tz", "UTC")
+    zone_name = single_value(parameters, "tz", "UTC")
     zone = checked_zone(zone_name)
     midnight = datetime.fromtimestamp(now_s, zone).replace(hour=0, minute=0, second=0, microsecond=0)
-    start = instant("start", one_of(parameters, "start", ""), zone, default=midnight.timestamp())
-    end = instant("end", one_of(parameters, "end", ""), zone, default=now_s)
+    start = parse_instant("start", single_value(parameters, "start", ""), zone, default=midnight.timestamp())
+    end = parse_instant("end", single_value(parameters, "end", ""), zone, default=now_s)
     if end >= int(now_s):
         # extend to the end of today, so that the query is aligned and can use sums
-        end = max(end, bounds("day", int(now_s), zone)[1])
-    wanted = names_in("group_by", parameters.get("group_by", ()), (*WIDTHS, *GROUPS))
+        end = max(end, interval_bounds("day", int(now_s), zone)[1])
+    wanted = parse_names("group_by", parameters.get("group_by", ()), (*WIDTHS, *GROUPS))
     widths = [name for name in WIDTHS if name in wanted]
     if len(widths) > 1:
         raise BadQuery("group_by", f"takes one of {', '.join(WIDTHS)}")
-    return checked(
+    return check_query(
         Query(
             start=start,
             end=end,
@@ -121,13 +121,13 @@ def query_of(parameters: Mapping[str, Sequence[str]], now_s: float) -> Query:
             zone=zone_name,
             groups=tuple(name for name in GROUPS if name in wanted),
             filters=tuple((name, tuple(parameters[name])) for name in GROUPS if parameters.get(name)),
-            limit=number_of(parameters, "limit", DEFAULT_ROWS, most=MOST_ROWS, least=1),
-            offset=number_of(parameters, "page", 0, most=_LAST_PAGE, least=0),
+            limit=parse_number(parameters, "limit", DEFAULT_ROWS, most=MOST_ROWS, least=1),
+            offset=parse_number(parameters, "page", 0, most=_LAST_PAGE, least=0),
         )
     )
 
 
-def names_in(parameter: str, texts: Sequence[str], known: Sequence[str]) -> list[str]:
+def parse_names(parameter: str, texts: Sequence[str], known: Sequence[str]) -> list[str]:
     """Those that ``texts`` list, with commas between them; raises BadQuery for one that is not ``known``."""
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     for name in names:
@@ -136,7 +136,7 @@ def names_in(parameter: str, texts: Sequence[str], known: Sequence[str]) -> list
     return names
 
 
-def checked(query: Query) -> Query:
+def check_query(query: Query) -> Query:
     """``query``, if it is bounded; raises BadQuery."""
     if query.end <= query.start:
         raise BadQuery("end", "is not after start")
@@ -170,7 +170,7 @@ def checked_zone(name: str) -> tzinfo:
         raise BadQuery("tz", str(error)) from None
 
 
-def instant(parameter: str, text: str, zone: tzinfo, *, default: float) -> int:
+def parse_instant(parameter: str, text: str, zone: tzinfo, *, default: float) -> int:
     """Whole seconds since 1970: of such a number, or of a date or a time in ISO 8601, in ``zone`` if it has none."""
     if not text:
         return round(default)
@@ -192,7 +192,7 @@ def _possible(at: int) -> int:
     return at
 
 
-def one_of(parameters: Mapping[str, Sequence[str]], name: str, default: str) -> str:
+def single_value(parameters: Mapping[str, Sequence[str]], name: str, default: str) -> str:
     """The value of a parameter that may be there once; raises BadQuery."""
     values = parameters.get(name, ())
     if len(values) > 1:
@@ -200,9 +200,9 @@ def one_of(parameters: Mapping[str, Sequence[str]], name: str, default: str) -> 
     return values[0] if values else default
 
 
-def number_of(parameters: Mapping[str, Sequence[str]], name: str, default: int, *, least: int, most: int) -> int:
+def parse_number(parameters: Mapping[str, Sequence[str]], name: str, default: int, *, least: int, most: int) -> int:
     """The number of such a parameter; raises BadQuery."""
-    text = one_of(parameters, name, "")
+    text = single_value(parameters, name, "")
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
@@ -213,14 +213,14 @@ def number_of(parameters: Mapping[str, Sequence[str]], name: str, default: int, 
 def intervals(query: Query) -> Iterator[tuple[int, int]]:
     """Start and end of each interval of a query with a width, in order; the first may begin before its start."""
     zone, width = zone_of(query.zone), query.width or "day"
-    at = bounds(width, query.start, zone)[0]
+    at = interval_bounds(width, query.start, zone)[0]
     while at < query.end:
-        start, end = bounds(width, at, zone)
+        start, end = interval_bounds(width, at, zone)
         yield start, end
         at = end
 
 
-def bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
+def interval_bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
     """Of the minute, hour or day of ``at``. A day has as many hours as clocks give it."""
     if width == "day":
         window = window_of(at, "Day", zone)
@@ -231,7 +231,7 @@ def bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
     return start, start + seconds
 
 
-def parts_of(query: Query) -> tuple[TablePart, ...]:
+def choose_tables(query: Query) -> tuple[TablePart, ...]:
     """The smallest tables that answer exactly: sums by day, by hour with rows of what is before and after whole hours,
     or the rows themselves.
     """
@@ -255,9 +255,9 @@ def parts_of(query: Query) -> tuple[TablePart, ...]:
     return tuple(part for part in found if part.start < part.end)
 
 
-def run(connection: sa.Connection, query: Query) -> UsageReport:
+def run_query(connection: sa.Connection, query: Query) -> UsageReport:
     """The numbers; raises BadQuery where they need rows or sums that are not kept any more, SQLAlchemyError."""
-    parts = parts_of(query)
+    parts = choose_tables(query)
     for part in parts:
         _check_is_kept(connection, query, part)
     currencies = tuple(sorted({one for part in parts for one in _currencies(connection, query, part)}))
@@ -316,7 +316,7 @@ def _conditions(query: Query, part: TablePart) -> list[sa.ColumnElement[bool]]:
     ]
 
 
-def sources(connection: sa.Connection) -> dict[str, float]:
+def list_sources(connection: sa.Connection) -> dict[str, float]:
     """By the name of each log of the store: every request that ended before it is stored. Raises SQLAlchemyError."""
     query = sa.select(positions.c.source, positions.c.until_us).where(positions.c.until_us.is_not(None))
     return {source: until_us / 1_000_000 for source, until_us in connection.execute(query)}
@@ -372,7 +372,7 @@ def _row(found: Mapping[str, Any], query: Query, currencies: Sequence[str]) -> R
 def _bounds_of(query: Query, interval: int) -> tuple[int, int]:
     zone = zone_of(query.zone)
     if query.width != "day":
-        return bounds(query.width or "hour", interval, zone)
+        return interval_bounds(query.width or "hour", interval, zone)
     # as local midnight, in the number of a clock in UTC
     noon = datetime.fromtimestamp(interval, UTC).replace(tzinfo=zone, hour=12)
-    return bounds("day", round(noon.timestamp()), zone)
+    return interval_bounds("day", round(noon.timestamp()), zone)

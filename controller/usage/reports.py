@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.usage.queries import BadQuery, Query, bounds, checked, instant, intervals, number_of, one_of
+from controller.usage.queries import (
+    BadQuery,
+    Query,
+    check_query,
+    interval_bounds,
+    intervals,
+    parse_instant,
+    parse_number,
+    single_value,
+)
 from controller.usage.rollups import DAY_S, HOUR_S, SUMS
 from extproc.api.calendars import zone_of
 from extproc.api.pricing import TokenCounts
@@ -100,10 +109,10 @@ def as_table(report: UsageReport) -> str:
     lines.extend(
         [money_text(int(row[index])) if header[index] in costs else str(row[index]) for index in kept] for row in rows
     )
-    return aligned(lines, [isinstance(rows[0][index], str) if rows else True for index in kept])
+    return align_columns(lines, [isinstance(rows[0][index], str) if rows else True for index in kept])
 
 
-def aligned(lines: Sequence[Sequence[str]], is_left: Sequence[bool]) -> str:
+def align_columns(lines: Sequence[Sequence[str]], is_left: Sequence[bool]) -> str:
     """Columns of the same width, each to the left or to the right. Cells are made printable."""
     shown = [[_printable(cell) for cell in line] for line in lines]
     widths = [max(len(line[column]) for line in shown) for column in range(len(is_left))]
@@ -149,7 +158,7 @@ def completions_page(
     parameters: Mapping[str, Sequence[str]], owned: Mapping[str, str], now_s: float, run: Runner
 ) -> dict[str, Any]:
     """``GET /v1/organization/usage/completions``; raises BadQuery. ``owned``: filters that the caller cannot leave."""
-    width = one_of(parameters, "bucket_width", "1d")
+    width = single_value(parameters, "bucket_width", "1d")
     if width not in _WIDTHS:
         raise BadQuery("bucket_width", f"write one of {', '.join(_WIDTHS)}")
     wanted = _listed(parameters, "group_by")
@@ -179,7 +188,7 @@ def costs_page(
     parameters: Mapping[str, Sequence[str]], owned: Mapping[str, str], now_s: float, run: Runner
 ) -> dict[str, Any]:
     """``GET /v1/organization/costs``; raises BadQuery. Amounts are in whole units, as OpenAI writes them."""
-    if one_of(parameters, "bucket_width", "1d") != "1d":
+    if single_value(parameters, "bucket_width", "1d") != "1d":
         raise BadQuery("bucket_width", "costs have buckets of 1d alone")
     groups = _groups(_listed(parameters, "group_by"), _COST_GROUPS)
     query, buckets, following = _page(
@@ -209,34 +218,34 @@ def _page(
 ) -> tuple[Query, list[tuple[int, int]], int | None]:
     """The query of one page, its buckets, and where the next page begins."""
     name, seconds, default, most = width
-    if not one_of(parameters, "start_time", ""):
+    if not single_value(parameters, "start_time", ""):
         raise BadQuery("start_time", "is required; write seconds since 1970")
-    start = instant("start_time", one_of(parameters, "start_time", ""), UTC, default=0)
-    end = instant("end_time", one_of(parameters, "end_time", ""), UTC, default=now_s + 1)
-    limit = number_of(parameters, "limit", default, least=1, most=most)
-    page = one_of(parameters, "page", "")
+    start = parse_instant("start_time", single_value(parameters, "start_time", ""), UTC, default=0)
+    end = parse_instant("end_time", single_value(parameters, "end_time", ""), UTC, default=now_s + 1)
+    limit = parse_number(parameters, "limit", default, least=1, most=most)
+    page = single_value(parameters, "page", "")
     if page:
         if not _PAGES.fullmatch(page):
             raise BadQuery("page", "write the next_page of the page before")
-        start = max(start, instant("page", page.removeprefix(_PAGE), UTC, default=0))
-    first = bounds(name, start, UTC)[0]
+        start = max(start, parse_instant("page", page.removeprefix(_PAGE), UTC, default=0))
+    first = interval_bounds(name, start, UTC)[0]
     last = first + limit * seconds
-    whole = bounds(name, max(end - 1, first), UTC)[1]
+    whole = interval_bounds(name, max(end - 1, first), UTC)[1]
     narrowed = {ours: _listed(parameters, theirs) for theirs, ours in filters.items()}
-    query = checked(
+    query = check_query(
         Query(
             start=first,
             end=min(last, whole),
             width=name,
             groups=groups,
-            filters=own_filters([(ours, tuple(values)) for ours, values in narrowed.items() if values], owned),
+            filters=restrict_to_owner([(ours, tuple(values)) for ours, values in narrowed.items() if values], owned),
             limit=_MOST_RESULTS,
         )
     )
     return query, list(intervals(query)), last if last < whole else None
 
 
-def own_filters(
+def restrict_to_owner(
     wanted: Sequence[tuple[str, tuple[str, ...]]], owned: Mapping[str, str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Filters that let nothing through that is not the caller's own."""

@@ -33,7 +33,7 @@ _ENDED: Final = {end: tuple(int(end == one) for one in ENDS.values()) for end in
 _NO_END: Final = (0,) * len(ENDS)
 
 
-class Key(NamedTuple):
+class RollupKey(NamedTuple):
     """``start``: of the hour or the day, in seconds since 1970, UTC."""
 
     start: int
@@ -46,7 +46,7 @@ class Key(NamedTuple):
     currency: str
 
 
-Increments = dict[Key, tuple[int, ...]]
+Increments = dict[RollupKey, tuple[int, ...]]
 
 
 class BoundedNames:
@@ -67,11 +67,11 @@ class BoundedNames:
         self._load = load
         self._days: dict[int, _Names] = {}
 
-    def tenant(self, day: int, name: str) -> str:
+    def bounded_tenant(self, day: int, name: str) -> str:
         """``name``, or ``(others)``."""
         return name if self._of(day).add_tenant(name, self._most) else OTHERS
 
-    def name(self, day: int, dimension: str, tenant: str, name: str) -> str:
+    def bounded_name(self, day: int, dimension: str, tenant: str, name: str) -> str:
         """``name``, or ``(others)``. ``tenant``: as ``tenant`` gave it."""
         found = self._of(day)
         least = max(1, self._most // self._LEAST)
@@ -121,7 +121,7 @@ class _Names:
         return name in known
 
 
-def sums_of(row: UsageRow) -> tuple[int, ...]:
+def row_sums(row: UsageRow) -> tuple[int, ...]:
     """What one row adds, in the order of SUMS."""
     return (
         *(1, *_ENDED.get(row.ended, _NO_END), int(row.is_failed), int(row.is_unpriced), int(row.is_estimated)),
@@ -129,7 +129,7 @@ def sums_of(row: UsageRow) -> tuple[int, ...]:
     )
 
 
-def increments(rows: Iterable[UsageRow], names: BoundedNames) -> tuple[Increments, Increments]:
+def rollup_increments(rows: Iterable[UsageRow], names: BoundedNames) -> tuple[Increments, Increments]:
     """What rows add to hours and to days, each sorted by key: writers that take rows in one order never deadlock."""
     # most rows of a batch are of few callers: names are looked up once for each of them
     groups: Increments = {}
@@ -137,23 +137,23 @@ def increments(rows: Iterable[UsageRow], names: BoundedNames) -> tuple[Increment
         at_s = row.at_us // 1_000_000
         asked = row.model if row.server or row.route or row.status < 400 else UNROUTED
         names_of = (row.tenant, row.key, row.user, asked, row.server, row.route, row.currency)
-        _add(groups, Key(at_s - at_s % HOUR_S, *names_of), sums_of(row))
+        _add(groups, RollupKey(at_s - at_s % HOUR_S, *names_of), row_sums(row))
     hours: Increments = {}
     days: Increments = {}
     for one, added in groups.items():
         day = one.start - one.start % DAY_S
-        tenant = names.tenant(day, one.tenant)
+        tenant = names.bounded_tenant(day, one.tenant)
         kept = one._replace(
             tenant=tenant,
-            key=names.name(day, "key", tenant, one.key),
-            user=names.name(day, "user", tenant, one.user),
-            model=names.name(day, "model", tenant, one.model),
+            key=names.bounded_name(day, "key", tenant, one.key),
+            user=names.bounded_name(day, "user", tenant, one.user),
+            model=names.bounded_name(day, "model", tenant, one.model),
         )
         _add(hours, kept, added)
         _add(days, kept._replace(start=day), added)
     return dict(sorted(hours.items())), dict(sorted(days.items()))
 
 
-def _add(found: Increments, key: Key, added: tuple[int, ...]) -> None:
+def _add(found: Increments, key: RollupKey, added: tuple[int, ...]) -> None:
     known = found.get(key)
     found[key] = added if known is None else tuple(map(add, known, added))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A line of the usage log to the row of its request: who asked, what served it, how many tokens, and what it cost.
 
-Pure. Whatever stands in a line, ``row_of`` returns a row or raises BadLine.
+Pure. Whatever stands in a line, ``parse_usage_line`` returns a row or raises BadLine.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     service_class: str
 
 
-def row_of(line: bytes, now_s: float) -> UsageRow:
+def parse_usage_line(line: bytes, now_s: float) -> UsageRow:
     """The row of ``line``; raises BadLine. ``now_s``: seconds since 1970."""
     if len(line) > MOST_LINE_BYTES:
         raise BadLine("it is longer than any line of Envoy's")
@@ -121,10 +121,10 @@ def row_of(line: bytes, now_s: float) -> UsageRow:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         # the decoder's message names a place and a type, never a value
         raise BadLine(str(error)) from None
-    return make_row(decoded, context, now_s)
+    return make_usage_row(decoded, context, now_s)
 
 
-def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> UsageRow:
+def make_usage_row(line: UsageLine, context: UsageContext | None, now_s: float) -> UsageRow:
     """The row of a request; raises BadLine if it has no id, no possible time, or a cost beyond all sense."""
     if not line.id:
         raise BadLine("it has no id")
@@ -147,13 +147,13 @@ def make_row(line: UsageLine, context: UsageContext | None, now_s: float) -> Usa
         request_id=_text(line.request_id),
         trace_id=_text(line.trace_id, MOST_CODE),
         ticket=_text(known.ticket, MOST_CODE),
-        tenant=caller_name(known.tenant or ANONYMOUS),
-        key=caller_name(known.api_key),
-        user=caller_name(known.user),
+        tenant=bounded_caller_name(known.tenant or ANONYMOUS),
+        key=bounded_caller_name(known.api_key),
+        user=bounded_caller_name(known.user),
         route=_text(known.route),
         server=_text(known.server),
         endpoint=_text(line.served),
-        model=caller_name(known.model),
+        model=bounded_caller_name(known.model),
         served_model=_text(known.served_model),
         api=_text(known.api or _api(line.path), MOST_CODE),
         priority=max(-(2**31), min(2**31 - 1, known.priority)),
@@ -208,7 +208,7 @@ def _as_at_engine(line: UsageLine) -> UsageLine:
     )
 
 
-def caller_name(name: str) -> str:
+def bounded_caller_name(name: str) -> str:
     """A name that clients or their token issuers choose, as rows and sums have it."""
     return _text(stored_name(truncate_name(name)))
 

@@ -14,10 +14,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
 
-from controller.usage.metrics import UsageSeries
-from controller.usage.queries import BadQuery, query_of, run, sources
-from controller.usage.reports import as_csv, as_json, completions_page, costs_page, own_filters
-from controller.usage.rows import caller_name
+from controller.usage.metrics import UsageMetrics
+from controller.usage.queries import BadQuery, list_sources, parse_query, run_query
+from controller.usage.reports import as_csv, as_json, completions_page, costs_page, restrict_to_owner
+from controller.usage.rows import bounded_caller_name
 from extproc.protocol import (
     ANONYMOUS,
     CALLER_CLIENT,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from controller.usage.ingest import Counts
+    from controller.usage.ingest import IngestCounters
     from controller.usage.queries import Query, UsageReport
 
 COMPLETIONS_PATH: Final = f"{ORGANIZATION_PATH}usage/completions"
@@ -62,14 +62,14 @@ class Caller(NamedTuple):
     reports: str
 
     @property
-    def payer(self) -> tuple[str, str]:
+    def owner(self) -> tuple[str, str]:
         """Its tenant, or else its key, or else its user, behind the name of the field."""
         if self.reports:
             return "tenant", unquote(self.reports)
         return next(((name, value) for name, value in self._asdict().items() if value), ("", ""))
 
 
-class Database:
+class ReportsDatabase:
     """Runs queries, each with a time limit, a few at a time. ``engine``: None where there are no sums."""
 
     def __init__(self, engine: sa.Engine | None, clock: Callable[[], float], wall: Callable[[], float]) -> None:
@@ -79,19 +79,19 @@ class Database:
         self.wall = wall
 
     @property
-    def is_there(self) -> bool:
+    def is_open(self) -> bool:
         """Whether there is something to ask."""
         return self._engine is not None
 
     def run(self, query: Query) -> UsageReport:
         """Blocks; raises BadQuery, SQLAlchemyError."""
         with self._connected() as connection:
-            return run(connection, query)
+            return run_query(connection, query)
 
     def sources(self) -> dict[str, float]:
         """Until when the rows of each log are stored. Blocks; raises SQLAlchemyError."""
         with self._connected() as connection:
-            return sources(connection)
+            return list_sources(connection)
 
     @contextmanager
     def _connected(self) -> Iterator[sa.Connection]:
@@ -111,14 +111,14 @@ class Database:
                     driver.set_progress_handler(None, 0)
 
 
-class Reports:
+class UsageReportsApi:
     """The routes of reports. ``is_admin_port``: whoever connects sees everything."""
 
     def __init__(
         self,
-        database: Database,
+        database: ReportsDatabase,
         *,
-        counts: Counts,
+        counts: IngestCounters,
         is_admin_port: bool = False,
         admin_tenants: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
@@ -141,8 +141,8 @@ class Reports:
 
     async def _usage(self, request: web.Request) -> web.Response:
         def make(parameters: Mapping[str, Sequence[str]], owned: Mapping[str, str]) -> web.Response:
-            query = query_of(parameters, self._database.wall())
-            query = msgspec.structs.replace(query, filters=own_filters(query.filters, owned))
+            query = parse_query(parameters, self._database.wall())
+            query = msgspec.structs.replace(query, filters=restrict_to_owner(query.filters, owned))
             form = (parameters.get("format") or ["json"])[-1]
             if form not in {"json", "csv"}:
                 raise BadQuery("format", "write json or csv")
@@ -178,7 +178,7 @@ class Reports:
         if owned is None:
             text = "The gateway does not know who is calling: configure authentication."
             return _error(403, text, "unknown_caller")
-        if not self._database.is_there:
+        if not self._database.is_open:
             text = "Reports need a database; this gateway keeps JSON lines (see --store)."
             return _error(501, text, "no_reports")
         if not self._has_place(caller):
@@ -204,7 +204,7 @@ class Reports:
         """Whether one more report of the caller may wait."""
         if self._waiting.total() >= _MOST_WAITING:
             return False
-        of_tenant = sum(count for other, count in self._waiting.items() if other.payer == caller.payer)
+        of_tenant = sum(count for other, count in self._waiting.items() if other.owner == caller.owner)
         return self._is_admin_port or (of_tenant < _MOST_OF_A_TENANT and self._waiting[caller] < _MOST_OF_A_CALLER)
 
     def _owned(self, caller: Mapping[str, str]) -> Mapping[str, str] | None:
@@ -223,7 +223,7 @@ class Reports:
             owned = {name: caller[name] for name in ("key", "tenant") if caller[name]}
         else:
             owned = {"tenant": caller["tenant"] or ANONYMOUS, "user": caller["user"]}
-        return {name: caller_name(value) for name, value in owned.items()}
+        return {name: bounded_caller_name(value) for name, value in owned.items()}
 
 
 def _verified(request: web.Request, header: str) -> str:
@@ -247,10 +247,10 @@ def _error(status: int, message: str, code: str, parameter: str | None = None) -
     )
 
 
-def pages(counts: Counts, wall: Callable[[], float]) -> web.Application:
+def ingest_pages(counts: IngestCounters, wall: Callable[[], float]) -> web.Application:
     """/metrics and /readyz."""
     registry = CollectorRegistry()
-    registry.register(UsageSeries(counts, wall))
+    registry.register(UsageMetrics(counts, wall))
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 
-from controller.usage.follow import Position
-from controller.usage.rollups import BOUNDED, DAY_S, DIMENSIONS, SUMS, BoundedNames, Increments, increments
+from controller.usage.log_follower import LogPosition
+from controller.usage.rollups import BOUNDED, DAY_S, DIMENSIONS, SUMS, BoundedNames, Increments, rollup_increments
 from controller.usage.rows import MOST_CODE, MOST_NAME, UsageRow
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class StoreError(Exception):
     """The store cannot be used as it is; the message says what to do. Trying again does not help."""
 
 
-class StoreAway(Exception):
+class StoreUnavailable(Exception):
     """The store does not answer, or takes nothing: trying again may help."""
 
 
@@ -104,15 +104,15 @@ class BadBatch(Exception):
     """The store refuses one of the rows for what is in it."""
 
 
-class Sink(Protocol):
+class UsageSink(Protocol):
     """What keeps rows. Methods raise StoreAway, and ``write`` BadBatch; then nothing of the call is kept."""
 
-    def position(self) -> Position:
+    def read_position(self) -> LogPosition:
         """Behind the last line whose row is kept."""
         ...
 
     def write(
-        self, rows: Sequence[UsageRow], before: Position, after: Position, until_s: float | None = None
+        self, rows: Sequence[UsageRow], before: LogPosition, after: LogPosition, until_s: float | None = None
     ) -> Sequence[UsageRow]:
         """Keep rows and the position behind them, all or nothing; returns the rows that are new. ``before``: the
         position that the rows follow. ``until_s``: every request of the log that ended before it is stored then.
@@ -194,12 +194,12 @@ def _as_ours() -> Iterator[None]:
     try:
         yield
     except (DataError, IntegrityError) as error:
-        raise BadBatch(first_line(error)) from error
+        raise BadBatch(first_error_line(error)) from error
     except (SQLAlchemyError, OSError) as error:
-        raise StoreAway(first_line(error)) from error
+        raise StoreUnavailable(first_error_line(error)) from error
 
 
-def next_horizon(before_s: int | None, wanted_s: int, now_s: float) -> int:
+def next_retention_horizon(before_s: int | None, wanted_s: int, now_s: float) -> int:
     """Since when something is kept, if it was kept since ``before_s``. It moves by at most a day at a time, as a clock
     that is wrong for an hour must not delete all; and not back, but from a time that has not come yet.
     """
@@ -208,7 +208,7 @@ def next_horizon(before_s: int | None, wanted_s: int, now_s: float) -> int:
     return min(max(before_s, wanted_s), before_s + DAY_S)
 
 
-def first_line(error: BaseException) -> str:
+def first_error_line(error: BaseException) -> str:
     """Of the driver's own message, which has no statement and no values in it."""
     cause = getattr(error, "orig", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]
@@ -256,18 +256,18 @@ class SqlStore:
             if found < version:
                 connection.execute(versions.update().values(version=version))
 
-    def position(self) -> Position:
+    def read_position(self) -> LogPosition:
         """Behind the last line whose row is kept."""
         with _as_ours(), self.engine.connect() as connection:
             return self._position(connection)
 
-    def _position(self, connection: sa.Connection) -> Position:
+    def _position(self, connection: sa.Connection) -> LogPosition:
         query = sa.select(positions).where(positions.c.source == self._source)
         found = connection.execute(query).one_or_none()
-        return Position() if found is None else Position(int(found.inode), int(found.byte_offset), found.head)
+        return LogPosition() if found is None else LogPosition(int(found.inode), int(found.byte_offset), found.head)
 
     def write(
-        self, rows: Sequence[UsageRow], before: Position, after: Position, until_s: float | None = None
+        self, rows: Sequence[UsageRow], before: LogPosition, after: LogPosition, until_s: float | None = None
     ) -> Sequence[UsageRow]:
         """As Sink says. Rows whose ids are there already add nothing to sums."""
         try:
@@ -281,7 +281,7 @@ class SqlStore:
         finally:
             self._connection = None
 
-    def _move(self, connection: sa.Connection, before: Position, after: Position, until_s: float | None) -> None:
+    def _move(self, connection: sa.Connection, before: LogPosition, after: LogPosition, until_s: float | None) -> None:
         """The first statement: it locks the source's row, so that two writers of a source never count twice."""
         values: dict[str, object] = {"inode": after.inode, "byte_offset": after.offset, "head": after.head}
         if until_s is not None:
@@ -293,7 +293,7 @@ class SqlStore:
         )
         if connection.execute(positions.update().where(*where).values(values)).rowcount:
             return
-        if before == Position() or self._position(connection) == Position():
+        if before == LogPosition() or self._position(connection) == LogPosition():
             added = self._insert(positions).values(source=self._source, **values).on_conflict_do_nothing()
             if connection.execute(added).rowcount:
                 return
@@ -308,7 +308,7 @@ class SqlStore:
         unique = {(row.at_us, row.id): row for row in reversed(rows)}
         ordered = [unique[key] for key in sorted(unique)]
         new = self._add_to_file(connection, ordered) if self._is_file else self._add_new(connection, ordered)
-        sums: tuple[Increments, ...] = increments(new, self._names) if new else ()
+        sums: tuple[Increments, ...] = rollup_increments(new, self._names) if new else ()
         for statement, found in zip(self._add_sums, sums, strict=False):
             connection.execute(
                 statement, [{**key._asdict(), **dict(zip(SUMS, values, strict=True))} for key, values in found.items()]
@@ -363,7 +363,7 @@ class SqlStore:
         """Since when it is kept from now on. Reports see that before anything is deleted."""
         with _as_ours(), self.engine.begin() as connection:
             found = connection.execute(sa.select(horizons.c.at_s).where(horizons.c.what == what)).scalar()
-            at_s = next_horizon(found, wanted_s, now_s)
+            at_s = next_retention_horizon(found, wanted_s, now_s)
             setting = self._insert(horizons).values(what=what, at_s=at_s)
             connection.execute(setting.on_conflict_do_update(index_elements=["what"], set_={"at_s": at_s}))
         return at_s

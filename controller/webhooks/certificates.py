@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from yarl import URL
 
-from controller.api.certificates import check_pair
+from controller.api.certificates import check_key_pair
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.resources import SECRETS, Resource
 
@@ -233,7 +233,7 @@ def from_secret(data: Mapping[str, Any]) -> CertificateMaterial | None:
     try:
         material = msgspec.json.decode(base64.b64decode(data[_DATA], validate=True), type=CertificateMaterial)
         for one in (*material.authorities, material.server):
-            check_pair(one.certificate.encode(), one.key.encode())
+            check_key_pair(one.certificate.encode(), one.key.encode())
     except (KeyError, TypeError, ValueError, msgspec.DecodeError):
         return None
     return material if material.authorities else None
@@ -247,7 +247,7 @@ def utc_now() -> datetime:
 class CertificateServer(Protocol):
     """A server that shows the certificate."""
 
-    def use(self, pair: KeyPair, /) -> None:
+    def set_certificate(self, pair: KeyPair, /) -> None:
         """From now on; raises OSError."""
         ...
 
@@ -317,7 +317,7 @@ class Rotation:
         if settings.api_service:
             await self._publish_api(settings.api_service, material)
         for server in self._servers:
-            server.use(material.server)
+            server.set_certificate(material.server)
         self.material = material
         self.ready.set()
 
@@ -345,7 +345,7 @@ class Rotation:
 
     async def _publish_api(self, name: str, material: CertificateMaterial) -> None:
         """Write the authorities into the APIService, if they are not there."""
-        found = await self._client.find(API_SERVICES, name)
+        found = await self._client.get_or_none(API_SERVICES, name)
         if found is None:
             log.warning("there is no APIService %s: nobody asks for external metrics", name)
             return

@@ -42,13 +42,13 @@ def test_the_variable_goes_before_the_fetched_one_before_the_path(
     empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_path = binary(empty_home / "bin" / "envoy")
-    assert envoy.find() == on_path
+    assert envoy.find_envoy() == on_path
     own = binary(fetched(empty_home))
-    assert envoy.find() == own
+    assert envoy.find_envoy() == own
     monkeypatch.setenv("ENVOY", str(on_path))
-    assert envoy.find() == on_path
+    assert envoy.find_envoy() == on_path
     monkeypatch.setenv("ENVOY", str(empty_home / "gone"))
-    assert envoy.find() is None
+    assert envoy.find_envoy() is None
 
 
 def test_it_becomes_envoy_with_envoys_own_options(empty_home: Path) -> None:

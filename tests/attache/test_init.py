@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from attache import init
-from attache.init import Engine, Key, Plan, Ports, document, main, scalar
+from attache.init import Engine, GatewayPlan, Key, Ports, document, main, yaml_scalar
 from bench.stack.processes import free_ports
 from extproc.api.load import load_directory
 from extproc.cli.check import main as check
@@ -238,7 +238,7 @@ def test_what_no_engine_sends_is_bounded(engine: Start, tmp_path: Path) -> None:
 def test_an_engine_that_never_ends_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "_PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = init.ask(f"127.0.0.1:{silent.getsockname()[1]}", ConnectionSettings())
+        found = init.inspect_engine(f"127.0.0.1:{silent.getsockname()[1]}", ConnectionSettings())
     assert "timed out" in found.problem
 
 
@@ -291,9 +291,9 @@ def test_a_port_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_file_that_is_written_is_plain_to_read() -> None:
-    plan = Plan((Engine("127.0.0.1:8001", ("meta/llama",), "vllm"),), Ports(), (Key("web", "acme", "sk-x"),))
+    plan = GatewayPlan((Engine("127.0.0.1:8001", ("meta/llama",), "vllm"),), Ports(), (Key("web", "acme", "sk-x"),))
     text = document(plan)
     assert [one["kind"] for one in yaml.safe_load_all(text)] == ["GatewayConfig", "ModelServer", "ModelRoute"]
     assert "  model: meta/llama    # the name that the engines list\n" in text
     assert max(map(len, text.splitlines())) <= 120
-    assert scalar("llama") == '"llama"'
+    assert yaml_scalar("llama") == '"llama"'

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from bench.stack.stack import documents
 from controller.audit import Audit, Place, add_audit_option, caused_by, file_recorder, opened_audit, place_of
 from controller.bundle.sync import BundleSync
-from controller.gateway.directory import DirectoryWriter
+from controller.gateway.directory_writer import DirectoryWriter
 from extproc.api.load import ConfigDirectory
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def test_files_of_a_bundle_are_entries_with_the_configuration(tmp_path: Path) ->
 
     def write(audit: Audit) -> None:
         sync = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x", None, file_recorder(audit, "bundle"))
-        sync.start(lambda: 0.0)
+        sync.write_first_bundle(lambda: 0.0)
         sync.sync_once(lambda: 1.0)
 
     found = entries(tmp_path, write)

@@ -14,7 +14,7 @@ import msgspec
 import yaml
 from aiohttp import web
 
-from controller.kube.access import ClusterAccess
+from controller.kube.cluster_access import ClusterAccess
 from tests.fake_api.answers import ApiError, Matches, bad_request, conflict, selector, version_expired
 from tests.fake_api.kinds import Kinds, scale_of, scaling
 from tests.fake_api.objects import Objects, ResourcePath, WriteOptions, target_of

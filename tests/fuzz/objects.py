@@ -21,7 +21,7 @@ from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.resolver import Resolver
 from controller.bundle.envoy.bundle import build_bundle
 from controller.gateway.compile.compiler import Compiler, file_name
-from controller.gateway.compile.gateway_api.backends import trimmed_slice
+from controller.gateway.compile.gateway_api.backends import trim_endpoint_slice
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.picker_mode import PickerCompiler
 from controller.gateway.compile.pods import trimmed_engine_pod
@@ -29,7 +29,7 @@ from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.client import ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming, Store
 from controller.kube.kinds import KINDS, definition_of
-from controller.kube.resources import Object, key_of, selector
+from controller.kube.resources import Object, key_of, parse_selector
 from controller.models.kind_reconciler import PodLoads
 from controller.models.model.model_state import ModelSettings
 from controller.models.model.reconcile import reconcile as reconcile_model
@@ -409,7 +409,7 @@ class Harmed(AssertionError):
 def _gateway() -> Attempt:
     """Odd objects come and go beside honest ones, as informers deliver them."""
     compiler = Compiler(settings=GatewayApiSettings(bind=("10.9.0.1",)), check_picker=InstalledPlugins(), grace_s=0.0)
-    store = {"Pod": Store(trimmed_engine_pod), "EndpointSlice": Store(trimmed_slice)}
+    store = {"Pod": Store(trimmed_engine_pod), "EndpointSlice": Store(trim_endpoint_slice)}
     honest = _objects(_GATEWAY_OBJECTS, HONEST)
     for thing in (_CLASS, *honest):
         _put(compiler, store, thing)
@@ -503,7 +503,7 @@ class _Cluster:
         self, resource: Resource, namespace: str | None = None, *, labels: str = "", **_: object
     ) -> ObjectList:
         """Those of a kind, by labels."""
-        chosen = selector(labels)
+        chosen = parse_selector(labels)
         return ObjectList(
             [
                 one

@@ -21,7 +21,7 @@ import yaml
 
 from controller.commands.epp import LaunchContext, plan_launch
 from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
-from controller.gateway.compile.file_discovery import DiscoveryInvalid, FilePoolCompiler, discovery_of
+from controller.gateway.compile.file_discovery import DiscoveryInvalid, FilePoolCompiler, parse_file_discovery
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
@@ -533,7 +533,7 @@ def _discovered_pools() -> Attempt:
         nonlocal served
         config, endpoints = _text(_PICKER, rng), _text(_ENDPOINTS, rng)
         try:
-            found = discovery_of(read_picker_file("picker.yaml", config).config)
+            found = parse_file_discovery(read_picker_file("picker.yaml", config).config)
         except (ConfigInvalid, DiscoveryInvalid):
             found = None
         compiler.put_config(config)

@@ -12,7 +12,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from controller.bundle.acknowledgements import Acknowledgements
-from controller.bundle.metrics import BundleSeries
+from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics
@@ -117,7 +117,7 @@ def test_the_alerts_on_the_operations_page_use_metrics_that_there_are(tmp_path: 
     used = {name for rule in rules for name in re.findall(r"attache_[a-z_]+", rule["expr"])}
     registry = Metrics(list, lambda: 0.0, lambda: 0.0).registry
     acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
-    registry.register(BundleSeries(BundleSync(ConfigDirectory(tmp_path), tmp_path, "path", acknowledgements)))
+    registry.register(BundleMetrics(BundleSync(ConfigDirectory(tmp_path), tmp_path, "path", acknowledgements)))
     known = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
     assert len(used) >= 6
     assert used <= known

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tools.coverage_by_package import shares, too_low
+from tools.coverage_by_package import below_minimum, covered_percent
 
 
 def counts(lines: int, of_lines: int, branches: int, of_branches: int) -> dict[str, int]:
@@ -22,11 +22,11 @@ def test_a_package_has_the_share_of_all_below_it() -> None:
         "a/b/__init__.py": counts(0, 0, 0, 0),
         "c/__init__.py": counts(0, 0, 0, 0),
     }
-    assert shares(files) == {"a": 60.0, "a.b": 30.0}
+    assert covered_percent(files) == {"a": 60.0, "a.b": 30.0}
 
 
 def test_too_little_and_nothing_at_all_are_said() -> None:
-    assert too_low({"a": 95.0, "b": 94.9}, {"a": 95, "b": 95, "gone": 95}) == [
+    assert below_minimum({"a": 95.0, "b": 94.9}, {"a": 95, "b": 95, "gone": 95}) == [
         "b: 94.9%, 95% are asked for",
         "gone: 0.0%, 95% are asked for",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 
-from tools.style import find_stranded, find_words
+from tools.style import find_misplaced, find_words
 
 
 def test_a_word_is_found_in_modules_classes_functions_and_metrics_and_nowhere_else() -> None:
@@ -35,7 +35,7 @@ POOL.add(1)
 OF_POOL = POOL.classes()
 FREE: int = HEAD
 """
-    assert list(find_stranded("a.py", ast.parse(text))) == [
+    assert list(find_misplaced("a.py", ast.parse(text))) == [
         "a.py:7: os.path as None is imported twice",
         "a.py:9: LOW needs nothing from above; it stands at the head",
         "a.py:14: FREE needs nothing from above; it stands at the head",

@@ -24,7 +24,7 @@ class Clock:
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
         """Call ``act`` so much later."""
-        self._queue.at(self.now_s + max(delay_s, 0.0), lambda at_s: self._run(at_s, act))
+        self._queue.schedule_at(self.now_s + max(delay_s, 0.0), lambda at_s: self._run(at_s, act))
 
     def step(self, until_s: float) -> bool:
         """Run the next action that is due by then; False, and it is that instant, if there is none."""

@@ -7,7 +7,7 @@ import functools
 import random
 from typing import TYPE_CHECKING
 
-from bench.cluster.node.scheduler import NowhereToGo, choose, node_capacities
+from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities
 from controller.kube.resources import NODES, PODS, Object, key_of
 from controller.models.model_infer.model_infer_state import PodGroups
 from tests.fake_api.answers import ApiError
@@ -47,8 +47,8 @@ class Scheduler:
         pending = [one for one in self._server.pods() if _is_pending(one)]
         for pod in sorted(pending, key=lambda one: (one["metadata"]["creationTimestamp"], key_of(one))):
             try:
-                chosen = choose(pod, node_capacities(nodes, self._server.pods()), len(nodes))
-            except NowhereToGo as error:
+                chosen = choose_node(pod, node_capacities(nodes, self._server.pods()), len(nodes))
+            except PodUnschedulable as error:
                 self._set_scheduled(pod, scheduled=False, why=str(error))
             else:
                 self._server.change(PODS, key_of(pod), functools.partial(_bound, chosen))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from bench.cluster.node.pod_machine import NodeTiming, PodStateMachine, Remove, StartProcess, StatusWriter, Stop
 from bench.cluster.node.pod_spec import pod_spec
+from bench.cluster.node.pod_state_machine import NodeTiming, PodStateMachine, Remove, StartProcess, StatusWriter, Stop
 from controller.kube.resources import PODS, Object, key_of
 from tests.fake_api.answers import ApiError
 
 if TYPE_CHECKING:
-    from bench.cluster.node.pod_machine import ContainerStateMachine
+    from bench.cluster.node.pod_state_machine import ContainerStateMachine
     from tests.virtual_cluster.clock import Clock
     from tests.virtual_cluster.server import VirtualApiServer
 
@@ -79,12 +79,12 @@ class EnginePod:
     @property
     def runs(self) -> bool:
         """Whether all its main containers have a process."""
-        return not self.is_gone and all(one.state == "running" for one in self.machine.main)
+        return not self.is_gone and all(one.state == "running" for one in self.machine.main_containers)
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests."""
-        return self.runs and all(one.is_ready for one in self.machine.main)
+        return self.runs and all(one.is_ready for one in self.machine.main_containers)
 
     def go_on(self) -> None:
         """Perform due actions and write the status."""
@@ -122,7 +122,7 @@ class EnginePod:
 
     def crash(self, why: Why = "crashed", code: int = 1) -> None:
         """All running processes end; the kubelet starts them again, later and later."""
-        for one in self.machine.main:
+        for one in self.machine.main_containers:
             if one.state == "running":
                 self._exit(one, code, why)
         self.go_on()
@@ -143,7 +143,7 @@ class EnginePod:
         if not self.machine.is_over:
             self.machine.fail("Evicted", "The node was low on resource: memory.")
             self._around.ended(self.pod, "crashed")
-            for one in self.machine.main:
+            for one in self.machine.main_containers:
                 if one.state == "running":
                     one.on_exit(137, 9, "", self._clock.now_s)
             self.go_on()
@@ -156,7 +156,7 @@ class EnginePod:
             return
         image, now_s = container.spec.image, self._clock.now_s
         if image.startswith(MISSING):
-            self.machine.cannot_start(container.spec.name, "ErrImagePull", f'image "{image}" not found', now_s)
+            self.machine.on_start_failed(container.spec.name, "ErrImagePull", f'image "{image}" not found', now_s)
         else:
             self.machine.on_started(container.spec.name, now_s)
             self.hangs = False
@@ -211,7 +211,7 @@ class EnginePod:
             self._around.ended(self.pod, why)
 
     def _set_ready(self, *, ready: bool) -> None:
-        for one in self.machine.main:
+        for one in self.machine.main_containers:
             probe = one.probes.get("readiness")
             if probe is not None and one.state == "running":
                 for _ in range(max(probe.spec.successes, probe.spec.failures)):
@@ -220,7 +220,7 @@ class EnginePod:
 
     def _write_status(self) -> None:
         status = self._writer.status(self.pod, self.machine, self._clock.now_s)
-        if any(one.state == "stopping" for one in self.machine.main):
+        if any(one.state == "stopping" for one in self.machine.main_containers):
             # probes go on while a preStop hook runs
             status["conditions"] = (self.pod.get("status") or {}).get("conditions") or status["conditions"]
         if status != self.pod.get("status"):

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
-from controller.bundle.sync import write_once
+from controller.bundle.sync import write_bundle_once
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 
@@ -202,7 +202,7 @@ async def stand(
     }
     every = [*documents, document("GatewayConfig", "gateway", spec)]
     (config / "attache.yaml").write_text(yaml.safe_dump_all(every))
-    write_once(load_directory(config), bundle, str(bundle.resolve()))
+    write_bundle_once(load_directory(config), bundle, str(bundle.resolve()))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
     async with (
         Processes(directory) as processes,

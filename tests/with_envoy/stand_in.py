@@ -16,7 +16,7 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import documents, envoy_command
-from controller.bundle.sync import write_once
+from controller.bundle.sync import write_bundle_once
 from extproc.api.load import load_directory
 from tests.waiting import eventually
 
@@ -156,7 +156,7 @@ async def gateway_on(
             adapters=("sql",),
         )
         (config / "a.yaml").write_text(text)
-        write_once(load_directory(config), bundle, str(bundle))
+        write_bundle_once(load_directory(config), bundle, str(bundle))
         extproc_pid = await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
         await processes.start("envoy", envoy_command(bundle, *envoy_options))
 

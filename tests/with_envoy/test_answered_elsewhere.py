@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from controller.bundle.files import replace_file
+from controller.bundle.atomic_files import replace_file
 from tests.waiting import eventually
 from tests.with_envoy.gateways import IN_PIECES, Gateway, engines, gateway, pool_config
 

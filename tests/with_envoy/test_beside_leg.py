@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.bench.engine.test_exchange import running
+from tests.bench.engine.test_kv_exchange import running
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import Engine as StandIn
 from tests.with_envoy.stand_in import served
@@ -21,7 +21,7 @@ from tests.with_envoy.test_prefill_leg import CHAT, MODEL, PROMPT, Scene, ask_op
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.bench.engine.test_exchange import Engine
+    from tests.bench.engine.test_kv_exchange import Engine
 
 WRITTEN: Final = "vllm:generation_tokens_total"
 sglang = partial(scene_of, connector="bootstrap_room")

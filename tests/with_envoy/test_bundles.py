@@ -16,7 +16,7 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, documents, envoy_command
-from controller.bundle.sync import GOLDEN_PATH, write_once
+from controller.bundle.sync import GOLDEN_PATH, write_bundle_once
 from extproc.api.load import load_directory
 from tests.waiting import until_served
 
@@ -113,7 +113,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     addresses = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{extproc}"}
     text = documents([f"127.0.0.1:{runner.addresses[0][1]}"], gateway=addresses)
     (config / "a.yaml").write_text(text)
-    write_once(load_directory(config), tmp_path / "envoy", str(tmp_path / "envoy"))
+    write_bundle_once(load_directory(config), tmp_path / "envoy", str(tmp_path / "envoy"))
     async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
         await processes.start("envoy", envoy_command(tmp_path / "envoy"))
 

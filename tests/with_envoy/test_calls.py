@@ -16,7 +16,7 @@ import pytest_asyncio
 import yaml
 
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, running_stack
-from controller.usage.rows import row_of
+from controller.usage.rows import parse_usage_line
 from extproc.api.spec import API_VERSION
 from extproc.protocol import LIVE_CALL, METADATA_CALL, READY_CALL, REPOSITORY_CALLS, V2_SERVICE
 from tests.model_calls import (
@@ -383,7 +383,7 @@ async def test_rows_have_the_status_of_the_call(served: Served) -> None:
     await served.infer("once", 1.0)
 
     def statuses() -> list[tuple[str, int]]:
-        rows = [row_of(line, FUTURE_S) for line in served.log.read_bytes().splitlines()]
+        rows = [parse_usage_line(line, FUTURE_S) for line in served.log.read_bytes().splitlines()]
         return [(row.model, row.status) for row in rows if row.model in {"once", "none"}][-3:]
 
     await eventually(lambda: statuses() == [("once", 500), ("none", 404), ("once", 200)])

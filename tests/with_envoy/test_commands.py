@@ -19,18 +19,18 @@ from tests.short_forms import SHORT_FORMS, ShortForm, as_parameter, check, comma
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 
 @pytest.mark.parametrize("short", [as_parameter(one) for one in SHORT_FORMS if one.needs_envoy])
-def test_a_short_form_works(short: ShortForm, tmp_path: Path, guard: Guard, envoy: str) -> None:
+def test_a_short_form_works(short: ShortForm, tmp_path: Path, guard: ProcessGuard, envoy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENVOY", envoy)
         check(short, tmp_path, guard)
 
 
 @pytest.mark.asyncio
-async def test_a_stack_that_is_left_running_serves_until_it_is_interrupted(guard: Guard, envoy: str) -> None:
+async def test_a_stack_that_is_left_running_serves_until_it_is_interrupted(guard: ProcessGuard, envoy: str) -> None:
     """``attache up``, which ``make up`` runs: the request that it prints is answered."""
     listen = f"127.0.0.1:{free_ports(1)[0]}"
     up = await asyncio.create_subprocess_exec(

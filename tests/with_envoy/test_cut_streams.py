@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from controller.usage.rows import UsageRow, row_of
+from controller.usage.rows import UsageRow, parse_usage_line
 from extproc.api.usage import UsageLine
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import Gateway, gateway_on
@@ -182,7 +182,7 @@ def rows_of(file: Path) -> dict[str, UsageRow]:
     lines = file.read_bytes().rpartition(b"\n")[0].splitlines()
     # of a request that only asked whether it is ready there is none
     found = [
-        row_of(line, NOW())
+        parse_usage_line(line, NOW())
         for line in lines
         if msgspec.json.decode(line, type=UsageLine, strict=False).client != "ready"
     ]

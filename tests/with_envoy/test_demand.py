@@ -16,14 +16,14 @@ from bench.stack.processes import free_ports
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from controller.autoscaler.decision.signals import Signals
 from controller.kube.gateway_reports import DemandFeed
-from controller.kube.pages import pages
+from controller.kube.metrics_and_health import serve_pages
 from extproc.api.status_pages import LOADS_LABEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.autoscaler.decision.traffic import Totals
+    from controller.autoscaler.decision.traffic import TrafficTotals
     from extproc.api.status_pages import Demand
 
 POD = "attache/gateway"
@@ -37,7 +37,7 @@ class Manager:
         pod = {"metadata": {"labels": {LOADS_LABEL: port}}, "status": {"podIP": ip, "phase": "Running"}}
         self.server = server
         self.signals = Signals(trusted=("attache",))
-        self.signals.follow((server,), self.now())
+        self.signals.set_subscriptions((server,), self.now())
         self.signals.set_gateways((POD,), self.now())
         self.feed = DemandFeed(lambda: {POD: pod}, self.hear, clock=self.now, rng=Random(0), trusted=("attache",))
         self.instances: set[str] = set()
@@ -50,9 +50,9 @@ class Manager:
         self.instances.add(message.instance)
         self.signals.ingest(gateway, message, at_s)
 
-    def totals(self) -> Totals:
+    def totals(self) -> TrafficTotals:
         now = self.now()
-        found = self.signals.of((self.server,), now).traffic.at(now)
+        found = self.signals.merged_signals((self.server,), now).traffic.at(now)
         assert found is not None
         return found
 
@@ -83,7 +83,7 @@ async def test_sums_over_two_processes_equal_what_clients_have_counted(tmp_path:
         extprocs = [f"{host}:{int(first) + number}" for number in range(2)]
         address = f"127.0.0.1:{free_ports(1)[0]}"
         async with (
-            pages(address, CollectorRegistry(), lambda: True, extprocs=extprocs),
+            serve_pages(address, CollectorRegistry(), lambda: True, extprocs=extprocs),
             httpx.AsyncClient(base_url=stack.url, timeout=30, limits=httpx.Limits(max_connections=16)) as http,
         ):
             manager = Manager(address, "default/llama")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.cluster.netns import NoNamespace, way
+from bench.cluster.netns import NoNamespace, unshare_command
 from tests.docs_examples import EXAMPLES, ROOT
 from tests.programs import not_tested
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 # What each prints in the end.
 SAYS = {
@@ -46,9 +46,9 @@ def test_each_page_with_a_script_is_tried() -> None:
     # each takes some ten seconds, and the first shows most of what the others do
     [pytest.param(one, marks=[pytest.mark.slow] * (one != "README.md")) for one in SCRIPTS],
 )
-def test_a_script_runs_from_an_empty_directory(page: str, envoy: str, tmp_path: Path, guard: Guard) -> None:
+def test_a_script_runs_from_an_empty_directory(page: str, envoy: str, tmp_path: Path, guard: ProcessGuard) -> None:
     try:
-        way()
+        unshare_command()
     except NoNamespace as reason:
         not_tested("NAMESPACES", str(reason))
     programs = tmp_path / "bin"

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.directory import DirectoryWriter
+from controller.gateway.directory_writer import DirectoryWriter
 from tests.certificates import Authority, Pair
 from tests.kube_objects import Object, resource, secret
 from tests.waiting import eventually

@@ -23,8 +23,8 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
 from bench.stack.stack import envoy_command
-from controller.bundle.sync import write_once
-from controller.usage.rows import row_of
+from controller.bundle.sync import write_bundle_once
+from controller.usage.rows import parse_usage_line
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 from tests.waiting import PATIENCE_S, eventually
@@ -193,7 +193,7 @@ async def running(
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
     (config / "attache.yaml").write_text(yaml.safe_dump_all([*documents, document("GatewayConfig", "gateway", spec)]))
-    write_once(load_directory(config), bundle, str(bundle.resolve()), config)
+    write_bundle_once(load_directory(config), bundle, str(bundle.resolve()), config)
     extproc = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", str(spec["extproc"])]
     if workers > 1:
         extproc += ["--workers", str(workers)]
@@ -484,7 +484,7 @@ async def test_a_request_costs_what_the_model_that_answered_costs(tmp_path: Path
 
             def rows() -> list[UsageRow]:
                 found = lines.read_bytes().splitlines() if lines.exists() else []
-                return [row_of(one, math.inf) for one in found]
+                return [parse_usage_line(one, math.inf) for one in found]
 
             await eventually(lambda: len(rows()) >= len(expected))
             assert [(one.server, one.cost_micros) for one in rows()] == expected

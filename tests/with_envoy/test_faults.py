@@ -16,8 +16,8 @@ import pytest_asyncio
 from yarl import URL
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.bundle.admin import running_requests
 from controller.bundle.drain import drain_on_demand
+from controller.bundle.envoy_admin import running_requests
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 

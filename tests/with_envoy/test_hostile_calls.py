@@ -18,7 +18,7 @@ import yaml
 
 from bench.stack.processes import free_ports
 from bench.stack.stack import EngineFlags, Stack, running_stack
-from controller.usage.rows import row_of
+from controller.usage.rows import parse_usage_line
 from tests.certificates import Authority
 from tests.hostile_calls import ANSWERS, HUGE_BYTES, REACTIONS, Headers, RawClient, RawEngine
 from tests.model_calls import INFER, V2, Engine, framed, infer
@@ -65,7 +65,7 @@ class Site(msgspec.Struct, frozen=True):
 
     def rows(self, model: str) -> list[int]:
         lines = self.log.read_bytes().splitlines() if self.log.exists() else []
-        return [row.status for row in (row_of(line, FUTURE_S) for line in lines) if row.model == model]
+        return [row.status for row in (parse_usage_line(line, FUTURE_S) for line in lines) if row.model == model]
 
     async def nothing_left(self) -> None:
         async def is_over() -> bool:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from bench.stack.processes import Processes, free_ports
-from controller.usage.rows import row_of
+from controller.usage.rows import parse_usage_line
 from tests.waiting import eventually
 from tests.with_envoy.test_fallback import Engine as Spare
 from tests.with_envoy.test_fallback import document, route, running
@@ -76,7 +76,7 @@ class Scene:
         await eventually(is_free)
         await eventually(lambda: self.log.exists() and self.log.stat().st_size > 0)
         (line,) = self.log.read_bytes().splitlines()
-        return row_of(line, LATER_S)
+        return parse_usage_line(line, LATER_S)
 
     def address(self, role: str) -> str:
         return self.urls[role].removeprefix("http://")

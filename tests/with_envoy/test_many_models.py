@@ -24,7 +24,7 @@ from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
-from controller.agents.runtime.server import AgentServer, serving
+from controller.agents.runtime.server import AgentServer, serve_agent
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
 from extproc.api.spec import API_VERSION
 from extproc.engines.dialects import DIALECTS
@@ -100,7 +100,7 @@ async def agent_beside(server: Server, port: int, directory: Path, file: Path) -
     clock, unix_clock = asyncio.get_running_loop().time, time.time  # noqa: TID251 - the edge
     async with EngineClient(url, dialect) as client:
         agent = Agent(settings, client, _NoDownloads(), clock=clock, unix_clock=unix_clock, follow_s=0.5)
-        async with serving(AgentServer(agent, clock), server.host, port):
+        async with serve_agent(AgentServer(agent, clock), server.host, port):
             task = asyncio.create_task(agent.run())
             try:
                 yield

@@ -18,11 +18,11 @@ import pytest
 from aiohttp import web
 
 from bench.stack.processes import free_ports
-from controller.usage.rows import row_of
+from controller.usage.rows import parse_usage_line
 from extproc.api.model_server import TRANSFER_PORTS
 from extproc.api.usage import LEFT_SUFFIX
 from extproc.request.prefill import PROTOCOLS
-from tests.bench.engine.test_exchange import Engine, Pair, running
+from tests.bench.engine.test_kv_exchange import Engine, Pair, running
 from tests.certificates import Authority
 from tests.waiting import eventually
 from tests.with_envoy.gateways import Gateway as DuplexGateway
@@ -435,7 +435,7 @@ async def test_a_client_that_leaves_during_the_prefill_leaves_nothing(tmp_path: 
         # Envoy writes no line, and extproc one
         log = tmp_path / f"usage.log{LEFT_SUFFIX}"
         await eventually(lambda: log.exists() and log.stat().st_size > 0)
-        (row,) = [row_of(line, LATER_S) for line in log.read_bytes().splitlines()]
+        (row,) = [parse_usage_line(line, LATER_S) for line in log.read_bytes().splitlines()]
         assert (row.ended, row.status, row.endpoint) == ("client", 0, scene.pair.prefill.url.removeprefix("http://"))
         assert row.duration_us > 0
         assert (row.input > 100, row.output, row.is_estimated, row.request_id != "") == (True, 0, True, True)

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.engine.tensors import JSON_LENGTH
+from bench.engine.tensor_api import JSON_LENGTH
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, running_stack
 from extproc.api.spec import API_VERSION
 from tests.waiting import eventually

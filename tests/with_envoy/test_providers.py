@@ -22,8 +22,8 @@ import yaml
 from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import IsThere, envoy_command
-from controller.usage.rows import UsageRow, row_of
+from bench.stack.stack import FileReady, envoy_command
+from controller.usage.rows import UsageRow, parse_usage_line
 from extproc.protocol import REQUEST_ID
 from tests.certificates import Authority
 from tests.waiting import eventually
@@ -247,7 +247,7 @@ async def running(
         for name, command in commands.items():
             gateway.pids[name] = await processes.start(name, command)
         await processes.wait_ready("extproc", lambda: answers(f"{gateway.metrics}/readyz"))
-        await processes.wait_ready("bundle", IsThere(bundle / "bootstrap.json"))
+        await processes.wait_ready("bundle", FileReady(bundle / "bootstrap.json"))
         gateway.pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
         await processes.wait_ready("envoy", lambda: answers(f"{gateway.url}/v1/models"))
         yield gateway
@@ -669,7 +669,9 @@ async def row_of_answer(gateway: Gateway, answer: httpx.Response) -> UsageRow:
     def is_written() -> bool:
         whole = file.read_bytes().rpartition(b"\n")[0].splitlines() if file.exists() else []
         found[:] = [
-            row for row in (row_of(line, 4e9) for line in whole) if row.request_id == answer.headers[REQUEST_ID]
+            row
+            for row in (parse_usage_line(line, 4e9) for line in whole)
+            if row.request_id == answer.headers[REQUEST_ID]
         ]
         return bool(found)
 

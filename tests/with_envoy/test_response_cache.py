@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from controller.usage.rows import UsageRow, row_of
+from controller.usage.rows import UsageRow, parse_usage_line
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
 from tests.with_envoy.test_fallback import Engine, document, running, server
@@ -340,7 +340,7 @@ async def test_a_hit_costs_nothing_and_shows_no_more_than_the_first_answer(tmp_p
         assert "x-attache-cost-micros" not in again.headers
 
         def rows() -> list[UsageRow]:
-            return [row_of(one, 4e9) for one in log.read_bytes().splitlines()] if log.exists() else []
+            return [parse_usage_line(one, 4e9) for one in log.read_bytes().splitlines()] if log.exists() else []
 
         await eventually(lambda: len(rows()) >= 2)
         paid, free = (one for one in rows() if one.api)

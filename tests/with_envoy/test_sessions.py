@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
-from controller.bundle.files import replace_file
+from controller.bundle.atomic_files import replace_file
 from extproc.scheduling.sessions import session_token
 from tests.waiting import eventually
 from tests.with_envoy.gateways import engines, gateway, pool_config

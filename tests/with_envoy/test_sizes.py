@@ -17,8 +17,8 @@ from bench.sizes.configuration import GatewayPorts, Sizes, configuration
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.bundle.acknowledgements import Acknowledgements
-from controller.bundle.admin import read_state, why_not_ready
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
+from controller.bundle.envoy_admin import read_envoy_state, why_not_ready
 from extproc.api.load import load_directory
 from extproc.protocol import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually
@@ -216,7 +216,7 @@ async def test_an_envoy_that_starts_with_routes_that_it_refuses_is_not_ready_and
     page = json.loads(file.read_bytes())
     page["resources"][0]["max_direct_response_body_size_bytes"] = 1000
     file.write_text(json.dumps(page))
-    acknowledgements = Acknowledgements(read_state, f"{large.out}/bootstrap.json")
+    acknowledgements = Acknowledgements(read_envoy_state, f"{large.out}/bootstrap.json")
     acknowledgements.expect(load_directory(large.config), large.out, 0.0)
     await large.processes.start("envoy", envoy_command(large.out))
 

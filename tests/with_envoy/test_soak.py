@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.soak.run import SoakSettings, soak
-from bench.soak.verdict import Limits, verdict
+from bench.soak.verdict import SoakLimits, judge
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ async def test_a_short_soak_of_few_models_loses_nothing(tmp_path: Path) -> None:
     record = await soak(settings, tmp_path / "soak", asyncio.Event())
 
     # how long changes take depends on the machine
-    failed = [one for one in verdict(record, Limits()) if one.is_ok is False and one.name != "changes"]
+    failed = [one for one in judge(record, SoakLimits()) if one.is_ok is False and one.name != "changes"]
     assert failed == []
     assert record.totals["honest"]["ok"] > 50
     assert any(one.extproc_s is not None and one.envoy_s is not None for one in record.uptakes)

@@ -13,8 +13,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from controller.bundle.envoy.usage import MOST_HELD_BYTES
-from controller.bundle.sync import write_once
+from controller.bundle.envoy.usage_filters import MOST_HELD_BYTES
+from controller.bundle.sync import write_bundle_once
 from extproc.protocol import USAGE_NAMESPACE
 from tests.examples import IS_SLOW
 from tests.waiting import eventually
@@ -44,14 +44,14 @@ UNKNOWN = dict.fromkeys(COUNTED)
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
     directory = tmp_path_factory.mktemp("usage")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "write_once", partial(write_with_metadata, directory / METADATA))
+        patch.setattr(stand_in, "write_bundle_once", partial(write_with_metadata, directory / METADATA))
         async with gateway_on(directory) as running:
             yield running
 
 
 def write_with_metadata(log: Path, snapshot: Snapshot, bundle: Path, *rest: str) -> None:
     """As the bundle is, and ``log`` gets a line of JSON for each request: what the filters have read in its answer."""
-    write_once(snapshot, bundle, *rest)
+    write_bundle_once(snapshot, bundle, *rest)
     file = bundle / "lds.json"
     content = json.loads(file.read_text())
     for listener in content["resources"]:

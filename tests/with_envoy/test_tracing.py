@@ -18,7 +18,7 @@ import yaml
 from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
-from controller.bundle.sync import write_once
+from controller.bundle.sync import write_bundle_once
 from extproc.api.load import load_directory
 from tests.otlp import Collector, Span, collector
 from tests.programs import not_tested
@@ -116,7 +116,7 @@ class Scene(msgspec.Struct, frozen=True):
         file.with_suffix(".draft").write_text(yaml.safe_dump_all(documents))
         file.with_suffix(".draft").rename(file)
         bundle = self.directory / "envoy"
-        await asyncio.to_thread(lambda: write_once(load_directory(file.parent), bundle, str(bundle)))
+        await asyncio.to_thread(lambda: write_bundle_once(load_directory(file.parent), bundle, str(bundle)))
 
         async def is_used() -> bool:
             return await self.stat("listener_manager.lds.update_success") > before

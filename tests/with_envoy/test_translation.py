@@ -21,9 +21,9 @@ import yaml
 from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from bench.stack.stack import IsThere, envoy_command
-from controller.bundle.admin import begin_drain
-from controller.usage.rows import UsageRow, row_of
+from bench.stack.stack import FileReady, envoy_command
+from controller.bundle.envoy_admin import begin_drain
+from controller.usage.rows import UsageRow, parse_usage_line
 from extproc.protocol import (
     CUT_MARK,
     DROPPED_FIELDS,
@@ -230,7 +230,7 @@ class Gateway:
         found: list[UsageRow] = []
 
         def is_there() -> bool:
-            found[:] = [row for line in self.lines() if (row := row_of(line, 4e9)).request_id == identifier]
+            found[:] = [row for line in self.lines() if (row := parse_usage_line(line, 4e9)).request_id == identifier]
             return bool(found)
 
         await eventually(is_there)
@@ -288,7 +288,7 @@ async def running(directory: Path, documents: Sequence[Mapping[str, object]], ga
         for name, command in commands.items():
             gateway.pids[name] = await processes.start(name, command)
         await processes.wait_ready("extproc", lambda: answers(f"http://{at['metrics']}/readyz"))
-        await processes.wait_ready("bundle", IsThere(gateway.bundle / "bootstrap.json"))
+        await processes.wait_ready("bundle", FileReady(gateway.bundle / "bootstrap.json"))
         await eventually((gateway.bundle / TRANSLATOR_SOCKET).is_socket)
         drain = ("--drain-time-s", "1", "--drain-strategy", "immediate")
         gateway.pids["envoy"] = await processes.start("envoy", [*envoy_command(gateway.bundle), *drain])
@@ -542,7 +542,7 @@ async def test_a_client_that_leaves_ends_the_request_of_the_engine(gateway: Gate
     task.cancel()
     await eventually(lambda: engine.ended > before)
     await eventually(lambda: len(gateway.lines()) > lines)
-    row = row_of(gateway.lines()[-1], 4e9)
+    row = parse_usage_line(gateway.lines()[-1], 4e9)
     assert (row.ended, row.server) == ("client", "default/chat")
     assert row.input > 0
 

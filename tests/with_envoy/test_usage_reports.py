@@ -12,10 +12,10 @@ from aiohttp import web
 
 from bench.stack.processes import free_ports
 from bench.stack.stack import EngineFlags, running_stack
-from controller.usage.follow import Position
-from controller.usage.ingest import Counts
-from controller.usage.rows import row_of
-from controller.usage.server import Database, Reports
+from controller.usage.ingest import IngestCounters
+from controller.usage.log_follower import LogPosition
+from controller.usage.rows import parse_usage_line
+from controller.usage.server import ReportsDatabase, UsageReportsApi
 from controller.usage.store import SqlStore, open_engine
 from extproc.browsers import protect
 from tests.usage_lines import NOON_S, context, line, text
@@ -37,12 +37,12 @@ def stored(folder: Path) -> SqlStore:
     lines = [
         line(f"r{index}", of=context(tenant=one, api_key=key, user="")) for index, (one, key) in enumerate(callers)
     ]
-    store.write([row_of(text(one), NOON_S) for one in lines], Position(), Position(1, 1, "x"))
+    store.write([parse_usage_line(text(one), NOON_S) for one in lines], LogPosition(), LogPosition(1, 1, "x"))
     return store
 
 
 @asynccontextmanager
-async def serving(reports: Reports, port: int) -> AsyncIterator[None]:
+async def serving(reports: UsageReportsApi, port: int) -> AsyncIterator[None]:
     app = reports.app()
     protect(app, "127.0.0.1", is_behind_envoy=True)
     runner = web.AppRunner(app)
@@ -60,7 +60,7 @@ async def test_callers_get_their_own_usage_and_cannot_say_that_they_are_others(
 ) -> None:
     (port,) = free_ports(1)
     store = stored(tmp_path)
-    database = Database(store.engine, lambda: 0.0, lambda: NOON_S + 60.0)
+    database = ReportsDatabase(store.engine, lambda: 0.0, lambda: NOON_S + 60.0)
     keys = [
         {"name": "first", "key": ACME, "tenant": "acme"},
         {"name": "second", "key": BELL, "tenant": "bell"},
@@ -80,7 +80,10 @@ async def test_callers_get_their_own_usage_and_cannot_say_that_they_are_others(
     if clients == "Untrusted":
         forged["x-attache-tenant"] = "ops"
     async with (
-        serving(Reports(database, counts=Counts(), admin_keys=["second"], admin_tenants=["ops", "acme"]), port),
+        serving(
+            UsageReportsApi(database, counts=IngestCounters(), admin_keys=["second"], admin_tenants=["ops", "acme"]),
+            port,
+        ),
         running_stack(
             tmp_path / "stack",
             EngineFlags(count=1, speed=20.0),

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.keys.changes import key_request, key_update
-from controller.keys.store import KeyAdmin, KeyDirectory
+from controller.keys.store import KeyAdmin, KeyStoreFile
 from extproc.api.key_store import KEYS_FILE
 from tests.waiting import eventually
 
@@ -44,7 +44,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 
 @pytest.fixture
 def admin(stack: Stack) -> KeyAdmin:
-    return KeyAdmin(KeyDirectory(stack.config), time.time)  # noqa: TID251 - keys expire by the wall clock
+    return KeyAdmin(KeyStoreFile(stack.config), time.time)  # noqa: TID251 - keys expire by the wall clock
 
 
 @pytest_asyncio.fixture(loop_scope="module")

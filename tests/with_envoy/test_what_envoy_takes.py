@@ -16,7 +16,7 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, ROOT, documents, envoy_command
-from controller.bundle.sync import write_once
+from controller.bundle.sync import write_bundle_once
 from extproc.api.load import load_snapshot
 from extproc.api.matches import MAX_PROGRAM_SIZE
 from extproc.routing.resolve import compile_match
@@ -78,7 +78,7 @@ async def envoy_alone(tmp_path: Path) -> AsyncIterator[str]:
     }
     address = f"127.0.0.1:{runner.addresses[0][1]}"
     text = documents([address], gateway=gateway, server="s" * 253, more=more, route={"rules": _rules("s" * 253)})
-    write_once(load_snapshot({"a.yaml": text.encode()}), tmp_path / "envoy", str(tmp_path / "envoy"))
+    write_bundle_once(load_snapshot({"a.yaml": text.encode()}), tmp_path / "envoy", str(tmp_path / "envoy"))
     with socket.socket() as reserved:
         # so that no other program listens there, which Envoy would wait for: for an hour
         reserved.bind(("127.0.0.1", extproc))

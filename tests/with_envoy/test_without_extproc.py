@@ -16,7 +16,7 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
-from controller.bundle.sync import write_once
+from controller.bundle.sync import write_bundle_once
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 from extproc.protocol import APIS_BY_PATH
@@ -144,7 +144,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir()
     (config / "a.yaml").write_text(documents(addresses, configured))
-    write_once(load_directory(config), bundle, str(bundle))
+    write_bundle_once(load_directory(config), bundle, str(bundle))
     async with (
         Processes(directory) as processes,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{listen}", timeout=60) as http,

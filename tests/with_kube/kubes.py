@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from bench.cluster.control_plane import ControlPlane
-from controller.kube.access import ClusterAccess
+from controller.kube.cluster_access import ClusterAccess
 from controller.kube.resources import NAMESPACES, SERVICE_ACCOUNTS
 from tests.fake_api.server import FakeServer
 from tests.waiting import eventually
@@ -40,7 +40,7 @@ async def make_namespace(client: Client, kube: Kube) -> str:
     await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 
     async def has_account() -> bool:
-        return await client.find(SERVICE_ACCOUNTS, "default", name) is not None
+        return await client.get_or_none(SERVICE_ACCOUNTS, "default", name) is not None
 
     if kube.plane is not None:
         # pods are refused until the controllers have made it

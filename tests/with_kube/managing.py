@@ -19,7 +19,7 @@ from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.metrics import ManagerMetrics
 from controller.kube.queue import QueueTiming
 from controller.kube.resources import CRDS, EVENTS, MODEL_INFERS, PODS
-from controller.manager.role import CONTROLLER, Leader, ManagerRole, kopf_source
+from controller.manager.runner import CONTROLLER, LeaderControllers, ManagerRunner, kopf_source
 from controller.models.controller import DecisionFunctions, ModelControllerSettings
 from controller.models.model.reconcile import reconcile
 from tests.waiting import eventually
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.autoscaler.reconciler.controller import Scaling
-    from controller.kube.access import ClusterAccess
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Object, Resource
     from controller.models.controller import Source
     from controller.models.kind_reconciler import Loads
@@ -46,7 +46,7 @@ class Managing(msgspec.Struct, frozen=True):
     """A manager that runs. ``client``: its own."""
 
     client: Client
-    leader: Leader
+    leader: LeaderControllers
     metrics: ManagerMetrics
     task: asyncio.Task[None]
 
@@ -95,7 +95,7 @@ async def managing(
         metrics = ManagerMetrics()
         if with_kopf:
             source = kopf_source(client, (work or settings(namespace)).namespace)
-        leader = Leader(
+        leader = LeaderControllers(
             client,
             work or settings(namespace),
             metrics,
@@ -105,7 +105,7 @@ async def managing(
             loads=loads,
             scaling=scaling,
         )
-        managed = Managing(client, leader, metrics, asyncio.create_task(ManagerRole(None, leader).run()))
+        managed = Managing(client, leader, metrics, asyncio.create_task(ManagerRunner(None, leader).run()))
         try:
             yield managed
         finally:

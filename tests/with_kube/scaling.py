@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 from controller.autoscaler.decision.decision import Decision, StageDecision, TargetDecision
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.reconciler.controller import DECIDER, ScalingController, ScalingSettings
+from controller.autoscaler.reconciler.decision_records import DecisionRecords
 from controller.autoscaler.reconciler.demand import DemandView
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.reconcile import Decider
-from controller.autoscaler.reconciler.records import Records
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
 from controller.kube.client import Client, connect
 from controller.kube.resources import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from controller.audit import Audit
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.demand import Urgent
-    from controller.kube.access import ClusterAccess
+    from controller.kube.cluster_access import ClusterAccess
 
 
 class Wanted:
@@ -95,7 +95,7 @@ class Demand:
     async def run(self, urgent: Urgent) -> None:
         self.urgent = urgent
 
-    def follow(self, servers: Collection[str]) -> None:
+    def set_servers(self, servers: Collection[str]) -> None:
         """Of all."""
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
@@ -108,7 +108,7 @@ class Scales(msgspec.Struct, frozen=True):
 
     client: Client
     metrics: CollectorRegistry
-    records: Records
+    records: DecisionRecords
     task: asyncio.Task[None]
 
     def metric(self, name: str, **labels: str) -> float:
@@ -133,7 +133,7 @@ async def scaling(
     audit: Audit | None = None,
 ) -> AsyncIterator[Scales]:
     """The scaling of a namespace. ``is_real``: with the real decision."""
-    registry, records = CollectorRegistry(), Records()
+    registry, records = CollectorRegistry(), DecisionRecords()
     async with connect(access, manager="attache-manager", audit=audit) as client:
         settings = ScalingSettings(
             namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, coalesce_s=0.02, sources=sources

@@ -20,7 +20,7 @@ import msgspec
 from bench.cluster.assets import ROOT
 from bench.cluster.control_plane import apply_crds
 from bench.cluster.node.node import gpu_node, running_nodes
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.kube.client import Client, connect
@@ -441,11 +441,11 @@ async def running_testbed(
 
 
 async def _make_namespace(client: Client, name: str) -> None:
-    if await client.find(NAMESPACES, name) is None:
+    if await client.get_or_none(NAMESPACES, name) is None:
         await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 
     async def has_account() -> bool:
-        return await client.find(SERVICE_ACCOUNTS, "default", name) is not None
+        return await client.get_or_none(SERVICE_ACCOUNTS, "default", name) is not None
 
     await until(has_account, "no service account")
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest_asyncio
 
 from bench.cluster.node.node import gpu_node, running_nodes
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from controller.kube.resources import NODES, PODS
 from tests.waiting import eventually
 
@@ -78,7 +78,7 @@ async def tokens_of(http: aiohttp.ClientSession, url: str, tokens: int) -> int:
 
 
 async def status_of(client: Client, namespace: str, name: str) -> dict[str, Any]:
-    found = await client.find(PODS, name, namespace)
+    found = await client.get_or_none(PODS, name, namespace)
     return {} if found is None else dict(found.get("status") or {})
 
 
@@ -117,7 +117,7 @@ async def test_a_pod_that_is_deleted_ends_after_its_streams(client: Client, name
         assert await stream >= 2000
 
         async def is_gone() -> bool:
-            return await client.find(PODS, "engine-0", namespace) is None
+            return await client.get_or_none(PODS, "engine-0", namespace) is None
 
         # the agent ends by itself, long before the grace does
         await eventually(is_gone)

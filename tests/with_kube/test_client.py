@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
-from controller.kube.access import ClusterAccess
-from controller.kube.client import Client, connect, events_in
+from controller.kube.client import Client, connect, decode_watch_events
+from controller.kube.cluster_access import ClusterAccess
 from controller.kube.errors import (
     AlreadyExists,
     BadRequest,
@@ -42,7 +42,7 @@ async def test_an_object_is_created_read_and_deleted(client: Client, namespace: 
     assert await client.get(CONFIG_MAPS, "one", namespace) == made
     assert made["metadata"]["uid"]
     assert await client.delete(CONFIG_MAPS, "one", namespace)
-    assert await client.find(CONFIG_MAPS, "one", namespace) is None
+    assert await client.get_or_none(CONFIG_MAPS, "one", namespace) is None
     assert not await client.delete(CONFIG_MAPS, "one", namespace)
 
 
@@ -86,8 +86,8 @@ async def test_calls_are_measured_by_verb_resource_and_class_of_status(kube: Kub
         made = await client.create(CONFIG_MAPS, config_map(namespace))
         same = client.as_manager("other")
         await same.merge_patch(CONFIG_MAPS, "one", namespace, {"data": {"colour": "blue"}})
-        await client.find(CONFIG_MAPS, "one", namespace)
-        await client.find(CONFIG_MAPS, "none", namespace)
+        await client.get_or_none(CONFIG_MAPS, "one", namespace)
+        await client.get_or_none(CONFIG_MAPS, "none", namespace)
         since = (await client.list(CONFIG_MAPS, namespace)).resource_version
         watch = client.watch(CONFIG_MAPS, namespace, since=made["metadata"]["resourceVersion"])
         await anext(watch)
@@ -230,7 +230,7 @@ async def test_a_plain_write_owns_what_it_changed(client: Client, namespace: str
 
 async def test_a_dry_run_changes_nothing(client: Client, namespace: str) -> None:
     await client.apply(CONFIG_MAPS, config_map(namespace), dry_run=True)
-    assert await client.find(CONFIG_MAPS, "one", namespace) is None
+    assert await client.get_or_none(CONFIG_MAPS, "one", namespace) is None
 
 
 async def test_custom_resources_are_checked_and_completed(client: Client, namespace: str) -> None:
@@ -285,7 +285,7 @@ async def test_a_finalizer_keeps_what_is_deleted(client: Client, namespace: str)
     held = await client.get(CONFIG_MAPS, "one", namespace)
     assert held["metadata"]["deletionTimestamp"]
     await client.merge_patch(CONFIG_MAPS, "one", namespace, {"metadata": {"finalizers": None}})
-    assert await client.find(CONFIG_MAPS, "one", namespace) is None
+    assert await client.get_or_none(CONFIG_MAPS, "one", namespace) is None
 
 
 async def test_what_is_owned_goes_with_its_owner(client: Client, namespace: str) -> None:
@@ -297,7 +297,7 @@ async def test_what_is_owned_goes_with_its_owner(client: Client, namespace: str)
     await client.delete(CONFIG_MAPS, "owner", namespace)
 
     async def gone() -> bool:
-        return await client.find(CONFIG_MAPS, "owned", namespace) is None
+        return await client.get_or_none(CONFIG_MAPS, "owned", namespace) is None
 
     await eventually(gone)
 
@@ -331,7 +331,7 @@ async def test_a_pod_without_a_node_goes_at_once(client: Client, namespace: str)
     await eventually(accepted)
     assert (await client.get(PODS, "one", namespace))["status"]["phase"] == "Pending"
     await client.delete(PODS, "one", namespace)
-    assert await client.find(PODS, "one", namespace) is None
+    assert await client.get_or_none(PODS, "one", namespace) is None
 
 
 async def test_an_unknown_kind_is_not_found(client: Client, namespace: str) -> None:
@@ -357,7 +357,7 @@ async def test_a_watch_can_begin_with_what_is_there(kube: Kube, client: Client, 
         aiohttp.ClientSession(headers=kube.admin.headers()) as http,
         http.get(url, params=query, ssl=kube.admin.tls() or False) as answer,
     ):
-        async for event in events_in(answer.content.iter_any()):
+        async for event in decode_watch_events(answer.content.iter_any()):
             seen.append((event.type, "annotations" in event.object["metadata"]))
             if len(seen) == 2:
                 break

@@ -17,7 +17,7 @@ import pytest
 from bench.cluster.assets import ROOT, versions
 from bench.cluster.control_plane import SCHEDULER, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.node.node import gpu_node, running_nodes
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from bench.stack.processes import StartFailed
 from controller.kube.client import Client, connect
 from controller.kube.errors import Invalid, NotFound, Unreachable
@@ -201,7 +201,7 @@ async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Clust
             return is_ready(await status())
 
         await eventually(ready)
-        await nodes["node-0"].lose(declared=False)
+        await nodes["node-0"].fail(declared=False)
 
         async def evicted() -> bool:
             return "deletionTimestamp" in (await client.get(PODS, "one", "default"))["metadata"]
@@ -212,7 +212,7 @@ async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Clust
         await nodes["node-0"].recover()
 
         async def gone() -> bool:
-            return await client.find(PODS, "one", "default") is None
+            return await client.get_or_none(PODS, "one", "default") is None
 
         await eventually(gone)
 

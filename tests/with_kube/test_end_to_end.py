@@ -21,7 +21,7 @@ from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import Client, connect
 from controller.kube.errors import AlreadyExists
 from controller.kube.lease import LeaderElection
@@ -200,7 +200,7 @@ async def serving(
         Processes(tmp_path) as processes,
     ):
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
-        role = GatewayRole(
+        role = GatewayRunner(
             own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
         )
         task = asyncio.create_task(role.run())

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from controller.kube.cache import InformerSet, SharedInformers
-from controller.kube.executor import Executor, Expectations, NameNotFree, ObjectRefused
+from controller.kube.executor import Executor, Expectations, NameStillTaken, ObjectRefused
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
 from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
 from tests.with_kube.managing import define_kinds, model_infer
@@ -80,7 +80,7 @@ async def test_what_has_the_name_and_is_being_deleted_is_waited_for_and_nobody_i
     await client.create(CONFIG_MAPS, theirs)
     await client.delete(CONFIG_MAPS, "one", namespace)
     for action in (Create, Apply):
-        with pytest.raises(NameNotFree, match=f"waits for the ConfigMap {namespace}/one of an earlier owner"):
+        with pytest.raises(NameStillTaken, match=f"waits for the ConfigMap {namespace}/one of an earlier owner"):
             await do(action(CONFIG_MAPS, owned(me, a="1")))
     await client.merge_patch(CONFIG_MAPS, "one", namespace, {"metadata": {"finalizers": None}})
     await do(Create(CONFIG_MAPS, owned(me, a="1")))
@@ -117,7 +117,7 @@ async def test_another_object_of_the_same_name_is_left_alone(client: Client, do:
     metadata = (await client.get(CONFIG_MAPS, "one", namespace))["metadata"]
     assert (metadata.get("annotations") or {}, metadata["labels"]) == ({}, {"b": "2"})
     await do(Delete(CONFIG_MAPS, key, uid), Delete(CONFIG_MAPS, key, uid), Annotate(CONFIG_MAPS, key, uid))
-    assert await client.find(CONFIG_MAPS, "one", namespace) is None
+    assert await client.get_or_none(CONFIG_MAPS, "one", namespace) is None
 
 
 async def test_a_status_is_said_field_by_field(client: Client, do: Doing, namespace: str) -> None:
@@ -138,4 +138,4 @@ async def test_the_first_failure_ends_a_plan(client: Client, do: Doing, namespac
     with pytest.raises(ObjectRefused) as caught:
         await do(Create(CONFIG_MAPS, wrong), Create(CONFIG_MAPS, config_map(namespace, "later")))
     assert caught.value.reason == "InvalidObject"
-    assert await client.find(CONFIG_MAPS, "later", namespace) is None
+    assert await client.get_or_none(CONFIG_MAPS, "later", namespace) is None

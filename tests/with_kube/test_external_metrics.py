@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.errors import AlreadyExists
 from controller.kube.lease import LeaderElection
@@ -116,7 +116,7 @@ async def create(client: Client, namespace: str, *things: Object) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(client: Client, namespace: str, folder: Path, probe_s: float = 30.0) -> AsyncIterator[GatewayRole]:
+async def serving(client: Client, namespace: str, folder: Path, probe_s: float = 30.0) -> AsyncIterator[GatewayRunner]:
     """A role that has written its directory once."""
     async with connect(client.access, manager=CONTROLLER) as own:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
@@ -126,7 +126,7 @@ async def serving(client: Client, namespace: str, folder: Path, probe_s: float =
             gateway_api=GatewayApiSettings(bind=("127.0.9.1", "127.0.9.2")),
             probe_s=probe_s,
         )
-        role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+        role = GatewayRunner(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
             async with asyncio.timeout(120):

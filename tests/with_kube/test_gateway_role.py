@@ -17,9 +17,9 @@ from aiohttp import web
 from attache.__main__ import main
 from bench.cluster.control_plane import write_kubeconfig
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.directory import DirectoryWriter
+from controller.gateway.directory_writer import DirectoryWriter
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.errors import ClusterError
 from controller.kube.informer import InformerTiming
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
-    from controller.gateway.directory import WrittenFiles
+    from controller.gateway.directory_writer import WrittenFiles
     from controller.kube.client import Client
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
@@ -73,7 +73,7 @@ async def serving(
     *,
     extproc: str | None = None,
     config: str | None = None,
-) -> AsyncIterator[GatewayRole]:
+) -> AsyncIterator[GatewayRunner]:
     """A role that has written its directory once. ``extproc``: where to ask what is in use. ``config``: the
     GatewayConfig to serve, as ``namespace/name``.
     """
@@ -86,7 +86,7 @@ async def serving(
             consumers={} if extproc is None else {"extproc": extproc},
             grace_s=0.3,
         )
-        role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+        role = GatewayRunner(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
             async with asyncio.timeout(120):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.kube.informer import Informer, InformerTiming
-from controller.kube.kopf_thread import Handlers, HandlersEnded
+from controller.kube.kopf_thread import KopfEnded, KopfOperator
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, define_widgets, widget
@@ -37,8 +37,8 @@ class Bell:
 
 
 @contextlib.asynccontextmanager
-async def following(kube: Kube, bell: Bell, namespace: str) -> AsyncIterator[Handlers]:
-    handlers = Handlers(kube.admin, [WIDGETS], bell, namespace=namespace)
+async def following(kube: Kube, bell: Bell, namespace: str) -> AsyncIterator[KopfOperator]:
+    handlers = KopfOperator(kube.admin, [WIDGETS], bell, namespace=namespace)
     task = asyncio.create_task(handlers.run())
     try:
         await eventually(handlers.ready.is_set)
@@ -69,13 +69,13 @@ async def test_each_event_rings_in_our_thread_and_nothing_is_written(
 
 
 async def test_a_thread_that_ends_by_itself_is_an_error(kube: Kube) -> None:
-    handlers = Handlers(kube.admin, [WIDGETS], Bell())
+    handlers = KopfOperator(kube.admin, [WIDGETS], Bell())
 
     async def operate(_: object) -> None:
         raise RuntimeError("nobody expects this")
 
     handlers.operate = operate  # type: ignore[method-assign]
-    with pytest.raises(HandlersEnded) as caught:
+    with pytest.raises(KopfEnded) as caught:
         await handlers.run()
     assert "nobody expects this" in str(caught.value.__cause__)
 

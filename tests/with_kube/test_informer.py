@@ -112,7 +112,7 @@ async def test_what_is_listed_once_is_not_watched_and_only_optional_kinds_may_be
     fake.faults.refuse(1, 500, of=is_watch)
     await cache.list_once()
     assert "one" in names(informer)
-    assert not cache.serves(missing)
+    assert not cache.is_synced(missing)
     # the first watch of all
     with pytest.raises(ServerError):
         await anext(client.watch(CONFIG_MAPS, namespace, since="1"))
@@ -126,11 +126,11 @@ async def test_what_several_take_is_watched_once_until_the_last_gives_it_back(
     client: Client, fake: FakeServer, namespace: str
 ) -> None:
     shared = SharedInformers(client, QUICK)
-    one = shared.take(CONFIG_MAPS, Selection(namespace))
+    one = shared.acquire(CONFIG_MAPS, Selection(namespace))
     task = asyncio.create_task(shared.run())
     try:
-        elsewhere = shared.take(CONFIG_MAPS, Selection("elsewhere"))
-        assert shared.take(CONFIG_MAPS, Selection(namespace)) is one
+        elsewhere = shared.acquire(CONFIG_MAPS, Selection("elsewhere"))
+        assert shared.acquire(CONFIG_MAPS, Selection(namespace)) is one
         await eventually(lambda: len(fake.watches) == 2)
         shared.release(elsewhere)
         shared.release(one)
@@ -139,7 +139,7 @@ async def test_what_several_take_is_watched_once_until_the_last_gives_it_back(
         await eventually(lambda: names(one) == {"late"})
         shared.release(one)
         await eventually(lambda: len(fake.watches) == 0)
-        assert shared.take(CONFIG_MAPS, Selection(namespace)) is not one, "what has ended is not used again"
+        assert shared.acquire(CONFIG_MAPS, Selection(namespace)) is not one, "what has ended is not used again"
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -256,11 +256,11 @@ async def test_it_survives_an_outage_of_the_server(client: Client, plane: Contro
 @REAL
 async def test_it_survives_a_frozen_server(client: Client, plane: ControlPlane, namespace: str) -> None:
     async with following(client, namespace) as informer:
-        heard = informer.silent_for_s()
+        heard = informer.since_last_event_s()
         assert heard is not None
         plane.freeze_api()
         try:
-            await eventually(lambda: (informer.silent_for_s() or 0.0) > heard + QUICK.silence_s + 0.5)
+            await eventually(lambda: (informer.since_last_event_s() or 0.0) > heard + QUICK.silence_s + 0.5)
         finally:
             plane.thaw_api()
         await client.create(CONFIG_MAPS, config_map(namespace, "after"))

@@ -11,9 +11,9 @@ import pytest
 
 from bench.stack.processes import free_ports
 from controller.keys.changes import KeyRefused, key_request
-from controller.keys.secret import KeySecret
+from controller.keys.secret import KeyStoreSecret
 from controller.keys.store import KeyAdmin
-from controller.kube.access import ClusterAccess
+from controller.kube.cluster_access import ClusterAccess
 from controller.kube.resources import SECRETS
 from extproc.api.key_store import KEYS_FILE
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def admin_of(kube: Kube, namespace: str) -> KeyAdmin:
-    return KeyAdmin(KeySecret(kube.admin, f"{namespace}/keys"), lambda: 1_795_435_200.0)
+    return KeyAdmin(KeyStoreSecret(kube.admin, f"{namespace}/keys"), lambda: 1_795_435_200.0)
 
 
 def asked(name: str) -> KeyRequest:
@@ -67,6 +67,6 @@ async def test_a_broken_secret_is_never_written_over(client: Client, kube: Kube,
 
 async def test_a_cluster_that_is_away_is_told_of() -> None:
     (port,) = free_ports(1)
-    admin = KeyAdmin(KeySecret(ClusterAccess(f"http://127.0.0.1:{port}"), "default/keys"), lambda: 0.0)
+    admin = KeyAdmin(KeyStoreSecret(ClusterAccess(f"http://127.0.0.1:{port}"), "default/keys"), lambda: 0.0)
     with pytest.raises(KeyRefused, match="cannot be read or written"):
         await asyncio.to_thread(admin.revoke, "web", "test")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from controller.autoscaler.reconciler.controller import ScalingSettings, scaling_of
+from controller.autoscaler.reconciler.controller import ScalingSettings, make_scaling_runner
+from controller.autoscaler.reconciler.decision_records import DecisionRecords
 from controller.autoscaler.reconciler.informers import NamespacedPods
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
-from controller.autoscaler.reconciler.records import Records
 from controller.kube.cache import SharedInformers
 from controller.kube.client import Client
 from controller.kube.pods import POD_VIEW
@@ -78,7 +78,7 @@ def watches(namespace: str, *pods: str | None) -> dict[Watch, int]:
 
 def scaling(namespace: str) -> Scaling:
     settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE)
-    return scaling_of(settings, ScalingMetrics(CollectorRegistry()), Records())
+    return make_scaling_runner(settings, ScalingMetrics(CollectorRegistry()), DecisionRecords())
 
 
 async def test_a_leader_watches_no_pods_twice(
@@ -107,7 +107,7 @@ async def test_pods_of_namespaces_come_from_a_watch_of_all_pods_where_there_is_o
     pods = NamespacedPods(shared, lambda: None)
 
     def names(of: str) -> list[str]:
-        return [one.name for one in pods.index.of(of, {"app": "llama"})]
+        return [one.name for one in pods.index.find_pods(of, {"app": "llama"})]
 
     tasks = [asyncio.create_task(each) for each in (shared.run(), pods.run())]
     try:
@@ -115,7 +115,7 @@ async def test_pods_of_namespaces_come_from_a_watch_of_all_pods_where_there_is_o
         await eventually(lambda: pods.has_synced(namespace))
         assert (names(namespace), names(other)) == (["a"], [])
         # a gang, or a stage with several targets, needs to know what all pods take
-        everything = shared.take(PODS, transform=POD_VIEW)
+        everything = shared.acquire(PODS, transform=POD_VIEW)
         await eventually(lambda: watched(found) == {(PODS, None, ""): 1})
         await make_pod(client, namespace, "b", "10.0.0.2")
         await eventually(lambda: names(namespace) == ["a", "b"])

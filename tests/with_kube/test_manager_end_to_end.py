@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.node.node import Node, gpu_node, running_nodes
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from controller.kube.client import Client
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Object
 
 pytestmark = REAL
@@ -106,8 +106,8 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
 
             async def are_mended() -> bool:
                 things = [
-                    await client.find(PODS, "llama-0-main-0-0", namespace),
-                    await client.find(SERVICES, "llama-0-main-0", namespace),
+                    await client.get_or_none(PODS, "llama-0-main-0-0", namespace),
+                    await client.get_or_none(SERVICES, "llama-0-main-0", namespace),
                 ]
                 found = [(one or {"metadata": {}})["metadata"].get("labels") or {} for one in things]
                 return all(names.MODEL_INFER in one for one in found)

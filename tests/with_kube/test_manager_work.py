@@ -17,7 +17,7 @@ from bench.cluster.control_plane import write_kubeconfig
 from bench.stack.processes import Processes, free_ports
 from controller.commands.manager import _innermost
 from controller.kube.errors import Forbidden
-from controller.kube.kopf_thread import HandlersEnded
+from controller.kube.kopf_thread import KopfEnded
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     LEASES,
@@ -27,11 +27,11 @@ from controller.kube.resources import (
     MODELS,
     PODS,
 )
-from controller.manager.role import CONTROLLER
+from controller.manager.runner import CONTROLLER
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer.reconcile import reconcile
-from controller.models.rollouts import rollouts_answer
+from controller.models.rollouts import rollouts_page
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -297,7 +297,7 @@ class StubLoads:
     def __init__(self) -> None:
         self.asked: list[set[str]] = []
 
-    async def ask(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
+    async def fetch(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
         self.asked.append(set(pods))
         return {one: PodLoad(3, 100) for one in pods if one.endswith("0-0")}
 
@@ -358,14 +358,14 @@ async def test_a_manager_that_is_ended_at_any_moment_is_continued(client: Client
 async def test_an_end_of_kopf_ends_the_role_with_an_error(client: Client, kube: Kube, namespace: str) -> None:
     async def source(_: object) -> None:
         await asyncio.sleep(0.3)
-        raise HandlersEnded("kopf's thread has ended") from RuntimeError("nobody expects this")
+        raise KopfEnded("kopf's thread has ended") from RuntimeError("nobody expects this")
 
     async with managing(kube.admin, namespace, source=source) as manager:
         await asyncio.wait([manager.task], timeout=SOON_S)
         error = manager.task.exception()
         assert error is not None
         innermost = _innermost(error)
-        assert isinstance(innermost, HandlersEnded)
+        assert isinstance(innermost, KopfEnded)
         assert "nobody expects this" in str(innermost.__cause__)
         lease = await client.get(LEASES, CONTROLLER, namespace)
         assert lease["spec"]["holderIdentity"] == "", "another may begin at once"
@@ -455,12 +455,12 @@ async def test_the_page_of_rollouts_follows_the_objects_until_the_term_ends(
     client: Client, kube: Kube, namespace: str
 ) -> None:
     async with managing(kube.admin, namespace, decide=reconcile) as manager:
-        found = rollouts_answer(manager.leader.objects()).rollouts
+        found = rollouts_page(manager.leader.objects()).rollouts
         assert found == ()
         await client.create(MODEL_INFERS, model_infer(namespace, "llama", *TWO_ROLES))
 
         def rollout() -> RolloutView | None:
-            return next(iter(rollouts_answer(manager.leader.objects()).rollouts), None)
+            return next(iter(rollouts_page(manager.leader.objects()).rollouts), None)
 
         await eventually(lambda: (one := rollout()) is not None and one.phase == "InProgress")
         seen = rollout()

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.errors import Forbidden, NotFound
 from controller.kube.lease import LeaderElection
@@ -131,7 +131,7 @@ async def test_the_role_works_with_its_own_account(
     await create_plainly(client, SYSTEM, pool(), *routes)
     election = LeaderElection(account, namespace=SYSTEM, name="attache-gateway", identity="test")
     settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway", gateway_api=ADDRESSES)
-    role = GatewayRole(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+    role = GatewayRunner(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
     watching = contextlib.ExitStack()
     asked = watching.enter_context(asked_for(account))
     task = asyncio.create_task(role.run())

@@ -13,7 +13,7 @@ import yaml
 from controller.kube.client import connect
 from controller.kube.resources import PODS
 from controller.models.model.model_state import CHILDREN
-from controller.models.runtimes.presets import objects
+from controller.models.runtimes.presets import built_in_objects
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import OUR_KINDS, define_kinds
 from tools.golden_models import FOLDER, golden
@@ -71,6 +71,6 @@ async def test_a_real_server_takes_models_and_all_that_is_made_of_them(
                 await client.create(PODS, pod, dry_run=True)
 
 
-@pytest.mark.parametrize("thing", objects(), ids=lambda one: one["metadata"]["name"])
+@pytest.mark.parametrize("thing", built_in_objects(), ids=lambda one: one["metadata"]["name"])
 async def test_a_real_server_takes_the_runtimes(client: Client, thing: dict[str, Any]) -> None:
     await client.create(OUR_KINDS[thing["kind"]], thing, dry_run=True)

@@ -20,11 +20,11 @@ import yaml
 from aiohttp import web
 
 from bench.cluster.node.node import gpu_node, running_nodes
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import Client, connect
 from controller.kube.lease import LeaderElection
 from controller.kube.resources import (
@@ -251,7 +251,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
     )
     async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
-        role = GatewayRole(
+        role = GatewayRunner(
             own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
         )
         task = asyncio.create_task(role.run())

@@ -19,9 +19,9 @@ from bench.stack.processes import Processes, free_ports
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.gateway.metrics import GatewayMetrics
 from controller.kube.metrics import ManagerMetrics
-from controller.kube.pages import pages
-from controller.usage.ingest import Counts
-from controller.usage.metrics import UsageSeries
+from controller.kube.metrics_and_health import serve_pages
+from controller.usage.ingest import IngestCounters
+from controller.usage.metrics import UsageMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
 from tests.waiting import eventually
 from tests.with_kube.monitors import checked, configuration, endpoints_of, job_name, scrape_configs
@@ -75,14 +75,14 @@ async def processes(folder: Path) -> AsyncIterator[dict[str, str]]:
         return False
 
     gateway, manager, translator, usage = GatewayMetrics(), ManagerMetrics(), TranslatorMetrics(), CollectorRegistry()
-    usage.register(UsageSeries(Counts(), lambda: 0.0))
+    usage.register(UsageMetrics(IngestCounters(), lambda: 0.0))
     ScalingMetrics(manager.registry)
     async with (
         Processes(folder) as started,
-        pages(addresses["gateway"], gateway.registry, lambda: True),
-        pages(addresses["manager"], manager.registry, lambda: True),
-        pages(addresses["translate"], translator.registry, lambda: True),
-        pages(addresses["usage"], usage, lambda: True),
+        serve_pages(addresses["gateway"], gateway.registry, lambda: True),
+        serve_pages(addresses["manager"], manager.registry, lambda: True),
+        serve_pages(addresses["translate"], translator.registry, lambda: True),
+        serve_pages(addresses["usage"], usage, lambda: True),
     ):
         for name, words in commands.items():
             await started.start(name, [*python, *words, "--config", str(config), "--metrics", addresses[name]])

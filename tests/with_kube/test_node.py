@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.node.node import Node, gpu_node, running_nodes
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from controller.kube.client import Client
 from controller.kube.errors import Forbidden
 from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, Resource
@@ -210,7 +210,7 @@ async def test_an_image_can_be_made_to_be_missing(place: Place) -> None:
     place.node.faults.image_never_pulls("attache/host")
     await place.create(place.pod())
     await place.until(lambda one: waits_for(one) in ("ErrImagePull", "ImagePullBackOff"))
-    place.node.faults.heal()
+    place.node.faults.clear()
     await place.until(is_ready)
 
 
@@ -219,7 +219,7 @@ async def test_a_pod_can_be_made_to_crash(place: Place) -> None:
     place.node.faults.crash_at_start(key)
     await place.create(place.pod())
     await place.until(lambda one: waits_for(one) == "CrashLoopBackOff")
-    place.node.faults.heal()
+    place.node.faults.clear()
     await place.until(is_ready)
 
 
@@ -323,7 +323,7 @@ async def test_deletion_is_graceful(place: Place) -> None:
     found: list[Path] = []
     await eventually(lambda: bool(found.extend(place.node.directory.glob(f"{place.namespace}_one/*/began")) or found))
     await place.client.delete(PODS, "one", place.namespace)
-    deleted = await place.client.find(PODS, "one", place.namespace)
+    deleted = await place.client.get_or_none(PODS, "one", place.namespace)
     assert deleted is None or "deletionTimestamp" in deleted["metadata"]
     await eventually(lambda: gone(place, "one"))
     assert found[0].with_name("notes").read_text() == "stopping\nbye\n"
@@ -382,7 +382,7 @@ async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
 @REAL
 async def test_a_process_has_its_pods_service_account(place: Place) -> None:
     script = (
-        "import asyncio;from controller.kube.access import *;from controller.kube.client import *;"
+        "import asyncio;from controller.kube.cluster_access import *;from controller.kube.client import *;"
         "from controller.kube.resources import *\n"
         "async def main():\n"
         "  async with connect(find_access(), manager='pod') as client:\n"
@@ -415,7 +415,7 @@ async def test_a_lost_node_takes_its_pods_along(place: Place) -> None:
     await place.create(place.pod())
     await place.until(is_ready)
     pid = place.node.workers[f"{place.namespace}/one"].pid("main")
-    await place.node.lose()
+    await place.node.fail()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not is_ready(await place.status())
@@ -457,7 +457,7 @@ async def test_a_deployment_replaces_what_is_deleted(place: Place) -> None:
 
 
 async def gone(place: Place, name: str) -> bool:
-    return await place.client.find(PODS, name, place.namespace) is None
+    return await place.client.get_or_none(PODS, name, place.namespace) is None
 
 
 @REAL

@@ -9,7 +9,7 @@ import msgspec
 
 from controller.kube.client import connect
 from controller.kube.resources import PODS
-from controller.manager.role import own_image
+from controller.manager.runner import find_own_image
 from tests.with_kube.kubes import FAKE
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ async def test_the_image_of_the_container_manager(client: Client, kube: Kube, na
         PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": containers}}
     )
     async with connect(msgspec.structs.replace(kube.admin, namespace=namespace), manager="test") as inside:
-        assert await own_image(inside, "manager-0") == "registry.example.org/attache:1"
-        assert await own_image(inside, "elsewhere") == "attache"
+        assert await find_own_image(inside, "manager-0") == "registry.example.org/attache:1"
+        assert await find_own_image(inside, "elsewhere") == "attache"
 
 
 async def test_who_may_not_look_gets_the_default(kube: Kube, caplog: pytest.LogCaptureFixture) -> None:
     async with connect(kube.nobody, manager="test") as inside:
-        assert await own_image(inside, "manager-0") == "attache"
+        assert await find_own_image(inside, "manager-0") == "attache"
     assert "set --image" in caplog.text

@@ -15,7 +15,7 @@ import pytest_asyncio
 import yaml
 
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings
+from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings
 from controller.kube.client import connect
 from controller.kube.errors import Forbidden
 from controller.kube.resources import (
@@ -108,7 +108,7 @@ async def test_pods_fit_the_restricted_standard(file: str, client: Client) -> No
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "fits", "namespace": SYSTEM}, "spec": spec}
 
     async def has_account() -> bool:
-        return await client.find(SERVICE_ACCOUNTS, "default", SYSTEM) is not None
+        return await client.get_or_none(SERVICE_ACCOUNTS, "default", SYSTEM) is not None
 
     await eventually(has_account)
     await client.create(PODS, pod, dry_run=True)
@@ -135,7 +135,7 @@ async def test_the_picker_needs_all_that_its_account_may_do(
     client: Client, account: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await client.get(DEPLOYMENTS, "attache-picker", "default"))["spec"]["replicas"] == 2
-    role = PickerRole(
+    role = PickerRunner(
         account, PickerSettings(config=tmp_path, pool="default/llama"), GatewayMetrics(), timing=IMPATIENT
     )
     with asked_for(account) as asked:

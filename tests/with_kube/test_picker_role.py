@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest_asyncio
 
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings
+from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings
 from controller.kube.client import connect
 from controller.kube.resources import CRDS, EVENTS, INFERENCE_POOLS
 from extproc.api.load import load_directory
@@ -93,11 +93,11 @@ async def client(kube: Kube) -> AsyncIterator[Client]:
 @contextlib.asynccontextmanager
 async def picking(
     client: Client, namespace: str, folder: Path, picker_file: Path | None = None
-) -> AsyncIterator[PickerRole]:
+) -> AsyncIterator[PickerRunner]:
     """A role at work."""
     async with connect(client.access, manager=CONTROLLER) as own:
         settings = PickerSettings(config=folder, pool=f"{namespace}/llama", picker_file=picker_file)
-        role = PickerRole(own, settings, GatewayMetrics(), timing=IMPATIENT)
+        role = PickerRunner(own, settings, GatewayMetrics(), timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
             yield role

@@ -15,13 +15,13 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
-from controller.autoscaler.reconciler.controller import ScalingSettings, scaling_of
+from controller.autoscaler.reconciler.controller import ScalingSettings, make_scaling_runner
+from controller.autoscaler.reconciler.decision_records import DecisionRecords, decision_page_routes
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
-from controller.autoscaler.reconciler.records import Records, routes
 from controller.commands import explain_scaling as explain_scaling_command
 from controller.kube.cache import SharedInformers
 from controller.kube.client import connect
-from controller.kube.pages import pages
+from controller.kube.metrics_and_health import serve_pages
 from controller.kube.resources import (
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
@@ -40,8 +40,8 @@ from tests.with_kube.scaling import bind, deployment, make_policy, make_server, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from tests.with_kube.kubes import Kube
 
 
@@ -101,12 +101,12 @@ async def gateway(client: Client, namespace: str) -> AsyncIterator[Gateway]:
 
 
 @contextlib.asynccontextmanager
-async def scaled(access: ClusterAccess, namespace: str) -> AsyncIterator[Records]:
+async def scaled(access: ClusterAccess, namespace: str) -> AsyncIterator[DecisionRecords]:
     """The real scaling of a namespace."""
-    records = Records()
+    records = DecisionRecords()
     settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE)
     async with connect(access, manager="attache-manager") as client:
-        run = scaling_of(settings, ScalingMetrics(CollectorRegistry()), records)
+        run = make_scaling_runner(settings, ScalingMetrics(CollectorRegistry()), records)
         shared = SharedInformers(client, IMPATIENT)
         tasks = [asyncio.create_task(one) for one in (shared.run(), run(client, shared))]
         try:
@@ -203,8 +203,8 @@ async def test_the_pages_and_the_command_say_why(client: Client, kube: Kube, nam
     url = f"http://127.0.0.1:{port}"
     async with scaled(kube.admin, namespace) as records:
         leads = [True]
-        listening = pages(
-            f"127.0.0.1:{port}", CollectorRegistry(), lambda: True, more=routes(records, lambda: leads[0])
+        listening = serve_pages(
+            f"127.0.0.1:{port}", CollectorRegistry(), lambda: True, more=decision_page_routes(records, lambda: leads[0])
         )
         async with listening, aiohttp.ClientSession() as http:
             await eventually(lambda: bool(records.records_by_binding()))

@@ -27,8 +27,8 @@ from tests.with_kube.test_manager_permissions import account
 from tests.with_kube.test_manifests import MANIFESTS
 
 if TYPE_CHECKING:
-    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
+    from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Object
 
 __all__ = ["account"]

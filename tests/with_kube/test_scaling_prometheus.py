@@ -123,7 +123,7 @@ async def test_while_prometheus_is_away_the_real_decision_scales_nothing_in(
                 return any("cannot be asked" in str(one.stages) for one in found)
 
             await eventually(is_unknown)
-            before = len(list(running.records.of(f"{namespace}/one")))
+            before = len(list(running.records.records_of_binding(f"{namespace}/one")))
             await asyncio.sleep(1.0)
             assert before >= 1
             assert await replicas() == 4

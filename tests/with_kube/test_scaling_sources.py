@@ -12,8 +12,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from bench.stack.processes import free_ports
+from controller.autoscaler.reconciler.metric_source_http import FetchFailed, fetch_page
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
-from controller.autoscaler.reconciler.source_http import FetchFailed, fetch_page
 from controller.kube.resources import DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE

@@ -205,7 +205,7 @@ async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_b
         measured = Measured(site)
         lost = site.nodes[node]
         watch.begin()
-        await lost.lose()
+        await lost.fail()
         try:
             await eventually(lambda: watch.least_ready < 4)
             await watch.until(ready=4)

@@ -29,9 +29,9 @@ from controller.kube.resources import (
     SECRETS,
     Resource,
 )
-from controller.manager.role import CONTROLLER
+from controller.manager.runner import CONTROLLER
 from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings, utc_now
-from controller.webhooks.role import WebhookRole, WebhookSettings
+from controller.webhooks.server import WebhookServer, WebhookSettings
 from extproc.llmd.files import InstalledPlugins
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
@@ -81,7 +81,7 @@ async def account(
 @contextlib.asynccontextmanager
 async def managing(
     account: Client, port: int, lifetimes: Lifetimes | None = None, clock: Callable[[], datetime] = utc_now
-) -> AsyncIterator[WebhookRole]:
+) -> AsyncIterator[WebhookServer]:
     """A replica that can be asked."""
     rotation = RotationSettings(
         namespace=SYSTEM,
@@ -92,7 +92,7 @@ async def managing(
         every_s=0.2,
     )
     settings = WebhookSettings(listen=f"127.0.0.1:{port}", rotation=rotation)
-    role = WebhookRole(
+    role = WebhookServer(
         account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT, clock=clock
     )
     task = asyncio.create_task(role.run())

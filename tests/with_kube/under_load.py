@@ -16,12 +16,12 @@ import aiohttp
 import msgspec
 
 from bench.cluster.node.node import Node
-from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_state_machine import NodeTiming
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.api.drain_mark import DRAINING
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import Client, connect
 from controller.kube.informer import Informer, Selection
 from controller.kube.lease import LeaderElection
@@ -77,7 +77,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
     )
     async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
-        running = GatewayRole(
+        running = GatewayRunner(
             own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
         )
         task = asyncio.create_task(running.run())

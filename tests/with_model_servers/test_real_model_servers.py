@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.engine.tensors import JSON_LENGTH
+from bench.engine.tensor_api import JSON_LENGTH
 from tests.rendered_models import rendered_model
 from tests.waiting import eventually
 from tests.with_model_servers.conftest import gateway_to, route, server

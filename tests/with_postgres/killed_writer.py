@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Final
 
-from controller.usage.follow import LogFollower, Position, Rotation
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLines
-from controller.usage.store import Sink, SqlStore, open_engine
+from controller.usage.jsonl import JsonLinesStore
+from controller.usage.log_follower import LogFollower, LogPosition, LogRotation
+from controller.usage.store import SqlStore, UsageSink, open_engine
 from tests.examples import IS_SLOW
 from tests.usage_lines import NOON_S, line, text
 
@@ -72,18 +72,18 @@ def main(url: str, log: Path, seed: int, most_kills: int) -> None:
 
 def _write(url: str, log: Path, tells: int) -> None:
     """In a fork, until it is killed; tells when it has kept something."""
-    sink: Sink
+    sink: UsageSink
     if url.startswith("jsonl:"):
-        sink = JsonLines(Path(url.removeprefix("jsonl:")))
+        sink = JsonLinesStore(Path(url.removeprefix("jsonl:")))
     else:
         sink = SqlStore(open_engine(url), "log")
     ingest = Ingest(
-        LogFollower(log, Position(), _CLOCK, most_bytes=20_000),
+        LogFollower(log, LogPosition(), _CLOCK, most_bytes=20_000),
         lambda: sink,
         wall=lambda: NOON_S + 60.0,
         keep_requests_s=_DAY_S,
         keep_rollups_s=_DAY_S,
-        rotation=Rotation(log, 20_000, lambda: True),
+        rotation=LogRotation(log, 20_000, lambda: True),
     )
     while not ingest.counts.rows:
         time.sleep(min(0.01, ingest.step()))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from controller.usage.follow import SETTLE_S, LogFollower, Position, Rotation
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLines
+from controller.usage.jsonl import JsonLinesStore
+from controller.usage.log_follower import SETTLE_S, LogFollower, LogPosition, LogRotation
 from controller.usage.store import SqlStore, open_engine, requests, rollups_day, rollups_hour
 from tests.usage_lines import NOON_S, line, text
 from tests.waiting import eventually
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from controller.usage.store import Sink
+    from controller.usage.store import UsageSink
     from tests.postgres_server import Postgres
 
 DAY_S = 86_400.0
 
 
-def ingest_of(sink: Sink, log: Path, rotation: Rotation | None = None) -> Ingest:
+def ingest_of(sink: UsageSink, log: Path, rotation: LogRotation | None = None) -> Ingest:
     now_s = [0.0]
 
     def clock() -> float:
@@ -40,7 +40,7 @@ def ingest_of(sink: Sink, log: Path, rotation: Rotation | None = None) -> Ingest
         return now_s[0]
 
     return Ingest(
-        LogFollower(log, Position(), clock),
+        LogFollower(log, LogPosition(), clock),
         lambda: sink,
         wall=lambda: NOON_S + 60.0,
         keep_requests_s=DAY_S,
@@ -84,7 +84,7 @@ def test_rows_of_killed_writers_equal_the_lines(store_url: str, tmp_path: Path) 
 def test_json_lines_of_killed_writers_equal_the_lines(tmp_path: Path) -> None:
     log, folder = tmp_path / "usage.log", tmp_path / "rows"
     written = kill_writers(f"jsonl:{folder}", log, min(KILLS, 30))
-    sink = JsonLines(folder)
+    sink = JsonLinesStore(folder)
     drain(ingest_of(sink, log))
     sink.close()
     rows = [msgspec.json.decode(one) for file in folder.glob("*.jsonl") for one in file.read_bytes().splitlines()]
@@ -149,7 +149,7 @@ def test_rotation_under_load_loses_nothing(store_url: str, tmp_path: Path) -> No
         asked.append(written)
         return len(asked) % 2 == 0
 
-    ingest = ingest_of(store, log, Rotation(log, 20_000, ask))
+    ingest = ingest_of(store, log, LogRotation(log, 20_000, ask))
     written = reopened = 0
     file = log.open("ab", buffering=0)
     while reopened < 4 or asked:

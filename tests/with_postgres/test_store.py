@@ -15,12 +15,12 @@ import pytest
 import sqlalchemy as sa
 
 from controller.commands.usage import main
-from controller.usage.drift import Periods, drifts
-from controller.usage.follow import Position
-from controller.usage.queries import BadQuery, Query, query_of, run
-from controller.usage.rollups import SUMS, sums_of
-from controller.usage.rows import UsageRow, row_of
-from controller.usage.store import SCHEMA, SqlStore, StoreError, next_horizon, open_engine, requests
+from controller.usage.drift import ComparedPeriods, find_drift
+from controller.usage.log_follower import LogPosition
+from controller.usage.queries import BadQuery, Query, parse_query, run_query
+from controller.usage.rollups import SUMS, row_sums
+from controller.usage.rows import UsageRow, parse_usage_line
+from controller.usage.store import SCHEMA, SqlStore, StoreError, next_retention_horizon, open_engine, requests
 from extproc.api.usage import OTHERS, UNROUTED
 from tests.usage_lines import NOON_S, context, line, text
 
@@ -41,17 +41,17 @@ def store(store_url: str) -> Iterator[SqlStore]:
 
 
 def row(name: str, *, at: float = NOON_S, **changes: object) -> UsageRow:
-    return row_of(text(line(name, of=context(**changes), at=at)), at + 10)
+    return parse_usage_line(text(line(name, of=context(**changes), at=at)), at + 10)
 
 
-def at(offset: int) -> Position:
-    return Position(7, offset, "head")
+def at(offset: int) -> LogPosition:
+    return LogPosition(7, offset, "head")
 
 
 def report(store: SqlStore, **changes: object) -> UsageReport:
     query = Query(**{"start": NOON_S - 12 * HOUR, "end": NOON_S + 12 * HOUR, **changes})
     with store.engine.connect() as connection:
-        return run(connection, query)
+        return run_query(connection, query)
 
 
 def requests_of(found: UsageReport) -> list[tuple[dict[str, str], int]]:
@@ -59,10 +59,10 @@ def requests_of(found: UsageReport) -> list[tuple[dict[str, str], int]]:
 
 
 def test_rows_sums_and_position_are_kept_together(store: SqlStore) -> None:
-    assert store.position() == Position()
+    assert store.read_position() == LogPosition()
     rows = [row("a"), row("b", tenant="team-b"), row("c", refused="rate_limit_exceeded")]
-    assert len(store.write(rows, Position(), at(300))) == 3
-    assert store.position() == at(300)
+    assert len(store.write(rows, LogPosition(), at(300))) == 3
+    assert store.read_position() == at(300)
     found = report(store, groups=("tenant",))
     assert requests_of(found) == [({"tenant": "team-a"}, 2), ({"tenant": "team-b"}, 1)]
     assert found.rows[0].costs == {"USD": 104}
@@ -70,7 +70,7 @@ def test_rows_sums_and_position_are_kept_together(store: SqlStore) -> None:
 
 
 def test_a_row_that_is_kept_is_not_counted_again(store: SqlStore) -> None:
-    store.write([row("a"), row("a")], Position(), at(1))
+    store.write([row("a"), row("a")], LogPosition(), at(1))
     new = store.write([row("a"), row("b")], at(1), at(2))
     assert [one.id for one in new] == ["b"]
     assert requests_of(report(store)) == [({}, 2)]
@@ -79,7 +79,7 @@ def test_a_row_that_is_kept_is_not_counted_again(store: SqlStore) -> None:
 def test_new_rows_come_to_the_end_of_their_key(store: SqlStore) -> None:
     """Ids are random: a key that begins with them has each row change another page."""
     assert sa.inspect(store.engine).get_pk_constraint("requests")["constrained_columns"] == ["at_us", "id"]
-    store.write([row("b"), row("a")], Position(), at(1))
+    store.write([row("b"), row("a")], LogPosition(), at(1))
     new = store.write([row("a"), msgspec.structs.replace(row("a"), at_us=1), row("c")], at(1), at(2))
     assert [(one.at_us, one.id) for one in new] == [(1, "a"), (row("c").at_us, "c")]
 
@@ -90,17 +90,17 @@ def test_a_store_whose_rows_have_their_id_alone_as_the_key_stays_as_it_is(store:
         requests.drop(connection)
         sa.Table(requests.name, sa.MetaData(), *columns).create(connection)
     store.prepare()
-    store.write([row("a"), row("a")], Position(), at(1))
+    store.write([row("a"), row("a")], LogPosition(), at(1))
     new = store.write([row("a"), row("b")], at(1), at(2))
     assert [one.id for one in new] == ["b"]
     assert requests_of(report(store)) == [({}, 2)]
 
 
 def test_two_writers_of_one_log_are_refused(store: SqlStore) -> None:
-    store.write([row("a")], Position(), at(1))
+    store.write([row("a")], LogPosition(), at(1))
     with pytest.raises(StoreError, match="--source"):
         store.write([row("b")], at(0), at(2))
-    assert store.position() == at(1)
+    assert store.read_position() == at(1)
     assert requests_of(report(store)) == [({}, 1)]
 
 
@@ -111,7 +111,7 @@ def test_several_logs_of_one_store_add_up_without_deadlocks(store: SqlStore, sto
     def write(number: int) -> None:
         one = SqlStore(open_engine(store_url, timeout_s=60.0), f"log {number}")
         try:
-            before = Position()
+            before = LogPosition()
             for batch in range(10):
                 names = [f"{number}/{batch}/{index}" for index in range(20)]
                 rows = [row(name, tenant=f"team-{(number * 7 + index) % 20}") for index, name in enumerate(names)]
@@ -135,15 +135,15 @@ def test_several_logs_of_one_store_add_up_without_deadlocks(store: SqlStore, sto
 def test_a_failed_transaction_leaves_nothing(store: SqlStore) -> None:
     broken = msgspec.structs.replace(row("b"), tenant=None)  # type: ignore[arg-type] # what a table refuses
     with pytest.raises(Exception, match=r"(?i)null"):
-        store.write([row("a"), broken], Position(), at(1))
-    assert store.position() == Position()
+        store.write([row("a"), broken], LogPosition(), at(1))
+    assert store.read_position() == LogPosition()
     assert report(store).rows == ()
 
 
 def test_names_beyond_a_days_bound_are_others_of_their_tenant(store_url: str) -> None:
     store = SqlStore(open_engine(store_url), "log", most_names=3)
     store.prepare()
-    store.write([row(f"a{index}", user=f"user-{index}") for index in range(2)], Position(), at(1))
+    store.write([row(f"a{index}", user=f"user-{index}") for index in range(2)], LogPosition(), at(1))
     # another process, which has to learn the names that are kept
     again = SqlStore(open_engine(store_url), "log", most_names=3)
     again.write([row(f"b{index}", user=f"user-{index}") for index in range(10)], at(1), at(2))
@@ -168,18 +168,18 @@ def test_names_beyond_a_days_bound_are_others_of_their_tenant(store_url: str) ->
 
 def test_models_that_no_route_knows_are_one(store: SqlStore) -> None:
     unknown = [
-        row_of(
+        parse_usage_line(
             text(line(f"r{index}", of=context(route="", server="", model=f"m{index}", refused="x"), status=404)), NOON_S
         )
         for index in range(5)
     ]
-    store.write(unknown, Position(), at(1))
+    store.write(unknown, LogPosition(), at(1))
     assert requests_of(report(store, groups=("model",))) == [({"model": UNROUTED}, 5)]
 
 
 def test_what_is_old_is_deleted_and_the_rest_stays(store: SqlStore) -> None:
     times = [NOON_S - days * 24 * HOUR for days in range(6)]
-    store.write([row(f"r{index}", at=time) for index, time in enumerate(times)], Position(), at(1))
+    store.write([row(f"r{index}", at=time) for index, time in enumerate(times)], LogPosition(), at(1))
     assert store.prune(NOON_S, 2.5 * 24 * HOUR, 4.5 * 24 * HOUR) == NOON_S - 2.5 * 24 * HOUR
     with store.engine.connect() as connection:
         kept = connection.execute(sa.select(requests.c.at_us).order_by(requests.c.at_us)).scalars().all()
@@ -196,7 +196,7 @@ def test_what_is_old_is_deleted_and_the_rest_stays(store: SqlStore) -> None:
 
 def test_a_clock_that_is_ahead_deletes_little(store: SqlStore) -> None:
     day = 24 * HOUR
-    store.write([row(f"r{days}", at=NOON_S - days * day) for days in range(10)], Position(), at(1))
+    store.write([row(f"r{days}", at=NOON_S - days * day) for days in range(10)], LogPosition(), at(1))
     assert store.prune(NOON_S, 10 * day, 10 * day) == NOON_S - 10 * day
     # years ahead, without a row of then
     for _ in range(5):
@@ -207,13 +207,13 @@ def test_a_clock_that_is_ahead_deletes_little(store: SqlStore) -> None:
     with store.engine.connect() as connection:
         assert connection.execute(sa.select(sa.func.count()).select_from(requests)).scalar() == 11
     # and what was learnt from such a clock alone is forgotten
-    assert next_horizon(NOON_S + 500 * day, NOON_S - 10 * day, NOON_S) == NOON_S - 10 * day
+    assert next_retention_horizon(NOON_S + 500 * day, NOON_S - 10 * day, NOON_S) == NOON_S - 10 * day
     # rows that are gone stay gone if more is kept from now on
-    assert next_horizon(NOON_S - 10 * day, NOON_S - 90 * day, NOON_S) == NOON_S - 10 * day
+    assert next_retention_horizon(NOON_S - 10 * day, NOON_S - 90 * day, NOON_S) == NOON_S - 10 * day
 
 
 def test_a_newer_schema_is_refused_and_an_older_one_is_changed(store: SqlStore) -> None:
-    store.write([row("a")], Position(), at(1))
+    store.write([row("a")], LogPosition(), at(1))
     store.prepare(
         version=SCHEMA + 1, migrations=[()] * (SCHEMA - 1) + [("ALTER TABLE requests ADD COLUMN later BIGINT",)]
     )
@@ -221,12 +221,12 @@ def test_a_newer_schema_is_refused_and_an_older_one_is_changed(store: SqlStore) 
         assert connection.execute(sa.text("SELECT later FROM requests")).all() == [(None,)]
     with pytest.raises(StoreError, match="run a newer attache"):
         store.prepare()
-    assert store.position() == at(1)
+    assert store.read_position() == at(1)
 
 
 def test_a_store_of_the_first_version_gets_the_ids_of_keys(store: SqlStore) -> None:
     old, new = row("old"), row("new", key_id="k-2")
-    store.write([old], Position(), at(1))
+    store.write([old], LogPosition(), at(1))
     with store.engine.begin() as connection:
         for later in ("key_id", "service_class"):
             connection.execute(sa.text(f"ALTER TABLE requests DROP COLUMN {later}"))
@@ -242,7 +242,7 @@ def test_a_store_of_the_first_version_gets_the_ids_of_keys(store: SqlStore) -> N
 
 
 def test_ids_of_keys_are_in_reports_as_long_as_rows_are_kept(store: SqlStore) -> None:
-    store.write([row("a"), row("b", key_id="k-2"), row("c", key_id="k-2", api_key="key-2")], Position(), at(1))
+    store.write([row("a"), row("b", key_id="k-2"), row("c", key_id="k-2", api_key="key-2")], LogPosition(), at(1))
     found = report(store, groups=("key", "key_id"))
     assert requests_of(found) == [
         ({"key": "key-1", "key_id": "k-1"}, 1),
@@ -253,11 +253,11 @@ def test_ids_of_keys_are_in_reports_as_long_as_rows_are_kept(store: SqlStore) ->
     assert requests_of(report(store, filters=(("key_id", ("k-2",)),))) == [({}, 2)]
     parameters = {"start": ["2026-09-01"], "end": ["2026-11-24"], "group_by": ["key_id"]}
     with pytest.raises(BadQuery, match="at most 32 days"):
-        query_of(parameters, NOON_S)
+        parse_query(parameters, NOON_S)
 
 
 def test_classes_are_in_reports_as_long_as_rows_are_kept(store: SqlStore) -> None:
-    store.write([row("a"), row("b", service_class="gold"), row("c", service_class="gold")], Position(), at(1))
+    store.write([row("a"), row("b", service_class="gold"), row("c", service_class="gold")], LogPosition(), at(1))
     found = report(store, groups=("service_class",))
     assert requests_of(found) == [({"service_class": ""}, 1), ({"service_class": "gold"}, 2)]
     assert requests_of(report(store, filters=(("service_class", ("gold",)),))) == [({}, 2)]
@@ -267,11 +267,11 @@ def test_what_has_changed_is_found(store: SqlStore) -> None:
     before = [row(f"b{number}", at=NOON_S - 24 * HOUR + number) for number in range(9)]
     late = [row(f"l{number}", at=NOON_S + number) for number in range(9)]
     late = [msgspec.structs.replace(one, input=one.input * 4, ttft_us=None) for one in late]
-    store.write([*before, *late, row("r", refused="rate_limit_exceeded")], Position(), at(1))
-    periods = Periods(NOON_S - 48 * HOUR, NOON_S - HOUR, NOON_S + HOUR)
+    store.write([*before, *late, row("r", refused="rate_limit_exceeded")], LogPosition(), at(1))
+    periods = ComparedPeriods(NOON_S - 48 * HOUR, NOON_S - HOUR, NOON_S + HOUR)
     with store.engine.connect() as connection:
-        found, small = drifts(connection, periods, ("tenant", "model"), least=9)
-        assert drifts(connection, periods, (), least=10) == ([], 1)
+        found, small = find_drift(connection, periods, ("tenant", "model"), least=9)
+        assert find_drift(connection, periods, (), least=10) == ([], 1)
     assert small == 0
     first, *others = found
     assert first.names == {"tenant": "team-a", "model": "llama"}
@@ -334,8 +334,8 @@ def many(
             "price": chosen.choice([None, price, msgspec.structs.replace(price, currency="EUR")]),
         }
         ends = chosen.choice([{}, {}, {"status": 500}, {"status": 404}, {"flags": "DC"}])
-        rows.append(row_of(text(line(f"r{index}", of=context(**changes), at=time, **ends)), time + 10))
-    store.write(rows, Position(), at(1))
+        rows.append(parse_usage_line(text(line(f"r{index}", of=context(**changes), at=time, **ends)), time + 10))
+    store.write(rows, LogPosition(), at(1))
     yield store, rows
     store.close()
 
@@ -364,16 +364,16 @@ def compare(store: SqlStore, rows: list[UsageRow], zone: str, group_by: str) -> 
             when = [local.replace(minute=0, second=0, microsecond=0).isoformat()]
         key = (*when, *(getattr(one, name) for name in sorted(names, key=["tenant", "user", "model"].index)))
         found = expected.setdefault(key, Counter())
-        found.update(dict(zip(SUMS, sums_of(one), strict=True)))
+        found.update(dict(zip(SUMS, row_sums(one), strict=True)))
         found.subtract({"cost_micros": one.cost_micros or 0})
         found.update({one.currency: one.cost_micros or 0})
     parameters = {"start": ["2024-02-01"], "end": ["2026-11-30"], "tz": [zone], "group_by": [group_by], "limit": ["7"]}
     seen: dict[tuple[str, ...], Counter[str]] = {}
     page: str | None = "0"
     while page is not None:
-        query = query_of({**parameters, "page": [page]}, NOON_S + 30 * 86_400)
+        query = parse_query({**parameters, "page": [page]}, NOON_S + 30 * 86_400)
         with store.engine.connect() as connection:
-            part = run(connection, query)
+            part = run_query(connection, query)
         for got in part.rows:
             when = []
             if query.width is not None:
@@ -391,7 +391,7 @@ def test_days_have_as_many_hours_as_clocks_give_them(many: tuple[SqlStore, list[
     store, _ = many
     parameters = {"start": ["2026-10-24"], "end": ["2026-10-27"], "tz": ["Europe/Berlin"], "group_by": ["day"]}
     with store.engine.connect() as connection:
-        found = run(connection, query_of(parameters, NOON_S))
+        found = run_query(connection, parse_query(parameters, NOON_S))
     assert found.source == "rollups_hour"
     assert [(one.end - one.start) // HOUR for one in found.rows] == [24, 25, 24]
 
@@ -404,7 +404,7 @@ def test_windows_of_half_hour_zones_are_sums_of_hours_with_rows_at_both_ends(sto
         "before": begin - 1, "first": begin, "edge": begin + 1_799, "hour": begin + 1_800, "middle": NOON_S - 86_400.5,
         "last": now - now % HOUR - 1, "tail": now - now % HOUR, "now": now - 1, "after": now,
     }  # fmt: skip
-    store.write([row(name, at=one, tenant=f"team-{len(name)}") for name, one in times.items()], Position(), at(1))
+    store.write([row(name, at=one, tenant=f"team-{len(name)}") for name, one in times.items()], LogPosition(), at(1))
     inside = [name for name in times if name not in {"before", "after"}]
     found = report(store, start=begin, end=now, groups=("tenant",))
     assert found.source == "requests+rollups_hour"
@@ -423,18 +423,18 @@ def test_windows_of_half_hour_zones_are_sums_of_hours_with_rows_at_both_ends(sto
 
 
 def test_a_report_that_needs_rows_which_are_gone_says_what_to_ask(store: SqlStore) -> None:
-    store.write([row("a")], Position(), at(1))
+    store.write([row("a")], LogPosition(), at(1))
     store.prune(NOON_S, HOUR, 90 * 24 * HOUR)
-    query = query_of({"start": ["2026-11-23T00:30:00"], "end": ["2026-11-24"]}, NOON_S)
+    query = parse_query({"start": ["2026-11-23T00:30:00"], "end": ["2026-11-24"]}, NOON_S)
     # the first half hour
     with store.engine.connect() as connection, pytest.raises(BadQuery, match="whole hours"):
-        run(connection, query)
+        run_query(connection, query)
 
 
 def test_a_report_of_the_command_refuses_what_is_gone(
     store: SqlStore, store_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store.write([row("a")], Position(), at(1))
+    store.write([row("a")], LogPosition(), at(1))
     store.prune(NOON_S, HOUR, 90 * 24 * HOUR)
     words = ["report", "--store", store_url, "--start", "2026-11-23T00:30:00", "--end", "2026-11-24"]
     assert main(words) == 2

@@ -11,7 +11,7 @@ from msgspec import inspect
 from attache.commands import GROUPS
 from controller.api.crds import field_docs
 from controller.api.crds.field_docs import wrap_paragraphs
-from controller.models.runtimes.presets import built_in
+from controller.models.runtimes.presets import built_in_presets
 from extproc.llmd.notes import without_effect
 from extproc.llmd.types import ACCEPTED, BUILT_IN, NOT_BUILT
 from extproc.protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
@@ -140,7 +140,7 @@ def _usage(spec: ApiSpec) -> str:
 
 def runtimes_page() -> str:
     """The Markdown page."""
-    rows = [_runtime_row(name, one.spec) for name, one in sorted(built_in().items())]
+    rows = [_runtime_row(name, one.spec) for name, one in sorted(built_in_presets().items())]
     return f"{MARK}\n\n{_RUNTIMES_HEAD}" + "\n".join(rows) + "\n" + _RUNTIMES_FOOT
 
 

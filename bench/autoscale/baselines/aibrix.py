@@ -15,15 +15,15 @@ import msgspec
 
 from bench.autoscale.baselines.baseline import (
     HpaMemory,
-    began,
     clamp_to_bounds,
-    current_of,
+    current_replicas,
+    initial_history,
     ready_reports,
-    waiting_each,
+    waiting_per_engine,
 )
 from controller.api.autoscaling import Behavior, ScalingRules
-from controller.autoscaler.decision.behavior import PastRecommendation, ScalingHistory, stabilize, with_recommendation
-from controller.autoscaler.decision.strategies.engine_units import kv_usage_of, running_of
+from controller.autoscaler.decision.behavior import PastRecommendation, ScalingHistory, add_recommendation, stabilize
+from controller.autoscaler.decision.strategies.engine_loads import kv_cache_usage, running_requests
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation
@@ -41,17 +41,17 @@ class AibrixApa(msgspec.Struct, frozen=True):
 
     def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
         """The algorithm, then the cooldown."""
-        past = memory.past if memory is not None else began(situation)
+        past = memory.past if memory is not None else initial_history(situation)
         reports = [one for one in ready_reports(situation) if one is not None]
-        current = current_of(situation)
+        current = current_replicas(situation)
         if not reports:
             return clamp_to_bounds(current, situation), HpaMemory(past)
-        held = waiting_each(situation) if self.metric == "in_flight" else 0.0
+        held = waiting_per_engine(situation) if self.metric == "in_flight" else 0.0
         mean = sum(self._value(one) for one in reports) / len(reports) + held
         asked = clamp_to_bounds(self.formula(mean, current), situation)
         behavior = Behavior(ScalingRules(0), ScalingRules(self.down_cooldown_s))
         found = stabilize(behavior, past.recommendations, recommended=asked, current=current, now_s=situation.now_s)
-        past = with_recommendation(
+        past = add_recommendation(
             behavior, ScalingHistory(past.recommendations), PastRecommendation(situation.now_s, asked)
         )
         return clamp_to_bounds(found, situation), HpaMemory(past)
@@ -68,5 +68,5 @@ class AibrixApa(msgspec.Struct, frozen=True):
 
     def _value(self, report: EngineReport) -> float:
         if self.metric == "kv_usage":
-            return kv_usage_of(report) or 0.0
-        return running_of(report) if self.metric == "running" else float(report.in_flight)
+            return kv_cache_usage(report) or 0.0
+        return running_requests(report) if self.metric == "running" else float(report.in_flight)

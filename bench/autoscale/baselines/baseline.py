@@ -18,13 +18,18 @@ from controller.autoscaler.decision.behavior import (
     PastRecommendation,
     ReplicaChange,
     ScalingHistory,
+    add_recommendation,
     apply_behavior,
-    with_recommendation,
 )
 from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
-from controller.autoscaler.decision.strategies.target import EnginePool, TargetStrategy, Tolerance, of_total
+from controller.autoscaler.decision.strategies.target import (
+    EnginePool,
+    TargetStrategy,
+    Tolerance,
+    replicas_for_total_metric,
+)
 
 Memory = TypeVar("Memory")
 
@@ -62,43 +67,43 @@ class StrategyBaseline(msgspec.Struct, frozen=True):
     def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
         """The strategy's answer, as fast as the behaviour allows it."""
         found, inner = self.strategy.recommend(situation, memory.inner if memory is not None else None)
-        past = memory.past if memory is not None else began(situation)
+        past = memory.past if memory is not None else initial_history(situation)
         if found.replicas is None:
-            return clamp_to_bounds(current_of(situation), situation), HpaMemory(past, inner)
+            return clamp_to_bounds(current_replicas(situation), situation), HpaMemory(past, inner)
         if self.behavior is None:
             return clamp_to_bounds(found.replicas, situation), HpaMemory(past, inner)
         replicas, past = apply_hpa_behavior(self.behavior, past, found.replicas, situation)
         return replicas, HpaMemory(past, inner)
 
 
-def began(situation: Situation) -> ScalingHistory:
+def initial_history(situation: Situation) -> ScalingHistory:
     """An HPA's history when it first observes its target: the current replicas."""
-    return ScalingHistory((PastRecommendation(situation.now_s, current_of(situation)),))
+    return ScalingHistory((PastRecommendation(situation.now_s, current_replicas(situation)),))
 
 
 def apply_hpa_behavior(
     behavior: Behavior, past: ScalingHistory, recommended: float, situation: Situation
 ) -> tuple[int, ScalingHistory]:
     """What an HPA makes of a recommendation, and its memory after it."""
-    current, now_s = current_of(situation), situation.now_s
+    current, now_s = current_replicas(situation), situation.now_s
     found, _ = apply_behavior(behavior, past, recommended=recommended, current=current, now_s=now_s)
     desired = clamp_to_bounds(found, situation)
-    past = with_recommendation(behavior, past, PastRecommendation(now_s, recommended))
+    past = add_recommendation(behavior, past, PastRecommendation(now_s, recommended))
     if desired != current:
         past = ScalingHistory(past.recommendations, (*past.changes, ReplicaChange(now_s, desired - current)))
     return desired, past
 
 
-def through_hpa(
+def apply_hpa(
     behavior: Behavior, past: ScalingHistory, wanted: float, situation: Situation
 ) -> tuple[int, ScalingHistory]:
     """A number of replicas that is exported as a metric, with AverageValue 1, and its tolerance of 10 %."""
-    pool = EnginePool(current=current_of(situation), ready={}, unready={})
-    found = of_total(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
+    pool = EnginePool(current=current_replicas(situation), ready={}, unready={})
+    found = replicas_for_total_metric(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
     return apply_hpa_behavior(behavior, past, found.replicas or 0.0, situation)
 
 
-def views(situation: Situation) -> list[Situation]:
+def split_by_target(situation: Situation) -> list[Situation]:
     """One for each target, as if there were no other: what an HPA of its own sees."""
     return [msgspec.structs.replace(situation, targets=(one,)) for one in situation.targets]
 
@@ -117,17 +122,17 @@ def merge_targets(situation: Situation) -> Situation:
     return msgspec.structs.replace(situation, targets=(whole,))
 
 
-def current_of(situation: Situation) -> int:
+def current_replicas(situation: Situation) -> int:
     """Replicas in the spec of the first target."""
     return situation.targets[0].current or 0
 
 
 def ready_reports(situation: Situation) -> list[EngineReport | None]:
     """Of the first target's ready engines."""
-    return [engine.report for engine in situation.targets[0].having(EngineState.READY)]
+    return [engine.report for engine in situation.targets[0].engines_in_state(EngineState.READY)]
 
 
-def waiting_each(situation: Situation) -> float:
+def waiting_per_engine(situation: Situation) -> float:
     """Requests that wait at the gateways, for each ready engine of the first target."""
     return situation.waiting.requests / max(len(ready_reports(situation)), 1)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.baselines.baseline import clamp_to_bounds, current_of, ready_reports, waiting_each
+from bench.autoscale.baselines.baseline import clamp_to_bounds, current_replicas, ready_reports, waiting_per_engine
 from controller.api.autoscaling import LatencyObjective
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
 
     def desired_replicas(self, situation: Situation, memory: DynamoMemory | None) -> tuple[int, DynamoMemory | None]:
         """The larger of the floor and the load's answer."""
-        now_s, speed, current = situation.now_s, situation.targets[0].speed, current_of(situation)
+        now_s, speed, current = situation.now_s, situation.targets[0].speed, current_replicas(situation)
         before = memory if memory is not None else DynamoMemory(0, now_s)
-        request = request_of(situation, self.interval_s) or before.request
+        request = mean_request(situation, self.interval_s) or before.request
         if speed is None or request is None:
             return clamp_to_bounds(current, situation), before
         floor, floor_at_s = before.floor, before.floor_at_s
@@ -82,7 +82,7 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         return 1 / each_s if each_s > 0 else math.inf
 
     def _by_load(self, situation: Situation, reports: list[EngineReport], speed: Speed, request: MeanRequest) -> int:
-        count, held = len(reports), waiting_each(situation)
+        count, held = len(reports), waiting_per_engine(situation)
         more = count / (count - 1) if count > 1 else math.inf
         own_s = request.uncached / speed.prefill_tokens_per_s
         queues = [(one.waiting or 0.0) * request.uncached + held * request.uncached for one in reports]
@@ -116,7 +116,7 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         return float(given) if given else 0.05
 
 
-def request_of(situation: Situation, window_s: float) -> MeanRequest | None:
+def mean_request(situation: Situation, window_s: float) -> MeanRequest | None:
     """Means of the window; None if nothing was answered in it."""
     rates = situation.traffic.rates(window_s, situation.now_s)
     if rates is None or rates.finished <= 0:

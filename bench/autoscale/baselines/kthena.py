@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.baselines.baseline import clamp_to_bounds, current_of, merge_targets, ready_reports, waiting_each
-from controller.autoscaler.decision.allocation.variants import expansion_sequence, variant_of
+from bench.autoscale.baselines.baseline import (
+    clamp_to_bounds,
+    current_replicas,
+    merge_targets,
+    ready_reports,
+    waiting_per_engine,
+)
+from controller.autoscaler.decision.allocation.variants import expansion_sequence, variant_from_target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,7 +72,7 @@ class Kthena(msgspec.Struct, frozen=True):
 
     def desired_replicas(self, situation: Situation, memory: KthenaMemory | None) -> tuple[int, KthenaMemory | None]:
         """The metric's recommendation, corrected."""
-        before, current, now_s = memory or KthenaMemory(), current_of(situation), situation.now_s
+        before, current, now_s = memory or KthenaMemory(), current_replicas(situation), situation.now_s
         recommended = self.recommended(situation)
         if recommended is None:
             return current, before
@@ -89,7 +95,7 @@ class Kthena(msgspec.Struct, frozen=True):
     ) -> tuple[Mapping[str, int], KthenaMemory | None]:
         """The number for all kinds together, filled in batch by batch."""
         total, after = self.desired_replicas(merge_targets(situation), memory)
-        variants = [variant_of(one) for one in situation.targets]
+        variants = [variant_from_target(one) for one in situation.targets]
         least = {one.name: one.least for one in variants}
         order = expansion_sequence(variants, self.cost_expansion_rate_percent)
         more = Counter(order[: max(0, total - sum(least.values()))])
@@ -97,11 +103,11 @@ class Kthena(msgspec.Struct, frozen=True):
 
     def recommended(self, situation: Situation) -> int | None:
         """By the metric; None if no engine has a value."""
-        current, reports = current_of(situation), ready_reports(situation)
+        current, reports = current_replicas(situation), ready_reports(situation)
         inside = clamp_to_bounds(current, situation)
         if inside != current:
             return inside
-        held = waiting_each(situation)
+        held = waiting_per_engine(situation)
         values = [one.in_flight + held for one in reports if one is not None]
         found = recommended_instances(
             values,

@@ -21,10 +21,10 @@ import msgspec
 from bench.autoscale.baselines.baseline import (
     HpaMemory,
     StrategyBaseline,
-    began,
-    current_of,
+    apply_hpa,
+    current_replicas,
+    initial_history,
     ready_reports,
-    through_hpa,
 )
 from controller.api.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import ScalingHistory
@@ -67,7 +67,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
         return StrategyBaseline(strategy, behavior, self.period_s).desired_replicas(seen, memory)
 
 
-class SloPast(msgspec.Struct, frozen=True):
+class SloMemory(msgspec.Struct, frozen=True):
     """``shares``: (when, share of the objective), of the smoothing window."""
 
     past: ScalingHistory
@@ -83,16 +83,16 @@ class KedaSlo(msgspec.Struct, frozen=True):
     smoothing_s: float = 45.0
     period_s: float = 15.0
 
-    def desired_replicas(self, situation: Situation, memory: SloPast | None) -> tuple[int, SloPast | None]:
+    def desired_replicas(self, situation: Situation, memory: SloMemory | None) -> tuple[int, SloMemory | None]:
         """The formula, and the HPA behind it."""
         now_s = situation.now_s
-        before = memory if memory is not None else SloPast(began(situation))
+        before = memory if memory is not None else SloMemory(initial_history(situation))
         recent = tuple(one for one in before.shares if one[0] > now_s - self.smoothing_s)
         shares = (*recent, (now_s, min(self._share(situation), _CLAMP)))
         share = statistics.fmean(value for _, value in shares)
-        wanted = self.formula(share, current_of(situation), len(ready_reports(situation)))
-        desired, past = through_hpa(SLO_BEHAVIOR, before.past, max(wanted, 0), situation)
-        return desired, SloPast(past, shares)
+        wanted = self.formula(share, current_replicas(situation), len(ready_reports(situation)))
+        desired, past = apply_hpa(SLO_BEHAVIOR, before.past, max(wanted, 0), situation)
+        return desired, SloMemory(past, shares)
 
     def formula(self, share: float, provisioned: int, ready: int) -> int:
         """Replicas by the share of the objective that latencies have."""

@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.autoscale.baselines.baseline import (
-    began,
-    current_of,
+    apply_hpa,
+    current_replicas,
+    initial_history,
     merge_targets,
     ready_reports,
-    through_hpa,
-    views,
-    waiting_each,
+    split_by_target,
+    waiting_per_engine,
 )
 from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import ScalingHistory
-from controller.autoscaler.decision.strategies.engine_units import kv_usage_of
+from controller.autoscaler.decision.strategies.engine_loads import kv_cache_usage
 from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
 from controller.autoscaler.decision.strategies.tokens import TokensParameters
 
@@ -62,7 +62,7 @@ class Analysis(msgspec.Struct, frozen=True):
     scale_down_safe: bool
 
 
-def as_wva_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> Analysis:
+def analyze_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> Analysis:
     """The engines as in the original, each with its cache usage and its queue."""
     if not loads:
         return Analysis(0, 0.0, 0.0, scale_up=False, scale_down_safe=False)
@@ -97,27 +97,30 @@ class WvaV1(msgspec.Struct, frozen=True):
 
     def desired_replicas(self, situation: Situation, memory: V1State | None) -> tuple[int, V1State | None]:
         """One more, one fewer, or what there is; all through the HPA."""
-        before = memory if memory is not None else V1State(began(situation), current_of(situation))
+        before = memory if memory is not None else V1State(initial_history(situation), current_replicas(situation))
         wanted = self._wanted(situation, before.desired)
-        desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
+        desired, past = apply_hpa(wva_hpa_behavior(self.window_s), before.past, wanted, situation)
         return desired, V1State(past, wanted)
 
     def desired_kinds(
         self, situation: Situation, memory: Mapping[str, V1State] | None
     ) -> tuple[Mapping[str, int], Mapping[str, V1State] | None]:
         """One more or one fewer of one kind, each kind through an HPA of its own."""
-        each = {one.targets[0].name: one for one in views(situation)}
-        before = {name: (memory or {}).get(name) or V1State(began(one), current_of(one)) for name, one in each.items()}
+        each = {one.targets[0].name: one for one in split_by_target(situation)}
+        before = {
+            name: (memory or {}).get(name) or V1State(initial_history(one), current_replicas(one))
+            for name, one in each.items()
+        }
         wanted = self._wanted_kinds(situation, {name: one.desired for name, one in before.items()})
         desired, after = {}, {}
         for name, one in each.items():
-            desired[name], past = through_hpa(hpa_of(self.window_s), before[name].past, wanted[name], one)
+            desired[name], past = apply_hpa(wva_hpa_behavior(self.window_s), before[name].past, wanted[name], one)
             after[name] = V1State(past, wanted[name])
         return desired, after
 
     def _wanted_kinds(self, situation: Situation, exported: Mapping[str, int]) -> Mapping[str, int]:
-        each = {one.targets[0].name: one for one in views(situation)}
-        current = {name: current_of(one) for name, one in each.items()}
+        each = {one.targets[0].name: one for one in split_by_target(situation)}
+        current = {name: current_replicas(one) for name, one in each.items()}
         kept = {name: exported[name] or current[name] for name in each}
         if kept != current or any(len(ready_reports(one)) != current[name] for name, one in each.items()):
             return kept
@@ -132,7 +135,7 @@ class WvaV1(msgspec.Struct, frozen=True):
         return current
 
     def _wanted(self, situation: Situation, exported: int) -> int:
-        current, reports = current_of(situation), ready_reports(situation)
+        current, reports = current_replicas(situation), ready_reports(situation)
         if exported not in {0, current}:
             return exported
         if len(reports) != current or not reports:
@@ -144,11 +147,11 @@ class WvaV1(msgspec.Struct, frozen=True):
 
     def analysis(self, situation: Situation) -> Analysis:
         """Of the first target's ready engines."""
-        held = waiting_each(situation)
-        return as_wva_v1([_load(one, held) for one in ready_reports(situation)], self.parameters)
+        held = waiting_per_engine(situation)
+        return analyze_v1([_load(one, held) for one in ready_reports(situation)], self.parameters)
 
 
-def hpa_of(window_s: int) -> Behavior:
+def wva_hpa_behavior(window_s: int) -> Behavior:
     """The HPA that its documentation puts behind it."""
     rules = ScalingRules(window_s, "Max", (ScalingRule("Pods", 10, 150),))
     return Behavior(rules, rules)
@@ -157,10 +160,10 @@ def hpa_of(window_s: int) -> Behavior:
 def _load(report: EngineReport | None, held: float) -> tuple[float, float]:
     if report is None:
         return 0.0, 0.0
-    return kv_usage_of(report) or 0.0, (report.waiting or 0.0) + held
+    return kv_cache_usage(report) or 0.0, (report.waiting or 0.0) + held
 
 
-class Means(msgspec.Struct, frozen=True):
+class RequestMeans(msgspec.Struct, frozen=True):
     """Tokens of a prompt and of an answer, and the share of prompts that engines had, of five minutes."""
 
     prompt: float = 0.0
@@ -196,50 +199,52 @@ class WvaV2(msgspec.Struct, frozen=True):
 
     def desired_replicas(self, situation: Situation, memory: V2State | None) -> tuple[int, V2State | None]:
         """All that is missing at once, or all that is spare, through the HPA."""
-        before = memory if memory is not None else V2State(began(situation))
-        means, history = means_of(situation), dict(before.history)
+        before = memory if memory is not None else V2State(initial_history(situation))
+        means, history = request_means(situation), dict(before.history)
         demand, capacities = self.load_and_capacities(ready_reports(situation), means, history)
         capacity = median(capacities) if capacities else before.capacity
         demand += queued_demand(situation, means)
-        wanted = self.wanted(demand, capacity, current_of(situation), len(ready_reports(situation)))
-        desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
+        wanted = self.wanted(demand, capacity, current_replicas(situation), len(ready_reports(situation)))
+        desired, past = apply_hpa(wva_hpa_behavior(self.window_s), before.past, wanted, situation)
         return desired, V2State(past, history, capacity)
 
     def desired_kinds(
         self, situation: Situation, memory: Mapping[str, V2State] | None
     ) -> tuple[Mapping[str, int], Mapping[str, V2State] | None]:
         """Kinds in the order of cost for capacity, each through an HPA of its own."""
-        means = means_of(situation)
+        means = request_means(situation)
         demand, kinds, pasts = queued_demand(situation, means), [], {}
-        for view in views(situation):
+        for view in split_by_target(situation):
             (target,) = view.targets
-            before = (memory or {}).get(target.name) or V2State(began(view))
+            before = (memory or {}).get(target.name) or V2State(initial_history(view))
             history = dict(before.history)
             load, capacities = self.load_and_capacities(ready_reports(view), means, history)
             capacity = median(capacities) if capacities else before.capacity or self._derived(means)
             demand += load
-            ready = min(len(ready_reports(view)), current_of(view))
+            ready = min(len(ready_reports(view)), current_replicas(view))
             kinds.append(
-                EngineKind(target.name, target.spec.cost, capacity, current_of(view), ready, target.spec.max_replicas)
+                EngineKind(
+                    target.name, target.spec.cost, capacity, current_replicas(view), ready, target.spec.max_replicas
+                )
             )
             pasts[target.name] = V2State(before.past, history, capacity if capacities else before.capacity)
         wanted = self.wanted_kinds(demand, kinds)
         desired, after = {}, {}
-        for view in views(situation):
+        for view in split_by_target(situation):
             name = view.targets[0].name
-            desired[name], past = through_hpa(hpa_of(self.window_s), pasts[name].past, wanted[name], view)
+            desired[name], past = apply_hpa(wva_hpa_behavior(self.window_s), pasts[name].past, wanted[name], view)
             after[name] = msgspec.structs.replace(pasts[name], past=past)
         return desired, after
 
     def load_and_capacities(
-        self, reports: Iterable[EngineReport | None], means: Means, history: dict[str, tuple[float, ...]]
+        self, reports: Iterable[EngineReport | None], means: RequestMeans, history: dict[str, tuple[float, ...]]
     ) -> tuple[float, list[int]]:
         """Tokens that engines have and will get from their own queues, and what each of them can hold."""
         demand, capacities = 0.0, []
         for report in reports:
             if report is None or report.kv_capacity_tokens <= 0:
                 continue
-            used, waiting = int((kv_usage_of(report) or 0.0) * report.kv_capacity_tokens), int(report.waiting or 0)
+            used, waiting = int((kv_cache_usage(report) or 0.0) * report.kv_capacity_tokens), int(report.waiting or 0)
             demand += used + waiting * int(means.prompt)
             capacities.append(self.capacity_of(report, used, waiting, means, history))
         return demand, capacities
@@ -278,7 +283,7 @@ class WvaV2(msgspec.Struct, frozen=True):
         return current - min(math.floor(spare / capacity), max(current - 1, 0))
 
     def capacity_of(
-        self, report: EngineReport, used: int, waiting: int, means: Means, history: dict[str, tuple[float, ...]]
+        self, report: EngineReport, used: int, waiting: int, means: RequestMeans, history: dict[str, tuple[float, ...]]
     ) -> int:
         """The smaller of the memory bound and the compute bound."""
         memory_bound = int(report.kv_capacity_tokens * self.parameters.kv_cache_threshold)
@@ -290,23 +295,23 @@ class WvaV2(msgspec.Struct, frozen=True):
             return min(memory_bound, int(sum(observed) / len(observed)))
         return min(memory_bound, self._derived(means) or memory_bound)
 
-    def _derived(self, means: Means) -> int:
+    def _derived(self, means: RequestMeans) -> int:
         if means.answer <= 0:
             return 0
         steady = self.parameters.max_batched_tokens * means.answer / (means.prompt + means.answer)
         return int(min(steady, self.parameters.max_sequences) * (means.prompt + means.answer / 2))
 
 
-def means_of(situation: Situation) -> Means:
+def request_means(situation: Situation) -> RequestMeans:
     """Of what was answered."""
     rates = situation.traffic.rates(_WINDOW_S, situation.now_s)
     if rates is None or rates.finished <= 0:
-        return Means()
+        return RequestMeans()
     hit_rate = rates.cached_tokens / rates.prompt_tokens if rates.prompt_tokens > 0 else 0.0
-    return Means(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished, hit_rate)
+    return RequestMeans(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished, hit_rate)
 
 
-def queued_demand(situation: Situation, means: Means) -> float:
+def queued_demand(situation: Situation, means: RequestMeans) -> float:
     """Tokens that the queue of the gateways will need. Its bytes are those of whole prompts, cached parts included."""
     count, uncached = situation.waiting.requests, situation.waiting.tokens
     whole_bytes = _BYTES_PER_TOKEN * uncached / max(1 - means.hit_rate, 0.01)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.cluster.node.pod_spec import ContainerSpec, Handler
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
     from bench.stack.processes import Process
 
 _TAIL_BYTES: Final = 2_000
 
 
-class Launch(msgspec.Struct, frozen=True):
+class ContainerLaunch(msgspec.Struct, frozen=True):
     """What to run and where its output goes."""
 
     command: Sequence[str]
@@ -41,13 +41,13 @@ class Launch(msgspec.Struct, frozen=True):
 class ContainerProcess:
     """A process in a group of its own. When it ends, what it has left in its group ends too, as in a container."""
 
-    def __init__(self, process: Process, launch: Launch, guard: Guard) -> None:
+    def __init__(self, process: Process, launch: ContainerLaunch, guard: ProcessGuard) -> None:
         self._process = process
         self._launch = launch
         self._guard = guard
 
     @classmethod
-    async def start(cls, launch: Launch, guard: Guard) -> ContainerProcess:
+    async def start(cls, launch: ContainerLaunch, guard: ProcessGuard) -> ContainerProcess:
         """Start it; raises OSError if there is no such program."""
         process = await processes.spawn(
             launch.command, launch.log, environment=launch.environment, directory=launch.directory

@@ -20,12 +20,12 @@ from aiohttp import web
 
 from bench.cluster.certificates import Authority, write_private
 from bench.cluster.node.pod_files import PersistentPaths, PodFiles
-from bench.cluster.node.pod_machine import NodeTiming
 from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
-from bench.cluster.node.pod_spec import IMAGES, ImageMissing, ReferenceMissing, pod_spec, repository
-from bench.cluster.node.pod_worker import PodWorker, Tools
+from bench.cluster.node.pod_spec import IMAGES, ImageMissing, ReferenceMissing, image_repository, pod_spec
+from bench.cluster.node.pod_state_machine import NodeTiming
+from bench.cluster.node.pod_worker import NodeServices, PodWorker
 from bench.cluster.node.scheduler import PodScheduler
-from bench.stack.guard import Guard
+from bench.stack.process_guard import ProcessGuard
 from controller.kube.errors import AlreadyExists, ClusterError, NotFound
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import LEASES, NODES, PODS
@@ -71,20 +71,20 @@ class NodeFaults:
 
     def image_never_pulls(self, image: str) -> None:
         """Containers with this image (without tag) wait with ErrImagePull, then ImagePullBackOff."""
-        self._missing_images.add(repository(image))
+        self._missing_images.add(image_repository(image))
 
     def crash_at_start(self, key: str) -> None:
         """The containers of the pod ``namespace/name`` end with status 1 as soon as they start: CrashLoopBackOff."""
         self._crashing.add(key)
 
-    def heal(self) -> None:
+    def clear(self) -> None:
         """Nothing goes wrong with starts any more."""
         self._missing_images.clear()
         self._crashing.clear()
 
     def check_image(self, image: str) -> None:
         """Raises ImageMissing."""
-        if repository(image) in self._missing_images:
+        if image_repository(image) in self._missing_images:
             raise ImageMissing(f'failed to pull image "{image}": it was made to be missing')
 
     def crashes(self, key: str) -> bool:
@@ -299,7 +299,7 @@ class Node:
         client: Client,
         spec: NodeSpec,
         directory: Path,
-        guard: Guard,
+        guard: ProcessGuard,
         network: PodNetwork,
         *,
         images: Mapping[str, Sequence[str]] = IMAGES,
@@ -325,7 +325,7 @@ class Node:
         """Register, follow the pods of this node, renew the lease."""
         self.pods.subscribe(self._changed.put_nowait)
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http:
-            tools = Tools(
+            tools = NodeServices(
                 client=self._client,
                 http=http,
                 guard=self._guard,
@@ -348,7 +348,7 @@ class Node:
         await self._heartbeat.registered.wait()
         await self.pods.synced.wait()
 
-    async def lose(self, *, declared: bool = True) -> None:
+    async def fail(self, *, declared: bool = True) -> None:
         """The machine is lost: its processes are killed, and the statuses of its node and its pods are no longer
         written.
 
@@ -384,7 +384,7 @@ class Node:
         worker = self.workers.get(key)
         return None if worker is None else worker.log_of(container)
 
-    def _sync(self, key: str, tools: Tools) -> None:
+    def _sync(self, key: str, tools: NodeServices) -> None:
         if self._is_lost:
             return
         pod, worker = self.pods.get(key), self.workers.get(key)
@@ -398,9 +398,9 @@ class Node:
         ):
             self._begin(key, pod, tools)
 
-    def _begin(self, key: str, pod: Object, tools: Tools) -> None:
+    def _begin(self, key: str, pod: Object, tools: NodeServices) -> None:
         spec = pod_spec(pod)
-        place = self._network.place(host_network=spec.host_network)
+        place = self._network.create_sandbox(host_network=spec.host_network)
         directory = self.directory / key.replace("/", "_") / spec.uid
         directory.mkdir(parents=True, exist_ok=True)
         files = PodFiles(
@@ -477,7 +477,7 @@ async def running_nodes(
     ``pod_range``: the range of ``bench.cluster.netns``, if this process is in its network; else pods have addresses of
     127/8.
     """
-    with Guard() as guard:
+    with ProcessGuard() as guard:
         network = BridgedNetwork(pod_range, guard) if pod_range else LoopbackNetwork()
         nodes = {
             spec.name: Node(client, spec, directory / spec.name, guard, network, images=images, timing=timing)

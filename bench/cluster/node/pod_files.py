@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bench.cluster.assets import ROOT
 from bench.cluster.control_plane import write_kubeconfig
-from bench.cluster.node.containers import ContainerEnvironment, Launch
+from bench.cluster.node.containers import ContainerEnvironment, ContainerLaunch
 from bench.cluster.node.pod_spec import (
+    ReferencedSources,
     ReferenceMissing,
-    Sources,
-    command,
+    config_data,
+    container_command,
     environment,
     expand_variables,
-    field,
-    plain_data,
+    pod_field,
     references,
 )
-from controller.kube.access import ClusterAccess
+from controller.kube.cluster_access import ClusterAccess
 from controller.kube.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ _DAY_S: Final = 86_400  # tokens are not renewed
 _CRASH: Final = ("sh", "-c", "echo this pod was made to crash; exit 1")
 
 
-def volume_files(pod: Mapping[str, Any], sources: Sources) -> dict[str, dict[str, bytes]]:
+def volume_files(pod: Mapping[str, Any], sources: ReferencedSources) -> dict[str, dict[str, bytes]]:
     """The files of each volume by the volume's name; empty for emptyDir. Raises Missing.
 
-    Of other sources (CSI, NFS) the volume is an empty directory. Those of ``kept_volumes`` are not among them.
+    Of other sources (CSI, NFS) the volume is an empty directory. Those of ``persistent_volumes`` are not among them.
     """
     return {
         volume["name"]: _files(volume, pod, sources)
@@ -76,7 +76,7 @@ class PersistentPaths(NamedTuple):
     claims: Path
 
 
-def kept_volumes(pod: Mapping[str, Any], kept: PersistentPaths) -> dict[str, Path]:
+def persistent_volumes(pod: Mapping[str, Any], kept: PersistentPaths) -> dict[str, Path]:
     """The directories of the pod's host paths and claims, by the name of the volume."""
     found: dict[str, Path] = {}
     for volume in pod["spec"].get("volumes") or ():
@@ -98,7 +98,7 @@ def token_file(pod: Mapping[str, Any], volumes: Path) -> Path | None:
     return None
 
 
-def mounts(container: Mapping[str, Any], volumes: Path) -> dict[str, Path]:
+def mount_paths(container: Mapping[str, Any], volumes: Path) -> dict[str, Path]:
     """Where each mount path of a container is on this machine; ``volumes`` holds a directory for each volume."""
     return {
         one["mountPath"].rstrip("/") or "/": volumes / one["name"] / (one.get("subPath") or "")
@@ -106,7 +106,9 @@ def mounts(container: Mapping[str, Any], volumes: Path) -> dict[str, Path]:
     }
 
 
-def rewritten(word: str, places: Mapping[str, Path], listen_ip: str, own_ports: frozenset[int] = frozenset()) -> str:
+def rewrite_argument(
+    word: str, places: Mapping[str, Path], listen_ip: str, own_ports: frozenset[int] = frozenset()
+) -> str:
     """A word as the process must have it: mount paths, ``0.0.0.0`` and the pod's own ``127.0.0.1`` replaced.
 
     Where pods share this machine's addresses, a server that would listen on all of them listens on its pod's own,
@@ -149,14 +151,14 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> bool:
     return changed
 
 
-def remove_others(directory: Path, files: Mapping[str, bytes]) -> None:
+def remove_stale_files(directory: Path, files: Mapping[str, bytes]) -> None:
     """Remove what a ConfigMap or Secret no longer has."""
     for path in directory.iterdir():
         if path.is_file() and path.name not in files:
             path.unlink()
 
 
-def link_to(link: Path, target: Path) -> None:
+def make_link(link: Path, target: Path) -> None:
     """Make ``link`` lead to the directory ``target``, which is made if it is not there."""
     target.mkdir(parents=True, exist_ok=True)
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,7 @@ def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in {"", ".", ".."}]
 
 
-def _files(volume: Mapping[str, Any], pod: Mapping[str, Any], sources: Sources) -> dict[str, bytes]:
+def _files(volume: Mapping[str, Any], pod: Mapping[str, Any], sources: ReferencedSources) -> dict[str, bytes]:
     if "configMap" in volume:
         one = volume["configMap"]
         return _chosen(one, one["name"], sources.config_maps, "configmap")
@@ -179,7 +181,7 @@ def _files(volume: Mapping[str, Any], pod: Mapping[str, Any], sources: Sources) 
     if "downwardAPI" in volume:
         items: Sequence[Mapping[str, Any]] = volume["downwardAPI"].get("items") or ()
         return {
-            one["path"]: field(one["fieldRef"]["fieldPath"], pod, sources).encode()
+            one["path"]: pod_field(one["fieldRef"]["fieldPath"], pod, sources).encode()
             for one in items
             if "fieldRef" in one
         }
@@ -201,7 +203,7 @@ def _chosen(
         if source.get("optional"):
             return {}
         raise ReferenceMissing(f'{what} "{name}" not found')
-    data = plain_data(thing)
+    data = config_data(thing)
     if not source.get("items"):
         return data
     return {one["path"]: data[one["key"]] for one in source["items"] if one["key"] in data}
@@ -239,38 +241,38 @@ class PodFiles:
         # words that bring a command to the pod's place in the network
         self._entered: Sequence[str] = ()
         # what the pod refers to, once it was all there
-        self._known: Sources | None = None
+        self._known: ReferencedSources | None = None
 
-    async def launch(self, pod: Object, container: ContainerSpec) -> Launch:
+    async def launch(self, pod: Object, container: ContainerSpec) -> ContainerLaunch:
         """How to start a container now; raises ImageMissing, Missing and ClusterError.
 
         ConfigMaps and Secrets are as they were at the first start or the last ``refresh``.
         """
         self._check_image(container.image)
         self._entered = await self._place.enter()
-        own_words, words = (_CRASH, []) if self._crashes() else command(container.raw, self._images)
+        own_words, words = (_CRASH, []) if self._crashes() else container_command(container.raw, self._images)
         # a restart does not wait for the API server: objects read some seconds ago are used
         sources = self._known or await self._sources(pod)
         # unless something is missing in it
         self._known = None
-        places = mounts(container.raw, self.directory / "volumes")
+        places = mount_paths(container.raw, self.directory / "volumes")
         self._write_volumes(pod, sources)
         given = environment(pod, container.raw, sources)
         self._known = sources
         ports = ports_of(pod)
-        variables = {name: rewritten(value, places, self._listen_ip, ports) for name, value in given.items()}
+        variables = {name: rewrite_argument(value, places, self._listen_ip, ports) for name, value in given.items()}
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         # our programs are found from any directory
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
         own = {"HOSTNAME": pod["metadata"]["name"], "ATTACHE_POD_IP": self.pod_ip}
         self._places[container.name] = places
         self._environments[container.name] = {**inherited, **own, **self._cluster_access(pod), **variables}
-        return Launch(
+        return ContainerLaunch(
             command=[
                 *self._entered,
                 # they listen on the pod's address like others
-                *(rewritten(word, {}, self._listen_ip) for word in own_words),
-                *(rewritten(expand_variables(word, given), places, self._listen_ip, ports) for word in words),
+                *(rewrite_argument(word, {}, self._listen_ip) for word in own_words),
+                *(rewrite_argument(expand_variables(word, given), places, self._listen_ip, ports) for word in words),
             ],
             environment=self._environments[container.name],
             directory=self.directory,
@@ -287,7 +289,7 @@ class PodFiles:
         self._write_volumes(pod, sources)
         self._known = sources
 
-    def surroundings(self, container: str) -> ContainerEnvironment:
+    def container_environment(self, container: str) -> ContainerEnvironment:
         """Where the container's probes and hooks run."""
         variables = self._environments.get(container, {})
         places = self._places.get(container, {})
@@ -296,7 +298,7 @@ class PodFiles:
             enter=self._entered,
             environment=variables,
             directory=str(self.directory),
-            rewrite=lambda word: rewritten(word, places, self._listen_ip),
+            rewrite=lambda word: rewrite_argument(word, places, self._listen_ip),
         )
 
     def remove(self) -> None:
@@ -331,24 +333,24 @@ class PodFiles:
             self._token = str(answer["status"]["token"]).encode()
         return self._token
 
-    def _write_volumes(self, pod: Object, sources: Sources) -> None:
-        for name, kept in kept_volumes(pod, self._kept).items():
-            link_to(self.directory / "volumes" / name, kept)
+    def _write_volumes(self, pod: Object, sources: ReferencedSources) -> None:
+        for name, kept in persistent_volumes(pod, self._kept).items():
+            make_link(self.directory / "volumes" / name, kept)
         for name, files in volume_files(pod, sources).items():
             volume = self.directory / "volumes" / name
             write_files(volume, files)
             if files:
-                remove_others(volume, files)
+                remove_stale_files(volume, files)
 
-    async def _sources(self, pod: Object) -> Sources:
+    async def _sources(self, pod: Object) -> ReferencedSources:
         config_maps, secrets = references(pod)
         namespace = pod["metadata"]["namespace"]
         found = await asyncio.gather(
-            *(self._client.find(CONFIG_MAPS, name, namespace) for name in sorted(config_maps)),
-            *(self._client.find(SECRETS, name, namespace) for name in sorted(secrets)),
+            *(self._client.get_or_none(CONFIG_MAPS, name, namespace) for name in sorted(config_maps)),
+            *(self._client.get_or_none(SECRETS, name, namespace) for name in sorted(secrets)),
         )
         there = [one for one in found if one is not None]
-        return Sources(
+        return ReferencedSources(
             config_maps={one["metadata"]["name"]: one for one in there if one["kind"] == "ConfigMap"},
             secrets={one["metadata"]["name"]: one for one in there if one["kind"] == "Secret"},
             pod_ip=self.pod_ip,

@@ -17,7 +17,7 @@ from bench.cluster.netns import BRIDGE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 _NETWORKS: Final = range(1, 255)
 _PER_NETWORK: Final = 254 * 255
@@ -42,7 +42,7 @@ class Addresses:
         self._next = 0
         self._taken: set[str] = set()
 
-    def take(self) -> str:
+    def allocate(self) -> str:
         """A free address; raises NoAddressLeft."""
         for _ in range(_PER_NETWORK):
             # addresses that end in 0 or 255 could be taken for mistakes in logs
@@ -54,7 +54,7 @@ class Addresses:
                 return address
         raise NoAddressLeft("this node has no address left for a pod")
 
-    def give_back(self, address: str) -> None:
+    def release(self, address: str) -> None:
         """It may be handed out again."""
         self._taken.discard(address)
 
@@ -99,7 +99,7 @@ class PodNetwork(Protocol):
 
     host_ip: str
 
-    def place(self, *, host_network: bool) -> PodSandbox:
+    def create_sandbox(self, *, host_network: bool) -> PodSandbox:
         """A place for a new pod; raises NoAddressLeft."""
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class LoopbackSandbox:
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses
-        self.address = addresses.take()
+        self.address = addresses.allocate()
 
     async def enter(self) -> Sequence[str]:
         """Nothing: all addresses of 127/8 are here."""
@@ -121,7 +121,7 @@ class LoopbackSandbox:
 
     def close(self) -> None:
         """Give the address back."""
-        self._addresses.give_back(self.address)
+        self._addresses.release(self.address)
 
 
 class LoopbackNetwork:
@@ -132,7 +132,7 @@ class LoopbackNetwork:
     def __init__(self) -> None:
         self._addresses = Addresses()
 
-    def place(self, *, host_network: bool) -> PodSandbox:  # noqa: ARG002 - see the class
+    def create_sandbox(self, *, host_network: bool) -> PodSandbox:  # noqa: ARG002 - see the class
         """A new address."""
         return LoopbackSandbox(self._addresses)
 
@@ -162,8 +162,8 @@ class BridgedNetworkNamespace:
 
     shares_ports = False
 
-    def __init__(self, network: BridgedNetwork, guard: Guard) -> None:
-        self.address = network.take()
+    def __init__(self, network: BridgedNetwork, guard: ProcessGuard) -> None:
+        self.address = network.allocate()
         self._network = network
         self._guard = guard
         self._making = asyncio.Lock()
@@ -182,7 +182,7 @@ class BridgedNetworkNamespace:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._holder.pid, signal.SIGKILL)
             self._guard.remove(self._holder.pid)
-        self._network.give_back(self.address)
+        self._network.release(self.address)
 
     async def _make(self) -> asyncio.subprocess.Process:
         holder = await asyncio.create_subprocess_exec(*_HOLDER, stdout=subprocess.PIPE, start_new_session=True)
@@ -202,18 +202,18 @@ class BridgedNetwork:
     The first address is the bridge's own and the nodes'; the last 256 are for Gateways and belong to no pod.
     """
 
-    def __init__(self, range_: str, guard: Guard) -> None:
+    def __init__(self, range_: str, guard: ProcessGuard) -> None:
         self._range = ipaddress.IPv4Network(range_)
         self.host_ip = str(self._range[1])
         self._guard = guard
         self._next = 2
         self._taken: set[str] = set()
 
-    def place(self, *, host_network: bool) -> PodSandbox:
+    def create_sandbox(self, *, host_network: bool) -> PodSandbox:
         """A new namespace, or the nodes' own."""
         return HostNetworkSandbox(self.host_ip) if host_network else BridgedNetworkNamespace(self, self._guard)
 
-    def take(self) -> str:
+    def allocate(self) -> str:
         """A free address, each once before any a second time; raises NoAddressLeft."""
         end = self._range.num_addresses - 256
         for _ in range(end):
@@ -224,7 +224,7 @@ class BridgedNetwork:
                 return address
         raise NoAddressLeft(f"all addresses of {self._range} are in use")
 
-    def give_back(self, address: str) -> None:
+    def release(self, address: str) -> None:
         """It may be handed out again."""
         self._taken.discard(address)
 

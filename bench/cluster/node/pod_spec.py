@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.api.pod_shapes import quantity
+from controller.api.pod_spec_checks import parse_quantity
 from controller.kube.resources import key_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "attache/extproc": (*_PYTHON, "extproc"),
     "attache/controller": (*_PYTHON, "controller"),
     # the simulator, with vLLM's flags as far as they matter
-    "vllm/vllm-openai": (*_PYTHON, "bench.engine.vllm"),
+    "vllm/vllm-openai": (*_PYTHON, "bench.engine.vllm_command_line"),
     # models that compute nothing, loaded as MLServer does
     "seldonio/mlserver": (*_PYTHON, "bench.engine.mlserver"),
     # the image's Redis is built without protected mode
@@ -46,7 +46,7 @@ class ImageMissing(Exception):
     """No program of this machine stands for the image."""
 
 
-def repository(image: str) -> str:
+def image_repository(image: str) -> str:
     """``registry:5000/attache/engine-sim:v1@sha256:...`` is ``attache/engine-sim``."""
     name = image.partition("@")[0]
     first, slash, rest = name.partition("/")
@@ -56,13 +56,15 @@ def repository(image: str) -> str:
     return folder + slash + last.partition(":")[0]
 
 
-def command(container: Mapping[str, Any], images: Mapping[str, Sequence[str]]) -> tuple[Sequence[str], Sequence[str]]:
+def container_command(
+    container: Mapping[str, Any], images: Mapping[str, Sequence[str]]
+) -> tuple[Sequence[str], Sequence[str]]:
     """The words to run: those of the image's entry point, which ``command`` replaces, and those of the container.
 
     Raises ImageMissing.
     """
     image = container.get("image", "")
-    name = repository(image).removeprefix("library/")
+    name = image_repository(image).removeprefix("library/")
     if name not in images:
         raise ImageMissing(f'failed to pull image "{image}": this node has none called {name}')
     given, args = container.get("command") or (), container.get("args") or ()
@@ -195,7 +197,7 @@ class ReferenceMissing(Exception):
     """Something that the pod refers to is not there: the container cannot be made, and is tried again."""
 
 
-class Sources(msgspec.Struct, frozen=True):
+class ReferencedSources(msgspec.Struct, frozen=True):
     """What a pod's references lead to: the ConfigMaps and Secrets of its namespace by name, its addresses, its
     token.
     """
@@ -228,7 +230,7 @@ def references(pod: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     return config_maps, secrets
 
 
-def environment(pod: Mapping[str, Any], container: Mapping[str, Any], sources: Sources) -> dict[str, str]:
+def environment(pod: Mapping[str, Any], container: Mapping[str, Any], sources: ReferencedSources) -> dict[str, str]:
     """The variables of a container; raises Missing."""
     result: dict[str, str] = {}
     for one in container.get("envFrom") or ():
@@ -251,7 +253,7 @@ def expand_variables(text: str, variables: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]), text)
 
 
-def plain_data(thing: Mapping[str, Any]) -> dict[str, bytes]:
+def config_data(thing: Mapping[str, Any]) -> dict[str, bytes]:
     """What a ConfigMap or Secret holds."""
     if thing.get("kind") == "Secret":
         return {name: base64.b64decode(value) for name, value in (thing.get("data") or {}).items()}
@@ -259,7 +261,7 @@ def plain_data(thing: Mapping[str, Any]) -> dict[str, bytes]:
     return texts | {name: base64.b64decode(value) for name, value in (thing.get("binaryData") or {}).items()}
 
 
-def field(path: str, pod: Mapping[str, Any], sources: Sources) -> str:
+def pod_field(path: str, pod: Mapping[str, Any], sources: ReferencedSources) -> str:
     """A field of the pod as ``fieldRef`` names it; raises Missing."""
     metadata, spec = pod["metadata"], pod["spec"]
     if found := _FIELD_KEY.match(path):
@@ -292,14 +294,14 @@ def _data(reference: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], 
         if reference.get("optional"):
             return {}
         raise ReferenceMissing(f'{"configmap" if "onfig" in what else "secret"} "{reference["name"]}" not found')
-    return {name: value.decode(errors="replace") for name, value in plain_data(thing).items()}
+    return {name: value.decode(errors="replace") for name, value in config_data(thing).items()}
 
 
 def _value(
-    given: Mapping[str, Any], pod: Mapping[str, Any], container: Mapping[str, Any], sources: Sources
+    given: Mapping[str, Any], pod: Mapping[str, Any], container: Mapping[str, Any], sources: ReferencedSources
 ) -> str | None:
     if "fieldRef" in given:
-        return field(given["fieldRef"]["fieldPath"], pod, sources)
+        return pod_field(given["fieldRef"]["fieldPath"], pod, sources)
     if "resourceFieldRef" in given:
         return _resource(given["resourceFieldRef"], container)
     for reference, known in (("configMapKeyRef", sources.config_maps), ("secretKeyRef", sources.secrets)):
@@ -315,6 +317,6 @@ def _value(
 def _resource(reference: Mapping[str, Any], container: Mapping[str, Any]) -> str:
     kind, _, name = reference["resource"].partition(".")
     found = ((container.get("resources") or {}).get(kind) or {}).get(name, "0")
-    divisor = quantity(reference.get("divisor") or "1") or 1.0
-    number = quantity(found) / divisor
+    divisor = parse_quantity(reference.get("divisor") or "1") or 1.0
+    number = parse_quantity(found) / divisor
     return str(int(-(-number // 1)))  # rounded up, as the kubelet does

@@ -14,7 +14,8 @@ import aiohttp
 import msgspec
 
 from bench.cluster.node.containers import ContainerProcess, run_handler
-from bench.cluster.node.pod_machine import (
+from bench.cluster.node.pod_spec import ImageMissing, ReferenceMissing
+from bench.cluster.node.pod_state_machine import (
     NodeTiming,
     PodStateMachine,
     Remove,
@@ -23,8 +24,7 @@ from bench.cluster.node.pod_machine import (
     StatusWriter,
     Stop,
 )
-from bench.cluster.node.pod_spec import ImageMissing, ReferenceMissing
-from bench.stack.guard import Guard
+from bench.stack.process_guard import ProcessGuard
 from controller.kube.client import Client
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.resources import PODS
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.cluster.node.pod_files import PodFiles
-    from bench.cluster.node.pod_machine import Action
     from bench.cluster.node.pod_spec import PodSpec, ProbeKind
+    from bench.cluster.node.pod_state_machine import Action
     from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ MANAGER: Final = "node"
 _KILL_MARGIN_S: Final = 2.0
 
 
-class Tools(msgspec.Struct, frozen=True):
+class NodeServices(msgspec.Struct, frozen=True):
     """What all workers of a node share. ``wall``: seconds since 1970."""
 
     client: Client
     http: aiohttp.ClientSession
-    guard: Guard
+    guard: ProcessGuard
     wall: Callable[[], float]
     timing: NodeTiming
 
@@ -58,7 +58,7 @@ class PodWorker:
     it.
     """
 
-    def __init__(self, pod: Object, spec: PodSpec, files: PodFiles, tools: Tools, *, host_ip: str) -> None:
+    def __init__(self, pod: Object, spec: PodSpec, files: PodFiles, tools: NodeServices, *, host_ip: str) -> None:
         self.pod = pod
         self.pod_ip = files.pod_ip
         self.machine = PodStateMachine(spec, tools.timing, tools.wall())
@@ -163,9 +163,9 @@ class PodWorker:
             process = await ContainerProcess.start(launch, self._tools.guard)
         except ImageMissing as missing:
             reason = "ErrImageNeverPull" if spec.pull_policy == "Never" else "ErrImagePull"
-            return machine.cannot_start(container, reason, str(missing), wall())
+            return machine.on_start_failed(container, reason, str(missing), wall())
         except (ReferenceMissing, ClusterError) as missing:
-            return machine.cannot_start(container, "CreateContainerConfigError", str(missing), wall())
+            return machine.on_start_failed(container, "CreateContainerConfigError", str(missing), wall())
         except OSError as error:
             machine.on_started(container, wall())
             return machine.on_exit(container, 128, 0, f"failed to start: {error}", wall())
@@ -193,7 +193,7 @@ class PodWorker:
         clock = asyncio.get_running_loop().time
         kill_at_s = clock() + grace_s
         if spec.pre_stop is not None and grace_s > 0:
-            where = self._files.surroundings(spec.name)
+            where = self._files.container_environment(spec.name)
             ok, why = await run_handler(spec.pre_stop, spec, where, self._tools.http, grace_s)
             if not ok:
                 log.warning("preStop of %s/%s: %s", self.machine.spec.key, container, why)
@@ -213,7 +213,7 @@ class PodWorker:
         if state is None:
             return
         spec = self.machine.containers[container].spec
-        where = self._files.surroundings(container)
+        where = self._files.container_environment(container)
         ok, why = await run_handler(state.spec.handler, spec, where, self._tools.http, state.spec.timeout_s)
         self.machine.on_probe_result(container, kind, ok=ok, message=why)
 
@@ -257,7 +257,7 @@ class PodWorker:
             log.debug("another pod has the name of %s", self.machine.spec.key)
         except ClusterError as error:
             log.warning("cannot remove %s: %s; again in a second", self.machine.spec.key, error)
-            self.machine.remove_again()
+            self.machine.retry_removal()
             await asyncio.sleep(1.0)
             self._wake.set()
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.api import pod_shapes
+from controller.api import pod_spec_checks
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.informer import Informer
 from controller.kube.resources import NODES, PODS
@@ -28,7 +28,7 @@ _NAMES: Final = ("default-scheduler", None)
 _RETRY_S: Final = 0.5
 
 
-class NowhereToGo(Exception):
+class PodUnschedulable(Exception):
     """No node takes the pod; the message is kube-scheduler's: how many nodes, and why not."""
 
 
@@ -44,7 +44,7 @@ class NodeCapacity(msgspec.Struct, frozen=True):
 
 def requests_of(pod: Mapping[str, Any]) -> dict[str, float]:
     """What a pod takes of a node, itself included."""
-    return {**pod_shapes.requests_of(pod["spec"]), "pods": 1.0}
+    return {**pod_spec_checks.resource_requests(pod["spec"]), "pods": 1.0}
 
 
 def node_capacities(nodes: Iterable[Object], pods: Iterable[Object]) -> list[NodeCapacity]:
@@ -68,14 +68,15 @@ def node_capacities(nodes: Iterable[Object], pods: Iterable[Object]) -> list[Nod
         taken = used.get(name, {})
         capacity = status.get("allocatable") or status.get("capacity") or {}
         free = {
-            resource: pod_shapes.quantity(amount) - taken.get(resource, 0.0) for resource, amount in capacity.items()
+            resource: pod_spec_checks.parse_quantity(amount) - taken.get(resource, 0.0)
+            for resource, amount in capacity.items()
         }
         labels = node["metadata"].get("labels") or {}
         found.append(NodeCapacity(name, labels, node["spec"].get("taints") or (), free, counts[name]))
     return found
 
 
-def choose(pod: Mapping[str, Any], among: Sequence[NodeCapacity], total: int) -> str:
+def choose_node(pod: Mapping[str, Any], among: Sequence[NodeCapacity], total: int) -> str:
     """The node with the fewest pods of those that take it; raises NowhereToGo. ``total``: how many nodes there are."""
     reasons: Counter[str] = Counter()
     fit: list[NodeCapacity] = []
@@ -89,7 +90,7 @@ def choose(pod: Mapping[str, Any], among: Sequence[NodeCapacity], total: int) ->
         reasons["node(s) were not ready"] = total - len(among)
     if not fit:
         message = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-        raise NowhereToGo(f"0/{total} nodes are available: {message or 'no nodes'}.")
+        raise PodUnschedulable(f"0/{total} nodes are available: {message or 'no nodes'}.")
     return min(fit, key=lambda node: (node.pods, node.name)).name
 
 
@@ -166,8 +167,8 @@ class PodScheduler:
         """The node that the pod was bound to."""
         metadata = pod["metadata"]
         try:
-            node = choose(pod, node_capacities(nodes, pods.values()), len(nodes))
-        except NowhereToGo as error:
+            node = choose_node(pod, node_capacities(nodes, pods.values()), len(nodes))
+        except PodUnschedulable as error:
             await self._report_unschedulable(pod, str(error))
             return None
         target = {"apiVersion": "v1", "kind": "Node", "name": node}

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from bench.lab.policies.own_file import own_policy, policy_file
+from bench.lab.policies.policy_file import load_policy, policy_file
 from bench.lab.policies.routers import (
     AffinityWithTokenLoad,
     CacheAware,
@@ -24,7 +24,13 @@ from bench.lab.policies.routers import (
     PrefixCache,
     RandomPick,
 )
-from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PolicySetup, PrefixMemoryPolicy
+from bench.lab.policies.trackers import (
+    EngineCalibration,
+    InFlightTracker,
+    PolicySetup,
+    PrefixMemoryPolicy,
+    PrefixMemoryRule,
+)
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.llmd.files import picker_from_text
 from extproc.llmd.types import installed_plugins
@@ -48,9 +54,9 @@ _CONFIGS: Final = Path(__file__).parent / "configs"
 
 _KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
 # The memory of each router; see its module.
-_SENT: Final = MemoryRule()
-_UNBOUNDED: Final = MemoryRule(is_bounded=False)
-_ENDED: Final = MemoryRule(by="ended", is_bounded=False)
+_SENT: Final = PrefixMemoryRule()
+_UNBOUNDED: Final = PrefixMemoryRule(is_bounded=False)
+_ENDED: Final = PrefixMemoryRule(by="ended", is_bounded=False)
 
 
 def _plain(make: Callable[[], Picker]) -> Callable[[EngineCalibration], PolicySetup]:
@@ -61,7 +67,7 @@ def _plain(make: Callable[[], Picker]) -> Callable[[EngineCalibration], PolicySe
 
 
 def _tracking_in_flight(
-    make: Callable[[InFlightTracker, EngineCalibration], Picker], memory: MemoryRule | None = None
+    make: Callable[[InFlightTracker, EngineCalibration], Picker], memory: PrefixMemoryRule | None = None
 ) -> Callable[[EngineCalibration], PolicySetup]:
     """A policy whose router observes answers. ``memory``: of the prompts that it sent; None: Attaché's index."""
 
@@ -142,11 +148,11 @@ POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = Mapp
         "kthena-2025-least-request": _plain(KthenaMeasured),
         "kthena-2025-prefix": _tracking_in_flight(lambda _tracker, _known: KthenaMeasured(prefix="seen"), _ENDED),
         "kthena-2025-kvcache": _tracking_in_flight(
-            lambda _tracker, _known: KthenaMeasured(prefix="whole"), MemoryRule(by="events")
+            lambda _tracker, _known: KthenaMeasured(prefix="whole"), PrefixMemoryRule(by="events")
         ),
         "sglang": _tracking_in_flight(lambda _tracker, _known: CacheAware(), _UNBOUNDED),
         "dynamo": _tracking_in_flight(
-            lambda tracker, known: KvRouter(tracker, known.block_size), MemoryRule(by="events")
+            lambda tracker, known: KvRouter(tracker, known.block_size), PrefixMemoryRule(by="events")
         ),
         "preble": _tracking_in_flight(_preble, _SENT),
         "aibrix-prefix-cache": _tracking_in_flight(lambda _tracker, _known: PrefixCache(), _UNBOUNDED),
@@ -173,4 +179,4 @@ def policy_named(name: str) -> Callable[[EngineCalibration], PolicySetup]:
     """
     if name in POLICIES:
         return POLICIES[name]
-    return own_policy(name) if policy_file(name) is not None else _configured(Path(name))
+    return load_policy(name) if policy_file(name) is not None else _configured(Path(name))

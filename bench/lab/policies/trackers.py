@@ -80,16 +80,16 @@ class InFlightTracker:
         assert row is not None
         return row
 
-    def begins(self, engines: Mapping[str, Scheduler]) -> None:
+    def on_begin(self, engines: Mapping[str, Scheduler]) -> None:
         """Keep the engines."""
         self.engines = engines
 
-    def arrives(self, request: Request, position: tuple[int, int], now: float) -> None:
+    def on_arrival(self, request: Request, position: tuple[int, int], now: float) -> None:
         """A request will be picked for, now or later."""
         del position, now
         self._requests[str(request.key)] = request
 
-    def sent(self, request: Request, address: str, now: float) -> None:
+    def on_sent(self, request: Request, address: str, now: float) -> None:
         """The request goes to the engine at ``address``."""
         del now
         self._requests.pop(str(request.key))
@@ -104,12 +104,12 @@ class InFlightTracker:
         self.prefill_tokens[row] += uncached_tokens
         self._active[row].update(blocks)
 
-    def first_token(self, request: Request, now: float) -> None:
+    def on_first_token(self, request: Request, now: float) -> None:
         """The prefill is over."""
         del now
         self._prefilled(self._entries[request.key])
 
-    def ended(self, request: Request, now: float) -> None:
+    def on_ended(self, request: Request, now: float) -> None:
         """The last token has come."""
         del now
         entry = self._entries.pop(request.key)
@@ -126,7 +126,7 @@ class InFlightTracker:
             self.prefill_tokens[entry.row] -= entry.uncached_tokens
 
 
-class MemoryRule(msgspec.Struct, frozen=True):
+class PrefixMemoryRule(msgspec.Struct, frozen=True):
     """When a prompt enters: ``by`` "sent" at the pick, "ended" with the end of its answer, "events" by KV events.
 
     ``is_bounded``: LRU eviction at the capacity that the engine reports.
@@ -139,7 +139,7 @@ class MemoryRule(msgspec.Struct, frozen=True):
 class PrefixMemoryPolicy:
     """A policy that sees cached tokens by its router's own memory. ``block_size``: the engines', in tokens."""
 
-    def __init__(self, picker: Picker, tracker: InFlightTracker, rule: MemoryRule, block_size: int) -> None:
+    def __init__(self, picker: Picker, tracker: InFlightTracker, rule: PrefixMemoryRule, block_size: int) -> None:
         self._picker, self._tracker, self._rule = picker, tracker, rule
         self._block_size = block_size
         self._held: list[OrderedDict[int, None]] = []

@@ -20,7 +20,7 @@ import msgspec
 
 from controller.agents.downloader.core.errors import ContentRefused
 from controller.agents.downloader.core.fetch_plan import safe_path
-from controller.agents.downloader.environment import library
+from controller.agents.downloader.environment import import_optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +78,7 @@ class MemberCheck:
         self._size = 0
         self._kinds: dict[str, str] = {}
 
-    def path_of(self, member: Member) -> str | None:
+    def check_member(self, member: Member) -> str | None:
         """The path to write the member to; None: it is the directory itself. Raises ContentRefused."""
         path = _normal(member.name)
         if not path:
@@ -94,7 +94,7 @@ class MemberCheck:
         self._add(path, "file" if member.kind == "hardlink" else member.kind)
         return path
 
-    def forget(self, path: str) -> None:
+    def forget_removed(self, path: str) -> None:
         """A later layer of an image removed ``path`` and all below it."""
         for known in [one for one in self._kinds if one == path or one.startswith(f"{path}/")]:
             del self._kinds[known]
@@ -265,7 +265,7 @@ class Unpacker:
         """Where to write the member; None: nowhere."""
         if self._is_stopped():
             raise UnpackingStopped
-        path = self._members.path_of(member)
+        path = self._members.check_member(member)
         kept = self._kept(path) if path else ""
         return kept if kept and (member.kind == "directory" or self._wants(kept)) else None
 
@@ -282,8 +282,8 @@ class Unpacker:
             return False
         gone = parent if last == _OPAQUE else f"{parent}/{last.removeprefix(_WHITEOUT)}".lstrip("/")
         # its folder is judged like any other
-        self._members.path_of(Member(f"{parent}/{_WHITEOUT}".lstrip("/"), "file"))
-        self._members.forget(gone)
+        self._members.check_member(Member(f"{parent}/{_WHITEOUT}".lstrip("/"), "file"))
+        self._members.forget_removed(gone)
         kept = self._kept(gone)
         if kept:
             target = self._directory / kept
@@ -362,7 +362,7 @@ def _decompressed(packed: IO[bytes], kind: Archive) -> IO[bytes]:
     if kind == "tar.gz":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=packed, mode="rb"))
     if kind == "tar.zst":
-        zstandard = library("zstandard", "zstd")
+        zstandard = import_optional("zstandard", "zstd")
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
         return cast("IO[bytes]", decompressor.stream_reader(packed, read_across_frames=True, closefd=False))
     return open(os.dup(packed.fileno()), "rb")  # noqa: PTH123 - the same file, to be closed by itself
@@ -386,7 +386,7 @@ def _write_all(descriptor: int, block: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def files_in(directory: Path) -> Iterator[Path]:
+def walk_files(directory: Path) -> Iterator[Path]:
     """Regular files and links below ``directory``, in order."""
     for folder, names, files in os.walk(directory):
         names.sort()

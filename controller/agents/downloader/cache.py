@@ -34,27 +34,27 @@ class CacheEntry:
         self._marker = directory / "ready.json"
         self._used = directory / "used"
 
-    def make(self) -> None:
+    def create_directories(self) -> None:
         """The directories; raises OSError."""
         self.content.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(exist_ok=True)
 
-    def marker(self) -> Marker | None:
+    def read_completion_marker(self) -> CompletionMarker | None:
         """None: the entry is not complete."""
         try:
             return read_marker(self._marker.read_bytes())
         except FileNotFoundError:
             return None
 
-    def complete(self, marker: Marker) -> None:
+    def mark_complete(self, marker: CompletionMarker) -> None:
         """Write the marker once everything else is on the disk. The journal goes after it: no crash fetches all
         again.
         """
         shutil.rmtree(self.incoming, ignore_errors=True)
         for folder, _, _ in os.walk(self.content):
-            sync(Path(folder))
-        write_whole(self._marker, msgspec.json.encode(marker))
-        sync(self.directory.parent)
+            fsync_path(Path(folder))
+        write_atomically(self._marker, msgspec.json.encode(marker))
+        fsync_path(self.directory.parent)
         self.journal.unlink(missing_ok=True)
 
     def touch(self) -> None:
@@ -68,11 +68,11 @@ class CacheEntry:
         for directory in (self.incoming, self.content):
             if directory.exists():
                 shutil.rmtree(directory)
-        self.make()
+        self.create_directories()
 
     def describe(self, *, is_held: bool) -> EvictionCandidate:
         """The inputs of eviction; raises OSError if the entry disappears meanwhile."""
-        marker = self.marker()
+        marker = self.read_completion_marker()
         seen = [
             path.stat().st_mtime for path in (self._used, self.journal, self._marker, self.directory) if path.exists()
         ]
@@ -90,7 +90,7 @@ class WeightCache:
         self._locks = root / "locks"
         self._answers = root / "answers"
 
-    def make(self) -> None:
+    def create_directories(self) -> None:
         """The directories; raises CacheUnusable."""
         try:
             for directory in (self.root, self._locks, self._answers):
@@ -108,19 +108,19 @@ class WeightCache:
         (directory / "ready.json").unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
 
-    def lock(self, key: str) -> Lock:
+    def fill_lock(self, key: str) -> Lock:
         """The lock that the writer of an entry holds."""
         return Lock(self._locks / key)
 
-    def use(self, key: str) -> Lock:
+    def use_lock(self, key: str) -> Lock:
         """Shared by processes that read the entry for longer (``--hold``), exclusive for eviction."""
         return Lock(self._locks / f"{key}.use")
 
-    def remember(self, question: str, key: str) -> None:
+    def store_listing_key(self, question: str, key: str) -> None:
         """Store the key of a listing, for use while its source is unavailable."""
-        write_whole(self._answers / question, key.encode())
+        write_atomically(self._answers / question, key.encode())
 
-    def last_key(self, question: str) -> str:
+    def stored_listing_key(self, question: str) -> str:
         """The stored key of the last listing; empty if there is none."""
         try:
             return (self._answers / question).read_text().strip()
@@ -169,7 +169,7 @@ class Lock:
             self._descriptor = None
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have a file or directory on the disk before going on."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -178,7 +178,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that readers, and a machine that crashes, see the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -190,7 +190,7 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
 def disk_usage(directory: Path) -> int:
@@ -204,7 +204,7 @@ def disk_usage(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def translate_disk_errors(what: str) -> Iterator[None]:
     """Turn errors of the file system into ours: DiskFull, else CacheUnusable."""
     try:
         yield
@@ -214,7 +214,7 @@ def disk_errors(what: str) -> Iterator[None]:
         raise CacheUnusable(f"cannot write {what}: {error.strerror or error}") from error
 
 
-class KeptFile(msgspec.Struct, frozen=True):
+class CachedFile(msgspec.Struct, frozen=True):
     """A file of a complete entry; ``checksum``: from the source, as ``algorithm:digits``."""
 
     path: str
@@ -222,13 +222,13 @@ class KeptFile(msgspec.Struct, frozen=True):
     checksum: str = ""
 
 
-class Marker(msgspec.Struct, frozen=True):
+class CompletionMarker(msgspec.Struct, frozen=True):
     """Written last: everything before it is on the disk. ``uri`` is without credentials; times are RFC 3339."""
 
     uri: str
     revision: str
     size: int
-    files: tuple[KeptFile, ...]
+    files: tuple[CachedFile, ...]
     completed_at: str
 
 
@@ -239,7 +239,7 @@ class EntryState(msgspec.Struct, frozen=True):
     holds_lock: bool
 
 
-def next_step(found: EntryState) -> Step:
+def next_cache_step(found: EntryState) -> Step:
     """Use a complete entry; fetch only with the lock; else follow the process that holds it.
 
     If the holder dies, the kernel frees its lock at once. The follower that gets it next finds an incomplete entry and
@@ -250,10 +250,10 @@ def next_step(found: EntryState) -> Step:
     return "fetch" if found.holds_lock else "follow"
 
 
-def read_marker(text: bytes) -> Marker | None:
+def read_marker(text: bytes) -> CompletionMarker | None:
     """None: it is no marker, such as one that a full disk cut short; the entry then counts as unfinished."""
     try:
-        return msgspec.json.decode(text, type=Marker)
+        return msgspec.json.decode(text, type=CompletionMarker)
     except msgspec.DecodeError:
         return None
 
@@ -268,7 +268,7 @@ class EvictionCandidate(msgspec.Struct, frozen=True):
     is_ready: bool = True
 
 
-def to_evict(entries: Sequence[EvictionCandidate], *, limit: int, needed: int, keep: str) -> list[str]:
+def choose_evictions(entries: Sequence[EvictionCandidate], *, limit: int, needed: int, keep: str) -> list[str]:
     """Keys to remove, least recently used first, until all entries and ``needed`` more bytes fit ``limit``.
 
     Entries in use stay, and so does ``keep``, the one about to be made. Incomplete ones go first, as they have no

@@ -15,61 +15,61 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.agents.downloader.archives import ArchiveLimits, Unpacker, UnpackingStopped, files_in
+from controller.agents.downloader.archives import ArchiveLimits, Unpacker, UnpackingStopped, walk_files
 from controller.agents.downloader.cache import (
+    CachedFile,
+    CompletionMarker,
     EntryState,
-    KeptFile,
     Lock,
-    Marker,
     WeightCache,
-    disk_errors,
-    next_step,
-    to_evict,
+    choose_evictions,
+    next_cache_step,
+    translate_disk_errors,
 )
 from controller.agents.downloader.core.errors import (
     ContentRefused,
     DiskFull,
     DownloadError,
+    DownloadTimeout,
     SourceChanged,
-    TimeIsUp,
-    Unavailable,
+    SourceUnavailable,
 )
 from controller.agents.downloader.core.fetch_plan import (
     FileSelection,
     RetryPolicy,
-    asked_revision,
+    cache_entry_key,
+    cached_listing_key,
     choose_files,
-    content_key,
     is_wanted,
-    question_key,
-    single_archive,
-    wait_s,
+    mark_single_archive,
+    requested_revision,
+    retry_delay_s,
 )
 from controller.agents.downloader.core.uri import ClaimLocation, FileLocation, HubLocation
-from controller.agents.downloader.fetch import Fetch, Sizes
-from controller.agents.downloader.files import check_local, in_thread, link, locate
+from controller.agents.downloader.fetch import EntryFetch, FetchSizes
+from controller.agents.downloader.local_files import check_local_files, link_to_cache, resolve_local_path, run_in_thread
 from controller.agents.downloader.sources.source import source_for
-from controller.agents.downloader.transfer import Timeouts, transfers
+from controller.agents.downloader.transfer import Timeouts, open_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from controller.agents.downloader.cache import CacheEntry
-    from controller.agents.downloader.core.fetch_plan import Listing
+    from controller.agents.downloader.core.fetch_plan import FileListing
     from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.progress import Tracker
+    from controller.agents.downloader.progress import ProgressTracker
     from controller.agents.downloader.sources.source import RemoteSource
     from controller.agents.downloader.transfer import Transfer
 
 _FOLLOW_S: Final = 0.5
 
 
-class CacheRules(msgspec.Struct, frozen=True):
+class CacheFillSettings(msgspec.Struct, frozen=True):
     """How entries are filled. ``keep_free``: bytes of the disk that are left alone. ``cache_limit``: of all entries
     together; None: nothing is ever evicted.
     """
 
-    sizes: Sizes = Sizes()
+    sizes: FetchSizes = FetchSizes()
     retry: RetryPolicy = RetryPolicy()
     limits: ArchiveLimits = ArchiveLimits()
     keep_free: int = 0
@@ -80,7 +80,12 @@ class CacheFiller:
     """Completes entries of a cache, each under its lock, which the caller holds: room, files, archives, marker."""
 
     def __init__(
-        self, cache: WeightCache, source: RemoteSource, transfer: Transfer, tracker: Tracker, rules: CacheRules
+        self,
+        cache: WeightCache,
+        source: RemoteSource,
+        transfer: Transfer,
+        tracker: ProgressTracker,
+        rules: CacheFillSettings,
     ) -> None:
         self._cache = cache
         self._source = source
@@ -88,20 +93,20 @@ class CacheFiller:
         self._tracker = tracker
         self._rules = rules
 
-    async def fill(self, key: str, listing: Listing, wanted: FileSelection, uri: str) -> None:
+    async def fill(self, key: str, listing: FileListing, wanted: FileSelection, uri: str) -> None:
         """Complete when it returns. ``uri``: for the marker, without credentials. Raises a DownloadError."""
         entry = self._cache.entry(key)
-        with disk_errors(f"to the cache {self._cache.root}"):
+        with translate_disk_errors(f"to the cache {self._cache.root}"):
             try:
                 await self._fill(entry, key, listing, wanted, uri)
             except SourceChanged:
                 # this revision can no longer be had
-                await in_thread(self._cache.remove, key)
+                await run_in_thread(self._cache.remove, key)
                 raise
 
-    async def _fill(self, entry: CacheEntry, key: str, listing: Listing, wanted: FileSelection, uri: str) -> None:
-        entry.make()
-        fetch = Fetch(
+    async def _fill(self, entry: CacheEntry, key: str, listing: FileListing, wanted: FileSelection, uri: str) -> None:
+        entry.create_directories()
+        fetch = EntryFetch(
             self._source,
             self._transfer,
             entry,
@@ -112,13 +117,13 @@ class CacheFiller:
             check_space=self._check_space,
         )
         needed = fetch.missing_bytes() + sum(file.size or 0 for file in listing.files if file.archive)
-        await in_thread(self._free_space, key, needed)
+        await run_in_thread(self._free_space, key, needed)
         await fetch.run()
         if any(file.archive for file in listing.files):
-            self._tracker.phase("Unpacking")
+            self._tracker.set_phase("Unpacking")
             stopped = threading.Event()
-            await in_thread(self._unpack, entry, listing, wanted, stopped, on_cancel=stopped.set)
-        await in_thread(self._complete, entry, listing, uri)
+            await run_in_thread(self._unpack, entry, listing, wanted, stopped, on_cancel=stopped.set)
+        await run_in_thread(self._complete, entry, listing, uri)
 
     def _free_space(self, key: str, needed: int) -> None:
         """Evict what the limit or the disk has no room for, if that is allowed; raises DiskFull if it is not enough."""
@@ -142,13 +147,13 @@ class CacheFiller:
         entries = []
         for other in self._cache.entries():
             with contextlib.suppress(OSError):  # another process evicts, too
-                use = self._cache.use(other)
+                use = self._cache.use_lock(other)
                 is_free = use.acquire()
                 use.release()
                 entries.append(self._cache.entry(other).describe(is_held=not is_free))
         on_disk = sum(one.size for one in entries) + self._cache.free_bytes() - self._rules.keep_free
-        for other in to_evict(entries, limit=min(limit, on_disk), needed=needed, keep=key):
-            use, lock = self._cache.use(other), self._cache.lock(other)
+        for other in choose_evictions(entries, limit=min(limit, on_disk), needed=needed, keep=key):
+            use, lock = self._cache.use_lock(other), self._cache.fill_lock(other)
             try:
                 if use.acquire() and lock.acquire():
                     self._cache.remove(other)
@@ -156,7 +161,7 @@ class CacheFiller:
                 lock.release()
                 use.release()
 
-    def _unpack(self, entry: CacheEntry, listing: Listing, wanted: FileSelection, stopped: threading.Event) -> None:
+    def _unpack(self, entry: CacheEntry, listing: FileListing, wanted: FileSelection, stopped: threading.Event) -> None:
         """Write ``content/`` again: a crash half way leaves no marker, so it does not count as complete."""
 
         def is_stopped() -> bool:
@@ -181,7 +186,7 @@ class CacheFiller:
                     target = entry.content / file.path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.link(source, target)
-            if next(files_in(entry.content), None) is None:
+            if next(walk_files(entry.content), None) is None:
                 raise ContentRefused("the archive has no file that is wanted")
         except UnpackingStopped:
             return
@@ -192,20 +197,22 @@ class CacheFiller:
             shutil.rmtree(entry.content, ignore_errors=True)
             raise
 
-    def _complete(self, entry: CacheEntry, listing: Listing, uri: str) -> None:
+    def _complete(self, entry: CacheEntry, listing: FileListing, uri: str) -> None:
         checksums = {
             one.path: f"{one.checksum.algorithm}:{one.checksum.value}" for one in listing.files if one.checksum
         }
         files = []
-        for path in files_in(entry.content):
+        for path in walk_files(entry.content):
             name = str(path.relative_to(entry.content))
-            files.append(KeptFile(name, path.lstat().st_size, checksums.get(name, "")))
+            files.append(CachedFile(name, path.lstat().st_size, checksums.get(name, "")))
         size = sum(one.size for one in files)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        entry.complete(Marker(uri=uri, revision=listing.revision, size=size, files=tuple(files), completed_at=now))
+        entry.mark_complete(
+            CompletionMarker(uri=uri, revision=listing.revision, size=size, files=tuple(files), completed_at=now)
+        )
 
 
-class Job(msgspec.Struct, frozen=True):
+class DownloadJob(msgspec.Struct, frozen=True):
     """One download. ``shown_uri``: without credentials. ``timeout_s``: of the whole download. ``allow_stale``: if the
     source does not answer, use the cached entry of the same selection. ``claims``, ``files``: roots of ``pvc://`` and
     ``file://``. ``ca_files``: authorities in addition to the machine's.
@@ -215,7 +222,7 @@ class Job(msgspec.Struct, frozen=True):
     shown_uri: str
     cache: Path
     link: Path | None = None
-    rules: CacheRules = CacheRules()
+    rules: CacheFillSettings = CacheFillSettings()
     timeouts: Timeouts = Timeouts()
     timeout_s: float | None = None
     allow_stale: bool = True
@@ -231,72 +238,74 @@ class ReadyWeights(msgspec.Struct, frozen=True):
     use: Lock | None
 
 
-async def download(job: Job, environment: Environment, tracker: Tracker) -> ReadyWeights:
+async def download(job: DownloadJob, environment: Environment, tracker: ProgressTracker) -> ReadyWeights:
     """Have the weights on this node, and linked; raises a DownloadError."""
     tracker.start()
     try:
         async with asyncio.timeout(job.timeout_s):
             return await _download(job, environment, tracker)
     except TimeoutError as error:
-        failed: DownloadError = TimeIsUp(
+        failed: DownloadError = DownloadTimeout(
             f"{job.shown_uri} took longer than {job.timeout_s:.0f} s; the next run goes on"
         )
-        tracker.phase("Failed", message=str(failed), reason=failed.reason)
+        tracker.set_phase("Failed", message=str(failed), reason=failed.reason)
         raise failed from error
     except DownloadError as error:
-        tracker.phase("Failed", message=str(error), reason=error.reason)
+        tracker.set_phase("Failed", message=str(error), reason=error.reason)
         raise
 
 
-async def _download(job: Job, environment: Environment, tracker: Tracker) -> ReadyWeights:
+async def _download(job: DownloadJob, environment: Environment, tracker: ProgressTracker) -> ReadyWeights:
     place = job.wanted.place
     if isinstance(place, ClaimLocation | FileLocation):
-        path = await in_thread(locate, place, job.claims, job.files)
-        await in_thread(check_local, job.wanted, path)
+        path = await run_in_thread(resolve_local_path, place, job.claims, job.files)
+        await run_in_thread(check_local_files, job.wanted, path)
         return _linked(job, tracker, ReadyWeights(path, None))
     cache = WeightCache(job.cache)
-    cache.make()
-    async with transfers(job.timeouts, job.rules.sizes.parallel + 1, job.ca_files) as transfer:
+    cache.create_directories()
+    async with open_transfer(job.timeouts, job.rules.sizes.parallel + 1, job.ca_files) as transfer:
         source = source_for(place, transfer, environment)
         # the cache is shared: an answer got with credentials is none for a caller without them
-        question = question_key(job.wanted, environment.fingerprint())
+        question = cached_listing_key(job.wanted, environment.fingerprint())
         try:
             listing = await _resolved(job, source, tracker)
-        except Unavailable as error:
+        except SourceUnavailable as error:
             stale = _stale(job, cache, tracker, question, error)
             if stale is None:
                 raise
             return _linked(job, tracker, stale)
-        key = content_key(job.wanted, listing)
+        key = cache_entry_key(job.wanted, listing)
         tracker.on_resolved(revision=listing.revision, key=key, files=len(listing.files), size=listing.size)
         filler = CacheFiller(cache, source, transfer, tracker, job.rules)
         use = await _completed(cache, key, tracker, lambda: filler.fill(key, listing, job.wanted, job.shown_uri))
         entry = cache.entry(key)
         entry.touch()
         tracker.add_present(files=len(listing.files), size=listing.size)
-        with disk_errors(f"to the cache {cache.root}"):
-            cache.remember(question, key)
+        with translate_disk_errors(f"to the cache {cache.root}"):
+            cache.store_listing_key(question, key)
         return _linked(job, tracker, ReadyWeights(entry.content, use))
 
 
-async def _resolved(job: Job, source: RemoteSource, tracker: Tracker) -> Listing:
+async def _resolved(job: DownloadJob, source: RemoteSource, tracker: ProgressTracker) -> FileListing:
     """The wanted files at a pinned revision."""
     found = await _asked(job, source, tracker)
     if job.wanted.unpack and not isinstance(job.wanted.place, HubLocation):
-        found = single_archive(found)
+        found = mark_single_archive(found)
     return choose_files(found, job.wanted.allow, job.wanted.ignore, dict(job.wanted.sha256))
 
 
-async def _asked(job: Job, source: RemoteSource, tracker: Tracker) -> Listing:
+async def _asked(job: DownloadJob, source: RemoteSource, tracker: ProgressTracker) -> FileListing:
     """What the source has, however many attempts that takes."""
     failures = 0
     while True:
         try:
-            return await source.list_files(asked_revision(job.wanted))
-        except Unavailable as error:
+            return await source.list_files(requested_revision(job.wanted))
+        except SourceUnavailable as error:
             failures += 1
             pause_s = (
-                wait_s(job.rules.retry, failures, error.retry_after_s, random.Random()) if error.is_temporary else None
+                retry_delay_s(job.rules.retry, failures, error.retry_after_s, random.Random())
+                if error.is_temporary
+                else None
             )
             if pause_s is None:
                 raise
@@ -304,13 +313,15 @@ async def _asked(job: Job, source: RemoteSource, tracker: Tracker) -> Listing:
             await asyncio.sleep(pause_s)
 
 
-def _stale(job: Job, cache: WeightCache, tracker: Tracker, question: str, error: Unavailable) -> ReadyWeights | None:
+def _stale(
+    job: DownloadJob, cache: WeightCache, tracker: ProgressTracker, question: str, error: SourceUnavailable
+) -> ReadyWeights | None:
     """The cached entry of the same selection, if that is allowed and one exists."""
-    key = cache.last_key(question) if job.allow_stale else ""
+    key = cache.stored_listing_key(question) if job.allow_stale else ""
     if not key:
         return None
-    use, entry = cache.use(key), cache.entry(key)
-    marker = entry.marker() if use.acquire(shared=True) else None
+    use, entry = cache.use_lock(key), cache.entry(key)
+    marker = entry.read_completion_marker() if use.acquire(shared=True) else None
     if marker is None:
         use.release()
         return None
@@ -321,31 +332,33 @@ def _stale(job: Job, cache: WeightCache, tracker: Tracker, question: str, error:
     return ReadyWeights(entry.content, use)
 
 
-def _linked(job: Job, tracker: Tracker, ready: ReadyWeights) -> ReadyWeights:
+def _linked(job: DownloadJob, tracker: ProgressTracker, ready: ReadyWeights) -> ReadyWeights:
     if job.link is not None:
-        link(job.link, ready.path.absolute(), job.cache.absolute())
-    tracker.phase("Ready", message=f"{job.shown_uri} is at {job.link or ready.path}")
+        link_to_cache(job.link, ready.path.absolute(), job.cache.absolute())
+    tracker.set_phase("Ready", message=f"{job.shown_uri} is at {job.link or ready.path}")
     return ready
 
 
-async def _completed(cache: WeightCache, key: str, tracker: Tracker, fill: Callable[[], Awaitable[None]]) -> Lock:
+async def _completed(
+    cache: WeightCache, key: str, tracker: ProgressTracker, fill: Callable[[], Awaitable[None]]
+) -> Lock:
     """Return once the entry is complete, with a share of its use. Of many processes one fetches, the others follow."""
-    use, lock, entry = cache.use(key), cache.lock(key), cache.entry(key)
+    use, lock, entry = cache.use_lock(key), cache.fill_lock(key), cache.entry(key)
     is_told = False
     try:
         while True:
             is_ours = use.acquire(shared=True)  # else it is being evicted
-            is_ready = is_ours and entry.marker() is not None
-            match next_step(EntryState(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
+            is_ready = is_ours and entry.read_completion_marker() is not None
+            match next_cache_step(EntryState(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
                 case "use":
                     return use
                 case "fetch":
                     # another process may have completed it between our check and the lock
-                    if entry.marker() is None:
+                    if entry.read_completion_marker() is None:
                         await fill()
                 case "follow":
                     if not is_told:
-                        tracker.phase("Waiting", message="another process of this node downloads it")
+                        tracker.set_phase("Waiting", message="another process of this node downloads it")
                         is_told = True
                     await asyncio.sleep(random.uniform(_FOLLOW_S / 2, _FOLLOW_S))
     except BaseException:

@@ -62,7 +62,7 @@ class Environment:
         return self.get(name).lower() in ("1", "true", "yes", "on")
 
 
-def library(module: str, extra: str) -> Any:  # noqa: ANN401 - modules have no common type
+def import_optional(module: str, extra: str) -> Any:  # noqa: ANN401 - modules have no common type
     """The module; raises LibraryMissing with the package to install."""
     try:
         return import_module(module)

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.agents.downloader.core.errors import ChecksumMismatch, SourceChanged, Unavailable
+from controller.agents.downloader.core.errors import ChecksumMismatch, SourceChanged, SourceUnavailable
 from controller.agents.downloader.core.fetch_plan import (
-    Part,
+    ByteRange,
+    FilePart,
     RetryPolicy,
-    Span,
-    forgetting_line,
-    journal_head,
+    journal_discard_line,
+    journal_header,
     journal_line,
     listing_digest,
-    parts_of,
+    plan_file_parts,
     read_journal,
-    wait_s,
+    retry_delay_s,
 )
-from controller.agents.downloader.files import digest_of, in_thread
+from controller.agents.downloader.local_files import file_digest, run_in_thread
 from controller.agents.downloader.transfer import Range
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.agents.downloader.cache import CacheEntry
-    from controller.agents.downloader.core.fetch_plan import Listing, RemoteFile
-    from controller.agents.downloader.progress import Tracker
+    from controller.agents.downloader.core.fetch_plan import FileListing, RemoteFile
+    from controller.agents.downloader.progress import ProgressTracker
     from controller.agents.downloader.sources.source import RemoteSource
     from controller.agents.downloader.transfer import Transfer
 
 _MIB: Final = 1024**2
 
 
-class Sizes(msgspec.Struct, frozen=True):
+class FetchSizes(msgspec.Struct, frozen=True):
     """``parallel``: requests at once. ``part``: bytes of a request. ``block``: bytes held by one before they are
     written.
 
@@ -66,12 +66,12 @@ class _Position:
 class _Target(NamedTuple):
     """Where bytes go."""
 
-    part: Part
+    part: FilePart
     name: str
     position: _Position
 
 
-class Fetch:
+class EntryFetch:
     """One run over one entry, whose lock the caller holds. ``check_space``: raises DiskFull; called during the download
     of a file of unknown size, which may be endless.
     """
@@ -81,10 +81,10 @@ class Fetch:
         source: RemoteSource,
         transfer: Transfer,
         entry: CacheEntry,
-        tracker: Tracker,
+        tracker: ProgressTracker,
         *,
-        listing: Listing,
-        sizes: Sizes,
+        listing: FileListing,
+        sizes: FetchSizes,
         retry: RetryPolicy,
         check_space: Callable[[], None] = lambda: None,
     ) -> None:
@@ -107,13 +107,13 @@ class Fetch:
         Raises a DownloadError or OSError. What was written is kept, but for a file with a wrong checksum.
         """
         parts = await asyncio.to_thread(self._plan)
-        self._tracker.phase("Downloading")
+        self._tracker.set_phase("Downloading")
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._sizes.parallel, len(parts))):
                     group.create_task(self._work(parts))
         except* Exception as failures:  # noqa: BLE001 - one of them is raised
-            raise first_of(failures) from None
+            raise first_exception(failures) from None
         finally:
             self._stopped.set()
 
@@ -126,14 +126,14 @@ class Fetch:
             if not self._is_done(file)
         )
 
-    def _plan(self) -> deque[Part]:
+    def _plan(self) -> deque[FilePart]:
         there = self._there()
         head = _head(self._listing)
         if not self._entry.journal.exists() or not self._entry.journal.read_text().startswith(head):
             self._entry.clear()
             there = {}
             self._entry.journal.write_text(head)
-        parts: deque[Part] = deque()
+        parts: deque[FilePart] = deque()
         done = size = 0
         for index, file in enumerate(self._listing.files):
             if self._is_done(file):
@@ -142,13 +142,15 @@ class Fetch:
                 continue
             spans = there.get(index, []) if file.ranges and (self._entry.incoming / file.path).exists() else []
             size += sum(span.end - span.start for span in spans)
-            wanted = list(parts_of(index, file, spans, self._sizes.part)) or [Part(index, file.size or 0, file.size)]
+            wanted = list(plan_file_parts(index, file, spans, self._sizes.part)) or [
+                FilePart(index, file.size or 0, file.size)
+            ]
             self._left[index] = len(wanted)
             parts.extend(wanted)
         self._tracker.add_present(files=done, size=size)
         return parts
 
-    def _there(self) -> dict[int, list[Span]]:
+    def _there(self) -> dict[int, list[ByteRange]]:
         try:
             text = self._entry.journal.read_text()
         except FileNotFoundError:
@@ -159,7 +161,7 @@ class Fetch:
         """A file is moved to ``content/`` once it is verified. Beside archives it waits for them in ``incoming/``."""
         return not self._unpacks and (self._entry.content / file.path).exists()
 
-    async def _work(self, parts: deque[Part]) -> None:
+    async def _work(self, parts: deque[FilePart]) -> None:
         while parts:
             part = parts.popleft()
             file = self._listing.files[part.file]
@@ -170,7 +172,7 @@ class Fetch:
             if not self._left[part.file]:
                 await self._finish(part.file, file, path)
 
-    async def _part(self, part: Part, file: RemoteFile, path: Path) -> None:
+    async def _part(self, part: FilePart, file: RemoteFile, path: Path) -> None:
         """All bytes of a part, however many attempts that takes as long as they bring something."""
         failures = 0
         position = _Position(part.start)
@@ -179,20 +181,22 @@ class Fetch:
             try:
                 await self._attempt(part, position, file, path)
                 return
-            except Unavailable as error:
+            except SourceUnavailable as error:
                 failures = 1 if position.at > before else failures + 1
                 if not file.ranges or part.end is None:
                     self._tracker.subtract_lost(position.at - part.start)
                     position = _Position(part.start)
                 pause_s = (
-                    wait_s(self._retry, failures, error.retry_after_s, self._chance) if error.is_temporary else None
+                    retry_delay_s(self._retry, failures, error.retry_after_s, self._chance)
+                    if error.is_temporary
+                    else None
                 )
                 if pause_s is None:
                     raise
                 self._tracker.count_retry(error, pause_s)
                 await asyncio.sleep(pause_s)
 
-    async def _attempt(self, part: Part, position: _Position, file: RemoteFile, path: Path) -> None:
+    async def _attempt(self, part: FilePart, position: _Position, file: RemoteFile, path: Path) -> None:
         """One request from ``position`` to the end of the part."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -217,17 +221,17 @@ class Fetch:
                     raise SourceChanged(f"{target.name} is longer than it was said to be")
                 if part.end is None:
                     self._check_space()
-                await in_thread(_write_at, descriptor, block, position.at)
+                await run_in_thread(_write_at, descriptor, block, position.at)
                 position.at += len(block)
                 self._tracker.add_fetched(len(block))
                 if position.at - position.noted >= self._sizes.record and part.end is not None:
-                    await in_thread(self._note, descriptor, part.file, position)
+                    await run_in_thread(self._note, descriptor, part.file, position)
         if part.end is not None and position.at < part.end:
-            raise Unavailable(f"{target.name} was cut short: {part.end - position.at} bytes are missing")
+            raise SourceUnavailable(f"{target.name} was cut short: {part.end - position.at} bytes are missing")
 
     def _note(self, descriptor: int, index: int, position: _Position) -> None:
         """Write the bytes to the disk first, then the journal line that records them."""
-        span = Span(position.noted, position.at)
+        span = ByteRange(position.noted, position.at)
         os.fdatasync(descriptor)
         with self._entry.journal.open("a") as journal:
             journal.write(journal_line(index, span))
@@ -235,10 +239,10 @@ class Fetch:
 
     async def _finish(self, index: int, file: RemoteFile, path: Path) -> None:
         try:
-            await in_thread(self._verify, file, path, on_cancel=self._stopped.set)
+            await run_in_thread(self._verify, file, path, on_cancel=self._stopped.set)
         except ChecksumMismatch:
             with self._entry.journal.open("a") as journal:
-                journal.write(forgetting_line(index))
+                journal.write(journal_discard_line(index))
             raise
         self._tracker.file_done()
 
@@ -249,7 +253,7 @@ class Fetch:
             path.unlink()
             raise ChecksumMismatch(f"{file.path} has {size} bytes instead of {file.size}; it was removed")
         if file.checksum is not None:
-            found = digest_of(path, file.checksum, self._stopped.is_set)
+            found = file_digest(path, file.checksum, self._stopped.is_set)
             if found is None:
                 return
             if found.lower() != file.checksum.value.lower():
@@ -264,7 +268,7 @@ class Fetch:
             path.replace(target)
 
 
-def first_of(failures: BaseExceptionGroup[Exception]) -> Exception:
+def first_exception(failures: BaseExceptionGroup[Exception]) -> Exception:
     """One error for the user: the first; others are mostly its consequence."""
     first: BaseException = failures
     while isinstance(first, BaseExceptionGroup):
@@ -291,5 +295,5 @@ def _write_at(descriptor: int, block: bytes, at: int) -> None:
         view, at = view[count:], at + count
 
 
-def _head(listing: Listing) -> str:
-    return journal_head(listing, listing_digest([(one.path, one.size, one.version) for one in listing.files]))
+def _head(listing: FileListing) -> str:
+    return journal_header(listing, listing_digest([(one.path, one.size, one.version) for one in listing.files]))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from controller.agents.downloader.cache import write_whole
+from controller.agents.downloader.cache import write_atomically
 from controller.kube.errors import ClusterError, Forbidden, NotFound
 from controller.kube.resources import PODS
 
@@ -57,7 +57,7 @@ class Progress(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     reason: str = ""
     message: str = ""
 
-    def sentence(self) -> str:
+    def status_text(self) -> str:
         """For people, in a pod's condition and in the log."""
         if self.phase in ("Failed", "Ready", "Waiting", "Resolving") and self.message:
             return self.message
@@ -66,7 +66,7 @@ class Progress(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         return f"{self.phase} {self.uri}: {self.files_done} of {self.files_total} files, {size}"
 
 
-class Listener(Protocol):
+class ProgressListener(Protocol):
     """Gets the progress: at each change of the phase, and about once a second during transfers."""
 
     def update(self, progress: Progress) -> None:
@@ -74,10 +74,10 @@ class Listener(Protocol):
         ...
 
 
-class Tracker:
+class ProgressTracker:
     """Counts, and passes changes to ``listeners``."""
 
-    def __init__(self, uri: str, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, uri: str, listeners: Sequence[ProgressListener] = ()) -> None:
         self.now = Progress("Resolving", uri)
         self._listeners = listeners
         self._notified_at_s = float("-inf")
@@ -86,10 +86,10 @@ class Tracker:
         """Notify all listeners that the download begins."""
         self._notify()
 
-    def phase(self, phase: Phase, *, message: str = "", reason: str = "") -> None:
+    def set_phase(self, phase: Phase, *, message: str = "", reason: str = "") -> None:
         """Go on to another phase."""
         self.now = msgspec.structs.replace(self.now, phase=phase, message=message, reason=reason)
-        _LOG.info("%s", self.now.sentence())
+        _LOG.info("%s", self.now.status_text())
         self._notify()
 
     def on_resolved(self, *, revision: str, key: str, files: int, size: int) -> None:
@@ -170,7 +170,7 @@ class ProgressFile:
     def update(self, progress: Progress) -> None:
         """Write the file."""
         try:
-            write_whole(self._path, msgspec.json.encode(progress) + b"\n")
+            write_atomically(self._path, msgspec.json.encode(progress) + b"\n")
         except OSError as error:
             if not self._has_failed:
                 _LOG.warning("the progress cannot be written to %s: %s", self._path, error.strerror)
@@ -186,18 +186,18 @@ class ProgressLines:
         sys.stdout.flush()
 
 
-def condition_of(progress: Progress, since: str) -> Object:
+def download_condition(progress: Progress, since: str) -> Object:
     """The condition in the pod's status. ``since``: RFC 3339, when it last changed between True and False."""
     return {
         "type": CONDITION,
         "status": "True" if progress.phase == "Ready" else "False",
         "reason": progress.reason or progress.phase,
-        "message": progress.sentence()[:1000],
+        "message": progress.status_text()[:1000],
         "lastTransitionTime": since,
     }
 
 
-class PodCondition:
+class PodConditionWriter:
     """Keeps the newest progress; ``run`` writes it periodically, and once more at the end."""
 
     def __init__(self, client: Client, namespace: str, name: str) -> None:
@@ -217,7 +217,7 @@ class PodCondition:
             self._changed.set()
 
     @contextlib.asynccontextmanager
-    async def written(self) -> AsyncIterator[None]:
+    async def write_while_open(self) -> AsyncIterator[None]:
         """Writes while inside, and the last state when left, however that is."""
         writing = asyncio.create_task(self._write_on())
         try:
@@ -241,14 +241,14 @@ class PodCondition:
         progress = self._newest
         if progress is None or progress == self._written:
             return True
-        condition = condition_of(progress, "")
+        condition = download_condition(progress, "")
         if condition["status"] != self._since[0]:
             self._since = (condition["status"], datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"))
         pod = {
             "apiVersion": PODS.api_version,
             "kind": PODS.kind,
             "metadata": {"namespace": self._namespace, "name": self._name},
-            "status": {"conditions": [condition_of(progress, self._since[1])]},
+            "status": {"conditions": [download_condition(progress, self._since[1])]},
         }
         try:
             await self._client.apply(PODS, pod, subresource="status", force=True)

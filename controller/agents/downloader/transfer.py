@@ -18,8 +18,8 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from controller.agents.downloader.core.errors import AccessRefused, NotThere, SourceChanged, Unavailable
-from controller.agents.downloader.core.fetch_plan import Pace
+from controller.agents.downloader.core.errors import AccessRefused, SourceChanged, SourceNotFound, SourceUnavailable
+from controller.agents.downloader.core.fetch_plan import SlowTransferDetector
 from controller.agents.downloader.core.uri import redact_uri
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
         return f"Request({redact_uri(self.url)!r})"
 
 
-class Document(msgspec.Struct, frozen=True):
+class SmallResponse(msgspec.Struct, frozen=True):
     """A small answer, whole. ``headers``: names in lower case. ``status``: only set apart from 200 where it was
     allowed.
     """
@@ -84,9 +84,9 @@ class Transfer:
         self._timeouts = timeouts
         self._tls = tls
 
-    async def document(
+    async def fetch_small(
         self, request: HttpRequest, *, method: str = "GET", body: bytes | None = None, allow: Sequence[int] = ()
-    ) -> Document:
+    ) -> SmallResponse:
         """A small answer; raises the ``failure`` of its status, unless ``allow`` has it."""
         async with self._answer(request, method=method, body=body, allow=allow) as answer:
             content = bytearray()
@@ -94,17 +94,17 @@ class Transfer:
                 async for chunk in chunks:
                     content += chunk
                     if len(content) > _LARGEST_DOCUMENT:
-                        raise Unavailable(f"{redact_uri(request.url)} answers with too much", is_temporary=False)
+                        raise SourceUnavailable(f"{redact_uri(request.url)} answers with too much", is_temporary=False)
             headers = {name.lower(): value for name, value in answer.headers.items()}
-            return Document(answer.status, headers, bytes(content))
+            return SmallResponse(answer.status, headers, bytes(content))
 
-    async def head(self, request: HttpRequest) -> Document:
+    async def head(self, request: HttpRequest) -> SmallResponse:
         """Status and headers of a file without its bytes: of its first byte, because not every server answers HEAD."""
         ranged = msgspec.structs.replace(request, headers={**request.headers, "Range": "bytes=0-0"})
         async with self._answer(ranged, allow=(416,)) as answer:
             headers = {name.lower(): value for name, value in answer.headers.items()}
             answer.close()  # a server without ranges would send all of it
-            return Document(answer.status, headers, b"")
+            return SmallResponse(answer.status, headers, b"")
 
     @contextlib.asynccontextmanager
     async def open(self, request: HttpRequest, wanted: Range) -> AsyncIterator[AsyncGenerator[bytes]]:
@@ -122,11 +122,11 @@ class Transfer:
 
     async def _chunks(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
         timeouts = self._timeouts
-        pace = Pace(timeouts.stall_s, int(timeouts.least_rate * timeouts.stall_s), _now_s())
+        pace = SlowTransferDetector(timeouts.stall_s, int(timeouts.least_rate * timeouts.stall_s), _now_s())
         async for chunk in answer.content.iter_chunked(_CHUNK):
             yield chunk
-            if pace.is_too_slow(len(chunk), _now_s()):
-                raise Unavailable(
+            if pace.add_bytes_and_check(len(chunk), _now_s()):
+                raise SourceUnavailable(
                     f"{redact_uri(str(answer.url))} sends less than {timeouts.least_rate:.0f} bytes a second"
                 )
 
@@ -152,36 +152,36 @@ class Transfer:
                 ) as answer:
                     if answer.status not in _REDIRECTS or "location" not in answer.headers:
                         if answer.status >= 300 and answer.status not in allow:
-                            raise failure(answer.status, redact_uri(url), answer.headers.get("retry-after"))
+                            raise error_for_status(answer.status, redact_uri(url), answer.headers.get("retry-after"))
                         yield answer
                         return
                     target = urljoin(url, answer.headers["location"])
                     headers = _redirected(url, target, headers)
                     url = target
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            raise Unavailable(f"{redact_uri(url)}: {_reason(error)}") from error
-        raise Unavailable(
+            raise SourceUnavailable(f"{redact_uri(url)}: {_reason(error)}") from error
+        raise SourceUnavailable(
             f"{redact_uri(request.url)} redirects more than {timeouts.redirects} times", is_temporary=False
         )
 
 
-def failure(status: int, where: str, retry_after: str | None = None) -> Exception:
+def error_for_status(status: int, where: str, retry_after: str | None = None) -> Exception:
     """What an answer that is no success means for the download."""
     match status:
         case 401 | 403 | 407:
             return AccessRefused(f"{where} answers {status}: the credentials are missing, wrong, or not enough")
         case 404 | 410:
-            return NotThere(f"{where} answers {status}: there is no such thing, or none for these credentials")
+            return SourceNotFound(f"{where} answers {status}: there is no such thing, or none for these credentials")
         case 412 | 416:
             return SourceChanged(f"{where} answers {status}: the file is no longer the one that was listed")
         case 408 | 425 | 429 | 500 | 502 | 503 | 504:
-            return Unavailable(f"{where} answers {status}", retry_after_s=_seconds(retry_after))
+            return SourceUnavailable(f"{where} answers {status}", retry_after_s=_seconds(retry_after))
         case _:
-            return Unavailable(f"{where} answers {status}", is_temporary=status >= 500)
+            return SourceUnavailable(f"{where} answers {status}", is_temporary=status >= 500)
 
 
 @contextlib.asynccontextmanager
-async def transfers(timeouts: Timeouts, connections: int, ca_files: Sequence[str] = ()) -> AsyncIterator[Transfer]:
+async def open_transfer(timeouts: Timeouts, connections: int, ca_files: Sequence[str] = ()) -> AsyncIterator[Transfer]:
     """A Transfer with a session of its own. ``ca_files``: authorities beside the machine's; raises OSError for a bad
     one.
     """
@@ -214,12 +214,12 @@ def _check(answer: aiohttp.ClientResponse, wanted: Range, where: str, *, has_ran
         if total.isdecimal() and wanted.size is not None and int(total) != wanted.size:
             raise SourceChanged(f"{where} has {total} bytes now, not {wanted.size}")
         if not wanted.ranged or span != f"{wanted.start}-{(wanted.end or 0) - 1}":
-            raise Unavailable(f"{where} answers with another range than was asked for: {given!r}")
+            raise SourceUnavailable(f"{where} answers with another range than was asked for: {given!r}")
         return
     if has_range:
         return  # its length is counted
     if wanted.start:
-        raise Unavailable(f"{where} ignores that a range was asked for", is_temporary=False)
+        raise SourceUnavailable(f"{where} ignores that a range was asked for", is_temporary=False)
     length = answer.content_length
     if length is not None and wanted.size is not None and length != wanted.size:
         raise SourceChanged(f"{where} has {length} bytes now, not {wanted.size}")
@@ -231,9 +231,9 @@ def _redirected(url: str, target: str, headers: Mapping[str, str]) -> dict[str, 
     """
     before, after = urlsplit(url), urlsplit(target)
     if after.scheme not in ("http", "https"):
-        raise Unavailable(f"{redact_uri(url)} redirects to {after.scheme}:", is_temporary=False)
+        raise SourceUnavailable(f"{redact_uri(url)} redirects to {after.scheme}:", is_temporary=False)
     if before.scheme == "https" and after.scheme == "http":
-        raise Unavailable(f"{redact_uri(url)} redirects from TLS to plain HTTP", is_temporary=False)
+        raise SourceUnavailable(f"{redact_uri(url)} redirects from TLS to plain HTTP", is_temporary=False)
     if (before.scheme, before.netloc) == (after.scheme, after.netloc):
         return dict(headers)
     return {

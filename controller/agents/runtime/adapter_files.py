@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 from controller.agents.runtime.adapter_names import (
     NameInvalid,
     NotDeclared,
+    adapter_link_name,
     check_name,
     check_uri,
     is_uri,
-    link_name,
     local_path,
 )
-from controller.agents.runtime.repository import add_model, remove_model
+from controller.agents.runtime.model_repository import add_model, remove_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ class DownloadFailed(Exception):
     """The message is the downloader's last line."""
 
 
-class Downloads(Protocol):
+class Downloader(Protocol):
     """Brings files to this node."""
 
     async def fetch(self, uri: str, link: Path) -> None:
@@ -111,13 +111,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 class AdapterFiles:
     """Of an engine of ``dialect``. One with a repository finds models there by their names, and is given no paths."""
 
-    def __init__(self, settings: AdapterSettings, downloads: Downloads, dialect: Dialect) -> None:
+    def __init__(self, settings: AdapterSettings, downloads: Downloader, dialect: Dialect) -> None:
         self._settings = settings
         self._downloads = downloads
         self._dialect = dialect
         self._is_repository = dialect.adapters == "repository"
 
-    def place(self, name: str, source: str, declared: DeclaredAdapter | None) -> tuple[str, str]:
+    def resolve_path(self, name: str, source: str, declared: DeclaredAdapter | None) -> tuple[str, str]:
         """The source, and the path of its files; raises NameInvalid or NotDeclared for what is not allowed.
 
         ``source``: empty for that of ``declared``. Both are empty for a model that is in the repository already.
@@ -136,22 +136,22 @@ class AdapterFiles:
             check_uri(source, self._settings.policy)
         # the repository holds what is made from them
         links = self._settings.cache / "adapters" if self._is_repository else self._settings.links
-        return source, str(links / link_name(name, source))
+        return source, str(links / adapter_link_name(name, source))
 
-    async def bring(self, source: str, path: str) -> None:
+    async def download(self, source: str, path: str) -> None:
         """Download the files to ``path``. Raises DownloadFailed or OSError."""
         if is_uri(source):
             link = Path(path)
             link.parent.mkdir(parents=True, exist_ok=True)
             await self._downloads.fetch(source, link)
 
-    def add(self, name: str, path: str, declared: DeclaredAdapter | None) -> None:
+    def add_to_repository(self, name: str, path: str, declared: DeclaredAdapter | None) -> None:
         """Where the engine has a repository, put a model there. Raises OSError or NameInvalid."""
         if self._is_repository and path:
             weights_format = "" if declared is None else declared.format
             add_model(self._settings.links, name, Path(path), dialect=self._dialect, weights_format=weights_format)
 
-    def remove(self, name: str) -> None:
+    def remove_from_repository(self, name: str) -> None:
         """Take an unloaded model out of the repository; the files stay in the cache.
 
         Links to LoRA adapters stay: they are in a cache that pods share, and another engine may read by them.

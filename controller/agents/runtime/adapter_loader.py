@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from controller.agents.runtime.adapter_files import AdapterFiles
-    from controller.agents.runtime.adapter_names import DeclaredFile
+    from controller.agents.runtime.adapter_names import DeclaredAdaptersFile
     from controller.agents.runtime.engine_client import EngineClient
-    from controller.agents.runtime.metrics import Counters, EnginePage
+    from controller.agents.runtime.metrics import Counters, EngineMetricsPage
     from controller.agents.runtime.settings import AdapterSettings
     from extproc.engines.dialects import Dialect
 
@@ -75,9 +75,9 @@ class EngineAdapters(msgspec.Struct, frozen=True):
 
     def has_space(self, name: str) -> bool:
         """Whether ``name`` can be loaded before another is evicted."""
-        return (not self.limit or len(self.loaded) < self.limit) and self.fits(name)
+        return (not self.limit or len(self.loaded) < self.limit) and self.fits_memory(name)
 
-    def fits(self, name: str, without: frozenset[str] = frozenset()) -> bool:
+    def fits_memory(self, name: str, without: frozenset[str] = frozenset()) -> bool:
         """Whether ``name`` fits into the memory when those of ``without`` are gone."""
         held = self.loaded.keys() - without
         return not self.memory or sum(self.sizes.get(one, 0) for one in {*held, name}) <= self.memory
@@ -91,7 +91,7 @@ class AdapterAction(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def next_step(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now_s: float) -> AdapterAction:
+def next_adapter_action(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now_s: float) -> AdapterAction:
     """How to have ``name`` with the files at ``path``. ``keep_s``: see ``victim``."""
     held = shelf.loaded.get(name)
     if held is not None and (not path or not held.path or held.path == path):
@@ -103,15 +103,15 @@ def next_step(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now
     if held is not None or shelf.has_space(name):
         return AdapterAction("load", name)
     may_go = frozenset(one.name for one in shelf.loaded.values() if _may_go(one, shelf, keep_s, now_s))
-    chosen = victim(shelf, keep_s=keep_s, now_s=now_s)
-    if chosen and shelf.fits(name, without=may_go):
+    chosen = adapter_to_evict(shelf, keep_s=keep_s, now_s=now_s)
+    if chosen and shelf.fits_memory(name, without=may_go):
         return AdapterAction("unload", chosen, "evicted")
     return AdapterAction(
         "busy", name, f"the engine holds {len(shelf.loaded)} adapters, and all of them are pinned or in use"
     )
 
 
-def victim(shelf: EngineAdapters, *, keep_s: float, now_s: float) -> str:
+def adapter_to_evict(shelf: EngineAdapters, *, keep_s: float, now_s: float) -> str:
     """The least recently used adapter that may go; empty if none may.
 
     One that was in use, or loaded, less than ``keep_s`` ago stays: requests for it may be on their way to the engine.
@@ -126,7 +126,7 @@ def _may_go(one: Adapter, shelf: EngineAdapters, keep_s: float, now_s: float, *,
     return ignores_pin or one.name not in shelf.pinned
 
 
-def unused_for(shelf: EngineAdapters, declared: Iterable[str], idle_s: float, now_s: float) -> list[str]:
+def idle_adapters(shelf: EngineAdapters, declared: Iterable[str], idle_s: float, now_s: float) -> list[str]:
     """The adapters of the file that were not used for ``idle_s``, without pinned ones."""
     held = [shelf.loaded[name] for name in declared if name in shelf.loaded]
     return [one.name for one in held if _may_go(one, shelf, idle_s, now_s)]
@@ -167,7 +167,7 @@ class WantedAdapters(msgspec.Struct, frozen=True):
     failures: Mapping[str, LoadFailures] = {}
 
 
-def changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: float, now_s: float) -> AdapterChanges:
+def adapter_changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: float, now_s: float) -> AdapterChanges:
     """Pinned adapters are loaded whatever has to go for them, others of the file while there is room. Where memory is
     counted, others are loaded only if all of the file fit: otherwise every server would hold the same ones, and those
     that requests need would find no room.
@@ -230,11 +230,11 @@ class AdapterUsage:
         self._finished.pop(name, None)
         self._paths.pop(name, None)
 
-    def are_known(self, page: EnginePage | None) -> bool:
+    def is_usage_known(self, page: EngineMetricsPage | None) -> bool:
         """False if the engine reports which adapters are in use, but its page could not be read."""
         return page is not None or not self._tells_loras
 
-    def adapters(self, listed: Mapping[str, str], page: EnginePage | None, now_s: float) -> dict[str, Adapter]:
+    def adapters(self, listed: Mapping[str, str], page: EngineMetricsPage | None, now_s: float) -> dict[str, Adapter]:
         """The loaded adapters with their last use. ``listed``: paths by name, empty where the engine lists none.
 
         One that is seen for the first time counts as used now: the agent may have started after it was loaded.
@@ -251,7 +251,7 @@ class AdapterUsage:
             for name, path in listed.items()
         }
 
-    def _loras(self, page: EnginePage, now_s: float) -> frozenset[str]:
+    def _loras(self, page: EngineMetricsPage, now_s: float) -> frozenset[str]:
         use = page.adapters
         if use is None:
             return frozenset()
@@ -262,7 +262,7 @@ class AdapterUsage:
         # an idle engine may leave its last series as it was
         return frozenset() if is_idle else use.in_use
 
-    def _models(self, page: EnginePage, now_s: float) -> frozenset[str]:
+    def _models(self, page: EngineMetricsPage, now_s: float) -> frozenset[str]:
         """A V2 server counts, by model, finished and waiting requests."""
         for name, finished in page.values.get(_FINISHED, {}).items():
             if name in self._used_at_s and finished > self._finished.get(name, 0.0):
@@ -296,9 +296,9 @@ class AdapterLoader:
         *,
         engine: EngineClient,
         files: AdapterFiles,
-        file: DeclaredFile,
+        file: DeclaredAdaptersFile,
         counters: Counters,
-        page: Callable[[], Awaitable[EnginePage | None]],
+        page: Callable[[], Awaitable[EngineMetricsPage | None]],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -320,12 +320,12 @@ class AdapterLoader:
         self._changing = asyncio.Lock()
 
     @property
-    def leaving(self) -> frozenset[str]:
+    def unloading(self) -> frozenset[str]:
         """Loaded ones that will be unloaded, as they were not used for long. A load keeps them."""
         return frozenset(self._leaving)
 
     @property
-    def coming(self) -> frozenset[str]:
+    def loading(self) -> frozenset[str]:
         """Adapters that are being downloaded or loaded."""
         return frozenset(self._coming)
 
@@ -348,7 +348,7 @@ class AdapterLoader:
         if declared is not None and declared.pinned:
             raise LoadRefused(409, f"{name} is pinned: remove it from the file of adapters first")
         async with self._changing:
-            shelf = await self.shelf()
+            shelf = await self.engine_adapters()
             if name not in shelf.loaded:
                 raise LoadRefused(404, f"{name} is not loaded")
             if declared is not None:
@@ -363,18 +363,18 @@ class AdapterLoader:
                 400, f"{name} needs {declared.memory} bytes, more than the {memory} that all models may take here"
             )
         try:
-            return self._files.place(name, source, declared)
+            return self._files.resolve_path(name, source, declared)
         except NotDeclared as error:
             raise LoadRefused(503, str(error), 1) from error
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
 
-    async def shelf(self, *, with_use: bool = True) -> EngineAdapters:
+    async def engine_adapters(self, *, with_use: bool = True) -> EngineAdapters:
         """The engine's adapters now; raises LoadRefused if it does not list them. ``with_use``: also which are in
         use.
         """
         try:
-            listed = await self._engine.loaded(timeout_s=_LIST_TIMEOUT_S)
+            listed = await self._engine.list_adapters(timeout_s=_LIST_TIMEOUT_S)
         except EngineFailed as error:
             raise LoadRefused(503, f"the engine does not tell what it holds: {error}", 5) from error
         page = await self._page() if with_use else None
@@ -387,14 +387,14 @@ class AdapterLoader:
             adapters,
             pinned,
             self.limit or slots,
-            self._uses.are_known(page),
+            self._uses.is_usage_known(page),
             self._settings.memory,
             sizes,
             self._reloads,
             is_idle=page is not None and page.total("running_requests") == 0 and not page.total(_WAITING),
         )
 
-    async def follow_file(self) -> bool:
+    async def apply_declared_file(self) -> bool:
         """Apply the file of adapters, as far as the engine allows now. Called periodically.
 
         Returns whether all pinned adapters are there, or failed at least once.
@@ -406,18 +406,18 @@ class AdapterLoader:
         self._unwanted &= set(self.file.declared)
         if not self.file.declared and not self.file.removed:
             return True
-        shelf = await self.shelf()
+        shelf = await self.engine_adapters()
         paths = {name: self._declared_path(name, one) for name, one in self.file.declared.items()}
         wishes = WantedAdapters(
             declared=self.file.declared,
             paths=paths,
             removed=frozenset(self.file.removed),
             unwanted=frozenset(self._unwanted),
-            coming=self.coming,
+            coming=self.loading,
             failures=self.failures,
         )
-        wanted = changes(shelf, wishes, keep_s=self._settings.keep_s, now_s=self._clock())
-        self.file.removed &= set(shelf.loaded) | self.coming
+        wanted = adapter_changes(shelf, wishes, keep_s=self._settings.keep_s, now_s=self._clock())
+        self.file.removed &= set(shelf.loaded) | self.loading
         for name in wanted.unload:
             async with self._changing:
                 await self._unload(name, shelf, "removed")
@@ -432,7 +432,7 @@ class AdapterLoader:
 
     async def _unload_unused(self, shelf: EngineAdapters) -> None:
         idle_s = self._settings.idle_unload_s
-        unused = unused_for(shelf, self.file.declared, idle_s, self._clock()) if idle_s else []
+        unused = idle_adapters(shelf, self.file.declared, idle_s, self._clock()) if idle_s else []
         self._leaving = {name: self._leaving.get(name, self._clock()) for name in unused}
         for name in unused:
             async with self._changing:
@@ -485,7 +485,7 @@ class AdapterLoader:
                 is_held = await self._is_held(name, path)
             if is_held:
                 return ()
-            await self._files.bring(source, path)
+            await self._files.download(source, path)
             async with self._changing:
                 gone = await self._put(name, path)
         except DownloadFailed as error:
@@ -502,8 +502,8 @@ class AdapterLoader:
         return gone
 
     async def _is_held(self, name: str, path: str) -> bool:
-        shelf = await self.shelf(with_use=False)
-        step = next_step(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
+        shelf = await self.engine_adapters(with_use=False)
+        step = next_adapter_action(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
         if step.kind == "loaded":
             self._uses.record_use(name, self._clock())
         return step.kind == "loaded"
@@ -512,8 +512,8 @@ class AdapterLoader:
         """Unload what has to go, and load it; under the lock. Raises LoadRefused or EngineFailed."""
         gone: list[str] = []
         for _ in range(_MOST_STEPS):
-            shelf = await self.shelf()
-            step = next_step(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
+            shelf = await self.engine_adapters()
+            step = next_adapter_action(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
             if step.kind == "loaded":
                 self._uses.record_use(name, self._clock())
                 return tuple(gone)
@@ -523,8 +523,8 @@ class AdapterLoader:
                 await self._unload(step.name, shelf, step.why)
                 gone.append(step.name)
                 continue
-            self._files.add(name, path, self.file.declared.get(name))
-            answer = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
+            self._files.add_to_repository(name, path, self.file.declared.get(name))
+            answer = await self._engine.load_adapter(name, path, timeout_s=self._settings.load_timeout_s)
             if answer.problem is None:
                 self._uses.on_loaded(name, path, self._clock())
                 self._counters.adapters = len(shelf.loaded) + 1
@@ -538,13 +538,13 @@ class AdapterLoader:
 
     async def _unload(self, name: str, shelf: EngineAdapters, why: str) -> None:
         try:
-            await self._engine.unload(name, timeout_s=self._settings.load_timeout_s)
+            await self._engine.unload_adapter(name, timeout_s=self._settings.load_timeout_s)
         except EngineFailed as error:
             raise LoadRefused(503, f"{name} could not be unloaded: {error}", 1) from error
         self._uses.forget(name)
         self._counters.unloads[why] += 1
         self._counters.adapters = max(len(shelf.loaded) - 1, 0)
-        self._files.remove(name)
+        self._files.remove_from_repository(name)
         log.info("unloaded %s (%s)", name, why)
 
     def _has_come(self, name: str, task: asyncio.Task[tuple[str, ...]]) -> None:

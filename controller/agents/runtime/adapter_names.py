@@ -94,13 +94,13 @@ def local_path(source: str, policy: SourcePolicy) -> str:
     raise NameInvalid(f"{source[:80]!r} is not below an allowed directory ({allowed})")
 
 
-def link_name(name: str, uri: str) -> str:
+def adapter_link_name(name: str, uri: str) -> str:
     """Of the link to an adapter's files; another URI has another link, so the files of a loaded one never change."""
     digest = sha256(f"{name}\n{uri}".encode()).hexdigest()[:_DIGEST]
     return f"{name.replace('/', '-')[:80]}-{digest}"
 
 
-def read_declared(
+def parse_declared_adapters(
     content: bytes, policy: SourcePolicy, *, is_directory: bool = False
 ) -> tuple[dict[str, DeclaredAdapter], dict[str, str]]:
     """The adapters of the file, and the mistakes of those that cannot be used; raises ValueError for a broken file."""
@@ -132,7 +132,7 @@ def _declared(name: str, raw: msgspec.Raw, policy: SourcePolicy, *, is_directory
     return one
 
 
-class DeclaredFile:
+class DeclaredAdaptersFile:
     """``declared``: of the last good file. ``problem``: of the present one, empty if it is good.
 
     ``removed``: names of an earlier file that the present one lacks, until they are dropped.
@@ -162,7 +162,7 @@ class DeclaredFile:
             if stat.st_size > _MOST_BYTES:
                 raise ValueError(f"the file has more than {_MOST_BYTES} bytes")
             content = self._path.read_bytes()
-            found, mistakes = read_declared(content, self._policy, is_directory=self._is_directory)
+            found, mistakes = parse_declared_adapters(content, self._policy, is_directory=self._is_directory)
         except (OSError, ValueError) as error:
             self._complain(f"{self._path}: {error}")
             return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from controller.agents.runtime.adapter_files import AdapterFiles
 from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
-from controller.agents.runtime.adapter_names import DeclaredFile
+from controller.agents.runtime.adapter_names import DeclaredAdaptersFile
 from controller.agents.runtime.drain import Drainer, EngineLoad
 from controller.agents.runtime.engine_watch import EngineWatch
 from controller.agents.runtime.metrics import AgentState, BatchCounters, Counters, write_page
@@ -18,7 +18,7 @@ from controller.agents.runtime.metrics import AgentState, BatchCounters, Counter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.agents.runtime.adapter_files import Downloads
+    from controller.agents.runtime.adapter_files import Downloader
     from controller.agents.runtime.batcher import Batcher
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.settings import AgentSettings
@@ -38,7 +38,7 @@ class Agent:
         self,
         settings: AgentSettings,
         engine: EngineClient,
-        downloads: Downloads,
+        downloads: Downloader,
         *,
         clock: Callable[[], float],
         unix_clock: Callable[[], float],
@@ -56,7 +56,7 @@ class Agent:
         adapters = settings.adapters
         # of the file, since the engine started
         self._has_pinned = adapters.file is None
-        self.file = DeclaredFile(adapters.file, adapters.policy, is_directory=dialect.adapters == "repository")
+        self.file = DeclaredAdaptersFile(adapters.file, adapters.policy, is_directory=dialect.adapters == "repository")
         self.loader = AdapterLoader(
             adapters,
             dialect,
@@ -64,7 +64,7 @@ class Agent:
             files=AdapterFiles(adapters, downloads, dialect),
             file=self.file,
             counters=self._counters,
-            page=self.watch.page,
+            page=self.watch.metrics_page,
             clock=clock,
         )
 
@@ -105,7 +105,7 @@ class Agent:
 
     async def metrics_page(self) -> str:
         """Prometheus' text format."""
-        page = await self.watch.page(_PAGE_AGE_S)
+        page = await self.watch.metrics_page(_PAGE_AGE_S)
         drain, slots = self.drainer.drain, 0
         if page is not None and page.adapters is not None:
             slots = page.adapters.slots
@@ -116,13 +116,13 @@ class Agent:
             has_answered=self.watch.health.phase != "starting",
             drain_s=None if drain is None else (drain.ended_at_s or self._clock()) - drain.began_at_s,
             file_is_good=not self.file.problem,
-            coming=len(self.loader.coming),
+            coming=len(self.loader.loading),
             limit=self.loader.limit or slots,
         )
         return write_page(page, state, self._counters)
 
     async def _load(self) -> EngineLoad:
-        load = await self.watch.load()
+        load = await self.watch.engine_load()
         if self.batcher is None:
             return load
         return EngineLoad(running=max(load.running or 0, self.batcher.in_flight), waiting=load.waiting or 0)
@@ -141,5 +141,5 @@ class Agent:
             elif not self.is_draining:
                 # a V2 server answers for its models only once they are loaded
                 with contextlib.suppress(LoadRefused):  # the engine cannot report now: it is queried again
-                    self._has_pinned = await self.loader.follow_file() or self._has_pinned
+                    self._has_pinned = await self.loader.apply_declared_file() or self._has_pinned
             await asyncio.sleep(self._follow_s)

@@ -19,8 +19,14 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from controller.agents.runtime.batching.joining import Unsplittable, is_joinable_path, joined, part_of, split
 from controller.agents.runtime.batching.queue import BatchQueue
+from controller.agents.runtime.batching.tensor_merge import (
+    ResponseUnsplittable,
+    is_joinable_path,
+    merge_requests,
+    parse_batch_part,
+    split_response,
+)
 from extproc.http_headers import HOP_BY_HOP
 from extproc.page_server import PageLimits, PageServer
 from extproc.relay import is_text, relay_session
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 
     from multidict import CIMultiDictProxy
 
-    from controller.agents.runtime.batching.joining import Part
+    from controller.agents.runtime.batching.tensor_merge import BatchPart
     from controller.agents.runtime.metrics import BatchCounters
     from controller.agents.runtime.settings import BatcherSettings
 
@@ -74,7 +80,7 @@ class _SharedAnswer(msgspec.Struct, frozen=True):
 class _HeldRequest:
     """A request that may be joined. ``answer``: None for one that is to be sent by itself."""
 
-    def __init__(self, part: Part, headers: _Headers, at_s: float) -> None:
+    def __init__(self, part: BatchPart, headers: _Headers, at_s: float) -> None:
         self.part = part
         self.key = (part.form, headers)
         self.headers = headers
@@ -126,7 +132,7 @@ class Batcher:
             one.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def handle_request(self, request: web.Request) -> web.StreamResponse:
         """The client's answer."""
         self.in_flight += 1
         try:
@@ -141,13 +147,13 @@ class Batcher:
         if size is None or not _may_be_joined(request, size):
             self._counters.requests["passed"] += 1
             return await self._pass(request, request.content if request.body_exists else None)
-        if not self.queue.hold(size):
+        if not self.queue.try_reserve(size):
             self._counters.requests["refused"] += 1
             return _error(503, "too many requests wait for the engine")
         try:
             return await self._answer_held(request)
         finally:
-            self.queue.release(size)
+            self.queue.release_reserved(size)
 
     async def _answer_held(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -157,7 +163,7 @@ class Batcher:
             answer = _error(408, "the body took too long")
             answer.force_close()
             return answer
-        part = part_of(request.raw_path, body)
+        part = parse_batch_part(request.raw_path, body)
         if part is None or part.rows > self._settings.limits.max_rows:
             self._counters.requests["passed"] += 1
             return await self._pass(request, body)
@@ -165,11 +171,11 @@ class Batcher:
         if shared is not None:
             return shared
         self._counters.requests["alone"] += 1
-        self.queue.on_start()
+        self.queue.on_call_started()
         try:
             return await self._pass(request, body)
         finally:
-            self._send(self.queue.on_end())
+            self._send(self.queue.on_call_ended())
 
     async def _join(self, request: web.Request, held: _HeldRequest) -> web.StreamResponse | None:
         """Wait for others; None if the request is to be sent by itself."""
@@ -212,18 +218,18 @@ class Batcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self.queue.due_at_s is not None:
-            self._timer = asyncio.get_running_loop().call_at(self.queue.due_at_s, self._on_due)
+        if self.queue.next_due_at_s is not None:
+            self._timer = asyncio.get_running_loop().call_at(self.queue.next_due_at_s, self._on_due)
 
     def _on_due(self) -> None:
         self._timer = None
-        self._send(self.queue.due(self._clock()))
+        self._send(self.queue.pop_due_batches(self._clock()))
 
     def _on_call_end(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled() and call.exception() is not None:
             log.error("a joined call has failed", exc_info=call.exception())
-        self._send(self.queue.on_end())
+        self._send(self.queue.on_call_ended())
 
     async def _call(self, batch: _Batch) -> None:
         """Answer all of a batch; without an answer for all, each is sent by itself."""
@@ -236,7 +242,7 @@ class Batcher:
             self._counters.failed_batches += 1
             why = _error_body(f"the engine has not answered in {self._settings.timeout_s:g} s")
             answers = [_SharedAnswer(504, (("Content-Type", "application/json"),), why) for _ in answers]
-        except (Unsplittable, aiohttp.ClientError) as error:
+        except (ResponseUnsplittable, aiohttp.ClientError) as error:
             self._on_unusable(len(answers), error)
         finally:
             for one, answer in zip(batch.requests, answers, strict=True):
@@ -247,20 +253,20 @@ class Batcher:
         first, parts = batch.requests[0], [one.part for one in batch.requests]
         headers = [*first.headers, ("Accept-Encoding", "identity")]
         url = URL(f"{self._settings.engine}{first.part.form.path}", encoded=True)
-        async with self._http.post(url, data=joined(parts), headers=headers, allow_redirects=False) as found:
+        async with self._http.post(url, data=merge_requests(parts), headers=headers, allow_redirects=False) as found:
             if found.status != 200:
-                raise Unsplittable(f"its status is {found.status}")
+                raise ResponseUnsplittable(f"its status is {found.status}")
             if own := _OF_ONE_CLIENT & {name.lower() for name in found.headers}:
-                raise Unsplittable(f"it has the header {', '.join(own)}")
+                raise ResponseUnsplittable(f"it has the header {', '.join(own)}")
             body = bytearray()
             async for piece in found.content.iter_any():
                 body += piece
                 batch.size += len(piece)
                 self._answers_bytes += len(piece)
                 if batch.size > _MOST_ANSWER_BYTES or self._answers_bytes > _MOST_ANSWERS_BYTES:
-                    raise Unsplittable(f"it has more than {len(body)} bytes")
+                    raise ResponseUnsplittable(f"it has more than {len(body)} bytes")
             kept = tuple((name, value) for name, value in _passed(found.headers) if name.lower() != "content-length")
-            return [_SharedAnswer(found.status, kept, one) for one in split(bytes(body), parts)]
+            return [_SharedAnswer(found.status, kept, one) for one in split_response(bytes(body), parts)]
 
     def _on_unusable(self, count: int, error: Exception) -> None:
         """Count it, and log it now and then."""
@@ -340,7 +346,7 @@ def _error_body(message: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serving_batcher(
+async def serve_batcher(
     settings: BatcherSettings, counters: BatchCounters, clock: Callable[[], float]
 ) -> AsyncIterator[Batcher]:
     """Listens inside the context; raises OSError if the port is taken."""
@@ -348,7 +354,7 @@ async def serving_batcher(
     async with relay_session(connector, _LIMITS, connect_s=_CONNECT_S) as http:
         batcher = Batcher(settings, http, counters, clock)
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
-        app.router.add_route("*", "/{path:.*}", batcher.answer)
+        app.router.add_route("*", "/{path:.*}", batcher.handle_request)
         runner = PageServer(app, end_s=_END_S, limits=_LIMITS, cancels=True, relays=True)
         await runner.setup()
         try:

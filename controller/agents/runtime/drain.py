@@ -41,7 +41,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     is_gone: bool = False
 
 
-class Drain(msgspec.Struct, frozen=True):
+class DrainState(msgspec.Struct, frozen=True):
     """A drain that has begun.
 
     ``load``: the last one read. ``quiet``: consecutive pages without requests. ``outcome``: empty while it lasts.
@@ -55,8 +55,8 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 def observe_engine(
-    drain: Drain, load: EngineLoad, settings: DrainSettings, *, finishes_requests: bool, now_s: float
-) -> Drain:
+    drain: DrainState, load: EngineLoad, settings: DrainSettings, *, finishes_requests: bool, now_s: float
+) -> DrainState:
     """The drain after a read of the engine's page. ``finishes_requests``: see Dialect.
 
     Without metrics the grace period decides.
@@ -98,7 +98,7 @@ class Drainer:
         finishes_requests: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.drain: Drain | None = None
+        self.drain: DrainState | None = None
         self._settings = settings
         self._load = load
         self._finishes_requests = finishes_requests
@@ -110,7 +110,7 @@ class Drainer:
         async with self._changed:
             if self.drain is None:
                 log.info("draining begins")
-                self.drain = Drain(self._clock())
+                self.drain = DrainState(self._clock())
                 self._changed.notify_all()
 
     async def cancel(self) -> bool:
@@ -123,7 +123,7 @@ class Drainer:
             self._changed.notify_all()
             return True
 
-    async def wait_until_drained(self) -> Drain | None:
+    async def wait_until_drained(self) -> DrainState | None:
         """The drain when it is over; None when it was taken back."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.drain is None or bool(self.drain.outcome))

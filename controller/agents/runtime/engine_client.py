@@ -72,7 +72,7 @@ def build_model_request(
     return ModelRequest(spec.paths[0], body, PROBES[api], is_form=spec.body == "form")
 
 
-def is_answer(content: bytes, proof: str) -> bool:
+def is_model_output(content: bytes, proof: str) -> bool:
     """Whether the body of an answer with status 200 is one that the model produced."""
     if not proof:
         return True
@@ -84,7 +84,7 @@ def is_answer(content: bytes, proof: str) -> bool:
     return isinstance(listed, list) and bool(listed)
 
 
-def means_other_api(status: int) -> bool:
+def is_wrong_api_status(status: int) -> bool:
     """Whether a refusal may mean that the engine has no such API, or not for this model: another one is tried."""
     return status in {400, 404, 405, 422, 501}
 
@@ -109,7 +109,7 @@ class EngineFailed(Exception):
     """The engine did not answer, or gave an error; the message has which."""
 
 
-class EngineGone(EngineFailed):
+class EngineUnreachable(EngineFailed):
     """The engine's port refuses connections."""
 
 
@@ -157,7 +157,7 @@ class EngineClient:
         """``is_form``: bytes in ``body`` are files; else it is sent as JSON. Raises EngineFailed."""
         return await self._ask("POST", path, _form(body) if is_form else msgspec.json.encode(body), timeout_s)
 
-    async def loaded(self, *, timeout_s: float) -> dict[str, str]:
+    async def list_adapters(self, *, timeout_s: float) -> dict[str, str]:
         """The engine's adapters and their paths, empty where it does not list them; raises EngineFailed."""
         try:
             if self._dialect.adapters == "repository":
@@ -168,7 +168,7 @@ class EngineClient:
         except ValueError as error:
             raise EngineFailed(str(error)) from error
 
-    async def load(self, name: str, path: str, *, timeout_s: float) -> LoadAnswer:
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> LoadAnswer:
         """Raises EngineFailed if it does not answer."""
         is_model = self._dialect.adapters == "repository"
         if is_model:
@@ -178,7 +178,7 @@ class EngineClient:
             answer = await self.post(self._dialect.load_path, body, timeout_s=timeout_s)
         return answer_to_load(answer.status, answer.body, is_model=is_model)
 
-    async def unload(self, name: str, *, timeout_s: float) -> None:
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
         """Raises EngineFailed if the engine still holds it."""
         if self._dialect.adapters == "repository":
             answer = await self.post(_repository(name, "unload"), {}, timeout_s=timeout_s)
@@ -212,7 +212,7 @@ class EngineClient:
                 return EngineResponse(answer.status, await _read(answer))
         except aiohttp.ClientConnectorError as error:
             if isinstance(error.os_error, ConnectionRefusedError):
-                raise EngineGone(f"nobody listens: {url}") from error
+                raise EngineUnreachable(f"nobody listens: {url}") from error
             raise EngineFailed(f"{method} {url}: {error}") from error
         except TimeoutError as error:
             raise EngineFailed(f"{method} {url}: no answer in {timeout_s:g} s") from error

@@ -12,10 +12,10 @@ from controller.agents.runtime.drain import EngineLoad
 from controller.agents.runtime.engine_client import (
     PROBES,
     EngineFailed,
-    EngineGone,
+    EngineUnreachable,
     build_model_request,
-    is_answer,
-    means_other_api,
+    is_model_output,
+    is_wrong_api_status,
     warm_up_prompts,
 )
 from controller.agents.runtime.health import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from controller.agents.runtime.engine_client import EngineClient, ModelRequest
-    from controller.agents.runtime.metrics import Counters, EnginePage
+    from controller.agents.runtime.metrics import Counters, EngineMetricsPage
     from controller.agents.runtime.settings import AgentSettings
     from extproc.protocol import Api
 
@@ -67,7 +67,7 @@ class EngineWatch:
         self._unix_clock = unix_clock
         self._model = settings.model
         self._api: Api | None = None
-        self._page: EnginePage | None = None
+        self._page: EngineMetricsPage | None = None
         self._is_gone = False
         self._read_at_s = -1e9
         self._reading = asyncio.Lock()
@@ -93,14 +93,14 @@ class EngineWatch:
     async def observe_forever(self) -> None:
         """Reads metrics, by which an engine that computes nothing is found."""
         while True:
-            page = await self.page()
+            page = await self.metrics_page()
             running = None if page is None else page.total("running_requests")
-            progress = () if page is None else page.progress
+            progress = () if page is None else page.progress_counters
             self.health = on_metrics(self.health, running=running, progress=progress, now_s=self._clock())
             self._log_change()
             await asyncio.sleep(self._settings.metrics_interval_s)
 
-    async def page(self, max_age_s: float = 0.0) -> EnginePage | None:
+    async def metrics_page(self, max_age_s: float = 0.0) -> EngineMetricsPage | None:
         """The metrics; None if they cannot be read. Concurrent callers share one read."""
         wanted_at_s = self._clock() - max_age_s
         async with self._reading:
@@ -109,9 +109,9 @@ class EngineWatch:
                 await self._read()
         return self._page
 
-    async def load(self) -> EngineLoad:
+    async def engine_load(self) -> EngineLoad:
         """What the engine has to do, for a drain."""
-        page = await self.page()
+        page = await self.metrics_page()
         if page is None:
             return EngineLoad(is_gone=self._is_gone)
         return EngineLoad(page.total("running_requests"), page.total("waiting_requests"))
@@ -129,7 +129,7 @@ class EngineWatch:
         try:
             answer = await self._client.get(self._settings.metrics_url, timeout_s=_METRICS_TIMEOUT_S)
             self._page = read_page(answer.expect_success("metrics"), self._settings.dialect, unix_s=self._unix_clock())
-        except EngineGone:
+        except EngineUnreachable:
             self._page, self._is_gone = None, True
         except (EngineFailed, PageRefused):
             self._page = None
@@ -143,7 +143,7 @@ class EngineWatch:
                 path = _of_model(self._settings.dialect.health, self._settings.model)
                 answer = await self._client.get(path, timeout_s=self._settings.health.dead_after_s)
                 answer.expect_success("the health check")
-        except EngineGone:
+        except EngineUnreachable:
             self.health = on_connection_refused(self.health)
         except EngineFailed as error:
             log.debug("%s", error)
@@ -174,7 +174,7 @@ class EngineWatch:
         why = ""
         for api in PROBES:
             request = build_model_request(
-                api, model=self._model, prompt="Hello", max_tokens=1, more=self._settings.more
+                api, model=self._model, prompt="Hello", max_tokens=1, more=self._settings.extra_request_fields
             )
             try:
                 if await self._must_answer(request):
@@ -197,9 +197,9 @@ class EngineWatch:
         answer = await self._client.post(
             request.path, request.body, timeout_s=self._settings.answer_timeout_s, is_form=request.is_form
         )
-        if means_other_api(answer.status):
+        if is_wrong_api_status(answer.status):
             raise _OtherApi(f"{request.path}: status {answer.status}")
-        if not is_answer(answer.expect_success(request.path), request.proof):
+        if not is_model_output(answer.expect_success(request.path), request.proof):
             raise EngineFailed(f"{request.path}: status {answer.status}, but no answer of a model")
         return True
 
@@ -225,7 +225,7 @@ class EngineWatch:
                     is_form=request.is_form,
                 )
                 answer.expect_success(request.path)
-            except EngineGone:
+            except EngineUnreachable:
                 self.health = on_connection_refused(self.health)
                 return
             except EngineFailed as error:
@@ -247,7 +247,7 @@ class EngineWatch:
                 model=self._model,
                 prompt=prompt,
                 max_tokens=warm_up.max_tokens,
-                more=self._settings.more,
+                more=self._settings.extra_request_fields,
             )
             for prompt in warm_up_prompts(warm_up.rounds, warm_up.lengths, warm_up.prompts)
         ]

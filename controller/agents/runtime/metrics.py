@@ -88,7 +88,7 @@ class Histogram(msgspec.Struct, frozen=True):
     count: float
 
 
-class AdapterUse(msgspec.Struct, frozen=True):
+class AdapterUseReport(msgspec.Struct, frozen=True):
     """``in_use``: adapters with requests now. ``idle_s``: seconds since each was last in use. ``slots``: 0 if not
     reported.
     """
@@ -98,14 +98,14 @@ class AdapterUse(msgspec.Struct, frozen=True):
     slots: int = 0
 
 
-class EnginePage(msgspec.Struct, frozen=True):
+class EngineMetricsPage(msgspec.Struct, frozen=True):
     """``values`` and ``histograms``: by family and model ("" if the engine names none). ``adapters``: None if not
     reported.
     """
 
     values: dict[str, dict[str, float]]
     histograms: dict[str, dict[str, Histogram]]
-    adapters: AdapterUse | None = None
+    adapters: AdapterUseReport | None = None
 
     def total(self, family: str) -> float | None:
         """Sum over models; None if the page has no such series."""
@@ -113,7 +113,7 @@ class EnginePage(msgspec.Struct, frozen=True):
         return sum(found.values()) if found else None
 
     @property
-    def progress(self) -> tuple[float | None, ...]:
+    def progress_counters(self) -> tuple[float | None, ...]:
         """Changes whenever the engine computes, and only then; empty if it does not count tokens."""
         if self.total("generation_tokens_total") is None:
             return ()
@@ -126,7 +126,7 @@ class _Sample(msgspec.Struct, frozen=True):
     value: float
 
 
-def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EnginePage:
+def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EngineMetricsPage:
     """Raises PageRefused. ``unix_s``: the time now, because vLLM reports by Unix time when adapters were in use."""
     values: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Histogram]] = {}
@@ -143,7 +143,7 @@ def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EnginePage:
                     values[family.name] = numbers
                     break
     adapters = _adapter_use(_samples(page, MetricName(dialect.lora_info)), unix_s) if dialect.lora_info else None
-    return EnginePage(values, histograms, adapters)
+    return EngineMetricsPage(values, histograms, adapters)
 
 
 def _samples(page: bytes, source: MetricName, suffix: str = "") -> list[_Sample]:
@@ -175,19 +175,19 @@ def _histograms(page: bytes, source: MetricName, model_label: str) -> dict[str, 
     }
 
 
-def _adapter_use(series: Iterable[_Sample], unix_s: float) -> AdapterUse:
+def _adapter_use(series: Iterable[_Sample], unix_s: float) -> AdapterUseReport:
     """Each set of running and waiting adapters is a series of its own; its value is the Unix time at which it was last
     current.
     """
     listed = sorted(series, key=lambda one: one.value)
     if not listed:
-        return AdapterUse()
+        return AdapterUseReport()
     idle_s: dict[str, float] = {}
     for one in listed:
         for name in _names(one):
             idle_s[name] = max(unix_s - one.value, 0.0)
     slots = listed[-1].labels.get("max_lora", "")
-    return AdapterUse(_names(listed[-1]), idle_s, int(slots) if slots.isascii() and slots.isdigit() else 0)
+    return AdapterUseReport(_names(listed[-1]), idle_s, int(slots) if slots.isascii() and slots.isdigit() else 0)
 
 
 def _names(one: _Sample) -> frozenset[str]:
@@ -208,7 +208,7 @@ class AgentState(msgspec.Struct, frozen=True):
     limit: int
 
 
-def write_page(page: EnginePage | None, state: AgentState, counters: Counters) -> str:
+def write_page(page: EngineMetricsPage | None, state: AgentState, counters: Counters) -> str:
     """Prometheus' text format. Without the engine's page its metrics are missing, and ``..._metrics_up`` is 0."""
     lines: list[str] = []
     if page is not None:
@@ -218,7 +218,7 @@ def write_page(page: EnginePage | None, state: AgentState, counters: Counters) -
     return "\n".join(lines) + "\n"
 
 
-def _engine_lines(family: EngineMetricFamily, page: EnginePage) -> Iterator[str]:
+def _engine_lines(family: EngineMetricFamily, page: EngineMetricsPage) -> Iterator[str]:
     name = f"attache_engine_{family.name}"
     values, histograms = page.values.get(family.name), page.histograms.get(family.name)
     if values:

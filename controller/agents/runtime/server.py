@@ -116,13 +116,13 @@ class AgentServer:
 
     async def _list(self, _: web.Request) -> web.StreamResponse:
         loader, now_s = self._agent.loader, self._clock()
-        shelf = await loader.shelf()
+        shelf = await loader.engine_adapters()
         declared = self._agent.file.declared
         listed = [
             _ListedAdapter(
                 id=one.name,
                 # gateways send nothing to one that leaves; who asks for its load keeps it
-                state="unloading" if one.name in loader.leaving else "loaded",
+                state="unloading" if one.name in loader.unloading else "loaded",
                 path=one.path,
                 is_declared=one.name in declared,
                 is_pinned=one.name in shelf.pinned,
@@ -131,11 +131,11 @@ class AgentServer:
             )
             for one in shelf.loaded.values()
         ]
-        others = dict.fromkeys([*declared, *loader.coming, *loader.failures])
+        others = dict.fromkeys([*declared, *loader.loading, *loader.failures])
         for name in (name for name in others if name not in shelf.loaded):
             failure = loader.failures.get(name)
             is_broken = failure is not None and not failure.is_busy
-            state = "loading" if name in loader.coming else "failed" if is_broken else "absent"
+            state = "loading" if name in loader.loading else "failed" if is_broken else "absent"
             listed.append(
                 _ListedAdapter(
                     id=name,
@@ -215,7 +215,7 @@ class AgentServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(server: AgentServer, host: str, port: int) -> AsyncIterator[None]:
+async def serve_agent(server: AgentServer, host: str, port: int) -> AsyncIterator[None]:
     """Listens inside the context, and ends with the answers under way; raises OSError if the port is taken."""
     app = server.application()
     protect(app, host)

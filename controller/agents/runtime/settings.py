@@ -86,12 +86,12 @@ class AgentSettings(msgspec.Struct, frozen=True):
     batcher: BatcherSettings | None = None
 
     @property
-    def more(self) -> Mapping[str, str | int]:
+    def extra_request_fields(self) -> Mapping[str, str | int]:
         """Further fields of the agent's own requests: no other engine takes part in them."""
         return self.dialect.unpaired if self.is_disaggregated else {}
 
 
-def settings_of(options: argparse.Namespace) -> AgentSettings:
+def parse_settings(options: argparse.Namespace) -> AgentSettings:
     """Raises ValueError for a mistake, OSError for a file that cannot be read."""
     prompts = parse_prompts(options.warm_up_prompts.read_text()) if options.warm_up_prompts else ()
     probe = None

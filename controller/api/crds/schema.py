@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 from msgspec import inspect
 
-from controller.api.common import Layered
+from controller.api.common import LayeredSpec
 from controller.api.crds import field_docs
 from extproc.api.advice import NO_DURATION
 from extproc.api.quantities import ByteSize, Duration, Money
@@ -60,7 +60,7 @@ _PLAIN: Final[Mapping[type, Schema]] = {
 }
 
 
-def schema_of(cls: type) -> Schema:
+def crd_schema(cls: type) -> Schema:
     """The schema of a struct's objects, without references."""
     return _schema(inspect.type_info(cls))
 
@@ -123,7 +123,7 @@ def _union(types: list[inspect.Type]) -> Schema:
 
 def _object(kind: inspect.StructType) -> Schema:
     docs = field_docs.read_field_docs(kind.cls)
-    is_layered = issubclass(kind.cls, Layered)
+    is_layered = issubclass(kind.cls, LayeredSpec)
     properties = {
         field.encode_name: _property(field, docs.fields.get(field.name, ""), has_default=not is_layered)
         for field in kind.fields

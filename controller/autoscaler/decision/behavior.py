@@ -85,7 +85,7 @@ class ScalingHistory(msgspec.Struct, frozen=True):
     changes: tuple[ReplicaChange, ...] = ()
 
 
-def tolerance_of(rules: ScalingRules) -> float:
+def hpa_tolerance(rules: ScalingRules) -> float:
     """The tolerance of one direction."""
     return rules.tolerance if rules.tolerance is not None else DEFAULT_TOLERANCE
 
@@ -95,7 +95,7 @@ def apply_behavior(
 ) -> tuple[float, tuple[AppliedRule, ...]]:
     """The recommendation as the behaviour allows it, and what changed it. ``past``: without this recommendation."""
     stable = stabilize(behavior, past.recommendations, recommended=recommended, current=current, now_s=now_s)
-    limited = within_policies(behavior, past.changes, desired=stable, current=current, now_s=now_s, whole=whole)
+    limited = limit_by_policies(behavior, past.changes, desired=stable, current=current, now_s=now_s, whole=whole)
     steps = []
     if stable != recommended:
         steps.append(AppliedRule("Stabilized", recommended, stable, _why_stabilized(behavior, recommended, current)))
@@ -115,7 +115,7 @@ def stabilize(
     return min(max(current, up), down)
 
 
-def within_policies(
+def limit_by_policies(
     behavior: Behavior,
     changes: Sequence[ReplicaChange],
     *,
@@ -132,7 +132,7 @@ def within_policies(
     return desired
 
 
-def with_recommendation(behavior: Behavior, past: ScalingHistory, new: PastRecommendation) -> ScalingHistory:
+def add_recommendation(behavior: Behavior, past: ScalingHistory, new: PastRecommendation) -> ScalingHistory:
     """``past`` with a recommendation, without what no window or period can need any more.
 
     A recommendation is dropped as well if a later one is at least as large and a later one at least as small: it can be
@@ -214,7 +214,7 @@ class PanicState(msgspec.Struct, frozen=True):
     most: float
 
 
-def next_override(
+def next_panic_state(
     state: PanicState | None, *, asked: float, ready: float, threshold: float, hold_s: float, now_s: float
 ) -> PanicState | None:
     """The panic state after a recommendation: begun, prolonged, ended or unchanged; None: no panic.
@@ -228,19 +228,19 @@ def next_override(
     return state
 
 
-def with_answer(state: PanicState, desired: float) -> PanicState:
+def add_panic_answer(state: PanicState, desired: float) -> PanicState:
     """The state with an answer counted in; ``most`` of it is the answer to give."""
     return PanicState(state.last_at_s, max(state.most, desired))
 
 
-def panicking(
+def update_panic(
     panic: Panic, state: PanicState | None, *, recommended: float, ready: float, now_s: float
 ) -> PanicState | None:
     """For strategies without windows of their own: the state after a combined recommendation; None: no panic.
 
     While it is not None, ``most`` of it is the answer, and limits of scaling out do not apply.
     """
-    state = next_override(
+    state = next_panic_state(
         state,
         asked=recommended,
         ready=ready,
@@ -248,7 +248,7 @@ def panicking(
         hold_s=float(panic.hold),
         now_s=now_s,
     )
-    return None if state is None else with_answer(state, recommended)
+    return None if state is None else add_panic_answer(state, recommended)
 
 
 class ReplicaBounds(msgspec.Struct, frozen=True):
@@ -259,7 +259,7 @@ class ReplicaBounds(msgspec.Struct, frozen=True):
     until_s: float = math.inf
 
 
-def bounds_at(schedules: Sequence[Schedule], now_s: float) -> ReplicaBounds:
+def scheduled_bounds(schedules: Sequence[Schedule], now_s: float) -> ReplicaBounds:
     """``now_s``: since 1970. A schedule that cannot be read bounds nothing."""
     least: list[int] = []
     most: list[int] = []

@@ -13,20 +13,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.autoscaler.decision.allocation.allocate import allocate_stages, repair, rules_of
-from controller.autoscaler.decision.allocation.variants import variant_of
-from controller.autoscaler.decision.behavior import ReplicaBounds, bounds_at
+from controller.autoscaler.decision.allocation.allocate import allocate_stages, allocation_rules, enforce_ratios
+from controller.autoscaler.decision.allocation.variants import variant_from_target
+from controller.autoscaler.decision.behavior import ReplicaBounds, scheduled_bounds
+from controller.autoscaler.decision.decide_stage import (
+    StageReplicaNeed,
+    decide_stage,
+    prepare_stage,
+    stage_decision,
+    why_stage_keeps_replica,
+)
 from controller.autoscaler.decision.decision import AppliedRule, Decision, Strategy, TargetDecision
-from controller.autoscaler.decision.memory import CachedAllocation, Memory, StageMemory
+from controller.autoscaler.decision.saved_state import CachedAllocation, Memory, StageMemory
 from controller.autoscaler.decision.situation import EngineState, Situation, TargetSituation
-from controller.autoscaler.decision.stage import StageAnswer, decide_stage, keeps_one, prepare_stage, stage_decision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
-    from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
+    from controller.autoscaler.decision.allocation.variants import Allocation, AllocationRules, Variant
     from controller.autoscaler.decision.decision import Recommendation, StageDecision
 
 _ONE: Final = 1.0
@@ -96,29 +102,29 @@ def _bounds(policy: AutoscalingPolicySpec, before: Memory, now_s: float) -> Repl
     """Cron lines are slow to read, so bounds are kept until they end."""
     if policy.schedules == before.schedules and now_s < before.bounds.until_s:
         return before.bounds
-    return bounds_at(policy.schedules, now_s)
+    return scheduled_bounds(policy.schedules, now_s)
 
 
 def _stage(
     situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec, bounds: ReplicaBounds
-) -> StageAnswer:
+) -> StageReplicaNeed:
     known, memory = prepare_stage(situation, before, policy)
-    return decide_stage(known, memory, policy, bounds, strategies_of(policy))
+    return decide_stage(known, memory, policy, bounds, make_strategies(policy))
 
 
-def strategies_of(policy: AutoscalingPolicySpec) -> tuple[Strategy[Any], ...]:
+def make_strategies(policy: AutoscalingPolicySpec) -> tuple[Strategy[Any], ...]:
     """In the order of the policy."""
     return tuple(one.type.make(one.parameters, policy) for one in policy.strategies)
 
 
 def _not_below_one(
-    stages: list[StageAnswer], policy: AutoscalingPolicySpec, bounds: ReplicaBounds
-) -> list[StageAnswer]:
+    stages: list[StageReplicaNeed], policy: AutoscalingPolicySpec, bounds: ReplicaBounds
+) -> list[StageReplicaNeed]:
     """Stages go to zero together, or not at all."""
     is_at_zero = all(stage.situation.current == 0 for stage in stages)
     if bounds.most == 0 or (is_at_zero and policy.scale_to_zero is not None):
         return stages
-    why = next((reason for stage in stages if (reason := keeps_one(stage, policy))), "")
+    why = next((reason for stage in stages if (reason := why_stage_keeps_replica(stage, policy))), "")
     staying = next((_name(stage.situation) for stage in stages if stage.answer.replicas > 0), "")
     if staying and not why:
         why = f"{staying} is not at zero yet"
@@ -127,7 +133,7 @@ def _not_below_one(
     return [msgspec.structs.replace(stage, answer=stage.answer.floored_at("KeepOne", _ONE, why)) for stage in stages]
 
 
-def _targets(stages: Sequence[StageAnswer], sharing: SharedReplicas) -> tuple[TargetDecision, ...]:
+def _targets(stages: Sequence[StageReplicaNeed], sharing: SharedReplicas) -> tuple[TargetDecision, ...]:
     found = []
     for stage in stages:
         steps, targets = stage.answer.steps, stage.situation.targets
@@ -140,7 +146,7 @@ def _targets(stages: Sequence[StageAnswer], sharing: SharedReplicas) -> tuple[Ta
     return tuple(found)
 
 
-def _stage_decision(stage: StageAnswer, sharing: SharedReplicas) -> StageDecision:
+def _stage_decision(stage: StageReplicaNeed, sharing: SharedReplicas) -> StageDecision:
     name = _name(stage.situation)
     limit = sharing.limits.get(name)
     found = stage_decision(stage, sharing.steps, () if limit is None else (limit,))
@@ -156,8 +162,8 @@ def _target(target: TargetSituation, desired: int | None, reason: str) -> Target
         name=target.name,
         current=target.current,
         desired=desired,
-        ready=len(target.having(EngineState.READY)),
-        starting=len(target.having(EngineState.STARTING)),
+        ready=len(target.engines_in_state(EngineState.READY)),
+        starting=len(target.engines_in_state(EngineState.STARTING)),
         reason=reason,
     )
 
@@ -182,7 +188,7 @@ class SharedReplicas(msgspec.Struct, frozen=True):
 
 
 def share_capacity(
-    stages: Sequence[StageAnswer],
+    stages: Sequence[StageReplicaNeed],
     policy: AutoscalingPolicySpec,
     binding: AutoscalingPolicyBindingSpec,
     free: Mapping[str, int] | None,
@@ -209,7 +215,7 @@ def share_capacity(
                 # rounding up must not exceed the current replicas, or each decision would add one
                 there = [(one.current or 0) * each.capacity for one, each in zip(targets, variants[name], strict=True)]
                 needs[name] = min(needs[name], sum(there))
-    rules = rules_of(binding, free)
+    rules = allocation_rules(binding, free)
     shared = before
     if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):
         found = _without_moving_about(needs, variants, rules) if needs else {}
@@ -218,7 +224,7 @@ def share_capacity(
 
 
 def _without_moving_about(
-    needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: Rules
+    needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: AllocationRules
 ) -> dict[str, Allocation]:
     """The allocation, with the running replicas kept where they are enough: replicas of one target replace another's
     only if that saves a tenth of the cost. Needs and learned capacities vary by less than that between reconciles.
@@ -246,7 +252,7 @@ def _cost(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Varia
 
 
 def _with_ratios(
-    stages: Sequence[StageAnswer],
+    stages: Sequence[StageReplicaNeed],
     fixed: Mapping[str, str],
     shared: CachedAllocation | None,
     binding: AutoscalingPolicyBindingSpec,
@@ -261,7 +267,7 @@ def _with_ratios(
     targets = [target for stage in stages for target in stage.situation.targets]
     there = {one.name: one.current or 0 if one.name in fixed else replicas[one.name] for one in targets}
     most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
-    repaired, steps = repair(there, binding.ratios, most)
+    repaired, steps = enforce_ratios(there, binding.ratios, most)
     by_name = {one.name: one for one in targets}
     return SharedReplicas(
         replicas={name: by_name[name].current if name in fixed else count for name, count in repaired.items()},
@@ -302,19 +308,19 @@ def _lacks(shared: CachedAllocation) -> dict[str, int]:
     return lacks
 
 
-def _need(units: float, stage: StageAnswer) -> float:
+def _need(units: float, stage: StageReplicaNeed) -> float:
     """Whole replicas as they are; otherwise in steps."""
     if len(stage.situation.targets) == 1:
         return units
     return math.ceil(units / _NEED_STEP - 1e-6) * _NEED_STEP
 
 
-def _variant(target: TargetSituation, stage: StageAnswer, policy: AutoscalingPolicySpec) -> Variant:
+def _variant(target: TargetSituation, stage: StageReplicaNeed, policy: AutoscalingPolicySpec) -> Variant:
     """The target as input of the allocation. In doubt, and if scale-in is not allowed, it keeps its replicas.
 
     An upper bound below the current replicas holds in doubt as well: it does not depend on data.
     """
-    variant = variant_of(target)
+    variant = variant_from_target(target)
     least = variant.least
     is_held = bool(stage.doubt) and stage.answer.replicas >= stage.situation.current
     if is_held or policy.mode == "ScaleUpOnly":

@@ -323,7 +323,7 @@ class ReportingGateway(msgspec.Struct):
         known.sequence, known.last_report_s, known.slot = report.sequence, now, report.slot
         return known, before_s
 
-    def living(self, now: float) -> list[ReportingProcess]:
+    def live_processes(self, now: float) -> list[ReportingProcess]:
         """Those that run, or may: all but those that another one has replaced."""
         found: list[ReportingProcess] = []
         for slot in self.slots:
@@ -343,11 +343,11 @@ class ReportingGateway(msgspec.Struct):
         """Whether no report has arrived yet."""
         return not self.processes
 
-    def whole_since_s(self, now: float) -> float:
+    def gapless_since_s(self, now: float) -> float:
         """Since when nothing can be missing of what it counted."""
         if self.is_without_reports():
             return now
-        return max([self.gap_at_s, *(one.whole_since_s for one in self.living(now))])
+        return max([self.gap_at_s, *(one.whole_since_s for one in self.live_processes(now))])
 
     def _meet(self, report: Demand, now: float, follows_since_s: float) -> tuple[ReportingProcess, float]:
         """Add a process at its first report."""
@@ -387,7 +387,7 @@ class ReportingGateway(msgspec.Struct):
     def _forget(self, now: float) -> None:
         """Those that ended first, if there were very many."""
         if len(self.processes) > _MOST_PROCESSES:
-            living = {one.name for one in self.living(now)}
+            living = {one.name for one in self.live_processes(now)}
             ended = [one for one in self.processes.values() if one.name not in living]
             oldest = min(ended or self.processes.values(), key=lambda one: one.last_report_s)
             del self.processes[oldest.name]

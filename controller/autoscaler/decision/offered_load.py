@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.autoscaler.decision.traffic import Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,17 +57,17 @@ _FEWEST_BINS_OF_ENDS: Final = 12
 _FEWEST_BINS: Final = 5
 
 
-class Bins(msgspec.Struct, frozen=True):
+class TrafficBins(msgspec.Struct, frozen=True):
     """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins. ``is_still``: they are
     all the same.
     """
 
     bin_s: float
-    edges: Sequence[Totals]
+    edges: Sequence[TrafficTotals]
     is_still: bool
 
     @staticmethod
-    def of(traffic: Traffic, times: Sequence[float], *, bin_s: float, now_s: float) -> Bins | None:
+    def from_traffic(traffic: Traffic, times: Sequence[float], *, bin_s: float, now_s: float) -> TrafficBins | None:
         """The newest ones, as many as the longest window has. ``times``: of the points. None without two points."""
         last = bisect_right(times, now_s) - 1
         if last < 1:
@@ -82,21 +82,23 @@ class Bins(msgspec.Struct, frozen=True):
         # sums only grow
         is_still = (old.arrivals, old.refused, old.finished) == (new.arrivals, new.refused, new.finished)
         if span_s < bin_s:
-            return Bins(span_s, (old, new), is_still)
+            return TrafficBins(span_s, (old, new), is_still)
         count = min(most, int(span_s / bin_s + 1e-6))
         if is_still:
-            return Bins(bin_s, (old,) * (count + 1), is_still)
+            return TrafficBins(bin_s, (old,) * (count + 1), is_still)
         ends = (max(times[0], end_s - bin_s * (count - index)) for index in range(count + 1))
-        known: dict[int, Totals] = {}
-        return Bins(bin_s, [_sums_at(traffic, times, end, bin_s, known) for end in ends], is_still)
+        known: dict[int, TrafficTotals] = {}
+        return TrafficBins(bin_s, [_sums_at(traffic, times, end, bin_s, known) for end in ends], is_still)
 
-    def differences(self, value: Callable[[Totals], float]) -> list[float]:
+    def differences(self, value: Callable[[TrafficTotals], float]) -> list[float]:
         """What was counted in each bin."""
         values = [value(edge) for edge in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
 
 
-def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float, known: dict[int, Totals]) -> Totals:
+def _sums_at(
+    traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float, known: dict[int, TrafficTotals]
+) -> TrafficTotals:
     """Of the last point, or where points are further apart than bins, between two of them. ``known``: by index."""
     index = bisect_right(times, at_s + 1e-6) - 1
     if index not in known:
@@ -107,7 +109,7 @@ def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float
     if index + 1 not in known:
         known[index + 1] = traffic.counters(index + 1)
     new, share = known[index + 1], (at_s - times[index]) / (times[index + 1] - times[index])
-    return Totals(
+    return TrafficTotals(
         arrivals=old.arrivals + share * (new.arrivals - old.arrivals),
         refused=old.refused + share * (new.refused - old.refused),
         finished=old.finished + share * (new.finished - old.finished),
@@ -117,13 +119,13 @@ def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float
     )
 
 
-def windows(bins: int) -> list[int]:
+def window_lengths(bins: int) -> list[int]:
     """Lengths in bins, the shortest first; the last is at most the number of bins."""
     lengths = [BINS_PER_WINDOW * 2**power for power in range(_DOUBLINGS + 1)]
     return [length for length in lengths if length < bins] + [bins] if bins < lengths[-1] else lengths
 
 
-class PerRequest(msgspec.Struct, frozen=True):
+class MeanRequestWork(msgspec.Struct, frozen=True):
     """Means over requests. ``prefill_work``: in tokens of a short prompt. ``prompt_tokens``: cached ones included.
     ``output_tokens``: written.
     """
@@ -148,9 +150,9 @@ class OfferedLoad(msgspec.Struct, frozen=True):
     newest_per_s: float
     newest_error: float
     dispersion: float
-    per_request: PerRequest | None
+    per_request: MeanRequestWork | None
 
-    def arrivals_in(self, ahead_s: float) -> float:
+    def predicted_arrivals_per_s(self, ahead_s: float) -> float:
         """Arrivals a second so far ahead. Falling load is not foreseen.
 
         A trend counts from the middle of the window, but no further than the newest arrivals bear out: it may be over.
@@ -162,10 +164,10 @@ class OfferedLoad(msgspec.Struct, frozen=True):
         return max(self.arrivals_per_s, now + self.slope * _DAMPED * ahead_s)
 
 
-def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> OfferedLoad | None:
+def estimate_offered_load(traffic: Traffic, *, window_s: float, now_s: float) -> OfferedLoad | None:
     """``window_s``: the shortest window. None without two points."""
     times = traffic.times
-    bins = Bins.of(traffic, times, bin_s=window_s / BINS_PER_WINDOW, now_s=now_s)
+    bins = TrafficBins.from_traffic(traffic, times, bin_s=window_s / BINS_PER_WINDOW, now_s=now_s)
     if bins is None:
         return None
     if bins.is_still:
@@ -214,7 +216,7 @@ def _dispersion(counts: Sequence[float]) -> float:
 
 def _settled_bins(counts: Sequence[float], dispersion: float) -> int:
     """How many of the newest bins count: see the module."""
-    lengths = windows(len(counts))
+    lengths = window_lengths(len(counts))
     means = [sum(counts[-length:]) / length for length in lengths]
     chosen = 0
     for longer in range(1, len(lengths)):
@@ -232,7 +234,7 @@ def _risen(counts: Sequence[float], dispersion: float, bin_s: float, rate: float
     Too few replicas cost more than too many, so a rise need not be proven: what is left of it counts at once.
     """
     found = None
-    for length in windows(len(counts))[:-1]:
+    for length in window_lengths(len(counts))[:-1]:
         mean = sum(counts[-length:]) / length
         least = (mean - _RISE_SIGMAS * math.sqrt(dispersion * max(0.0, mean) / length)) / bin_s
         if least > (found or (rate,))[0]:
@@ -307,19 +309,19 @@ def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Trend:
     )
 
 
-def _admitted(sums: Totals) -> float:
+def _admitted(sums: TrafficTotals) -> float:
     """Requests that were not refused: a tenant's limit keeps them off engines. The work of those refused for lack of
     engines is still part of ``prefill_work``.
     """
     return sums.arrivals - sums.refused
 
 
-def _per_request(bins: Bins, arrivals: Sequence[float]) -> PerRequest | None:
+def _per_request(bins: TrafficBins, arrivals: Sequence[float]) -> MeanRequestWork | None:
     """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
     finished = bins.differences(lambda sums: sums.finished)
     if sum(finished) <= 0:
         return None
-    return PerRequest(
+    return MeanRequestWork(
         prefill_work=_mean(bins.differences(lambda sums: sums.prefill_work), arrivals),
         # counted at the end, once engines have reported how many there were
         prompt_tokens=_mean(bins.differences(lambda sums: sums.prompt_tokens), finished, _FEWEST_BINS_OF_ENDS),
@@ -330,7 +332,7 @@ def _per_request(bins: Bins, arrivals: Sequence[float]) -> PerRequest | None:
 def _mean(tokens: Sequence[float], requests_in: Sequence[float], fewest_bins: int = 1) -> float:
     seen: list[tuple[float, float]] = []
     mean = 0.0
-    for length in windows(len(requests_in)):
+    for length in window_lengths(len(requests_in)):
         if length < min(fewest_bins, len(requests_in)):
             continue
         requests = sum(requests_in[-length:])

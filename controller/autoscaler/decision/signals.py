@@ -27,7 +27,7 @@ from controller.autoscaler.decision.gateway_reports import (
     sanitize_gauges,
 )
 from controller.autoscaler.decision.situation import Backlog, Freshness
-from controller.autoscaler.decision.traffic import History, Traffic, TrafficSums, sum_traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficHistory, TrafficSums, sum_traffic
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -54,7 +54,7 @@ class _Server(msgspec.Struct):
 
     since_s: float
     sums: TrafficSums = msgspec.field(default_factory=TrafficSums)
-    history: History = msgspec.field(default_factory=History)
+    history: TrafficHistory = msgspec.field(default_factory=TrafficHistory)
     has_changed: bool = False
 
 
@@ -73,7 +73,7 @@ class Signals:
         self._ticks = 0
         self._ticked_at_s = -math.inf
 
-    def follow(self, servers: Collection[str], now: float) -> None:
+    def set_subscriptions(self, servers: Collection[str], now: float) -> None:
         """Only these ModelServers (``namespace/name``) are kept."""
         for name in [one for one in self._servers if one not in servers]:
             del self._servers[name]
@@ -137,16 +137,16 @@ class Signals:
         """
         if now < self._ticked_at_s - _SHORTEST_TICK_S:
             for server in self._servers.values():
-                server.since_s, server.history, server.has_changed = now, History(), True
+                server.since_s, server.history, server.has_changed = now, TrafficHistory(), True
         elif now - self._ticked_at_s < _SHORTEST_TICK_S:
             return
         self._ticks += 1
         self._ticked_at_s = now
         for server in self._servers.values():
-            server.history.tick(self._ticks, now, server.sums if server.has_changed else None)
+            server.history.add_point(self._ticks, now, server.sums if server.has_changed else None)
             server.has_changed = False
 
-    def of(self, servers: Iterable[str], now: float) -> ServerSignals:
+    def merged_signals(self, servers: Iterable[str], now: float) -> ServerSignals:
         """The data of these ModelServers together; those without a subscription are left out."""
         names = [one for one in servers if one in self._servers]
         known = [self._servers[one] for one in names]
@@ -154,7 +154,7 @@ class Signals:
         gathered = [
             (sanitize_gauges(reports.server), process.last_report_s)
             for key in sources
-            for process in self._gateways[key].living(now)
+            for process in self._gateways[key].live_processes(now)
             for name in names
             if (reports := process.servers.get(name)) is not None and reports.server is not None
         ]
@@ -175,11 +175,15 @@ class Signals:
         found = [(key, self._gateways[key]) for key in sources]
         silent = [f"{key} {slot}".rstrip() for key, one in found for slot in one.silent_slots(now)]
         since_s = [self._servers[one].since_s for one in names]
-        since_s += [one.whole_since_s(now) for _, one in found]
+        since_s += [one.gapless_since_s(now) for _, one in found]
         since_s += [self._gap_at_s.get(scope, -math.inf) for scope in {"", *(_namespace(one) for one in names)}]
         ages_s = [
             now
-            - (one.seen_at_s if one.is_without_reports() else min(process.last_report_s for process in one.living(now)))
+            - (
+                one.seen_at_s
+                if one.is_without_reports()
+                else min(process.last_report_s for process in one.live_processes(now))
+            )
             for _, one in found
         ]
         return Freshness(
@@ -209,7 +213,7 @@ def _count(server: _Server, more: TrafficSums, *, since_s: float, now: float) ->
     server.has_changed = True
     since_s = max(since_s, server.since_s)
     if now - since_s > SILENT_AFTER_S:
-        server.history.spread(more, since_s, now)
+        server.history.spread_over(more, since_s, now)
 
 
 def _waiting(gathered: list[tuple[ServerDemand, float]], now: float) -> Backlog:

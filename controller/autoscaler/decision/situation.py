@@ -95,7 +95,7 @@ class TargetSituation(msgspec.Struct, frozen=True, dict=True):
         """Unique in its binding."""
         return self.spec.name
 
-    def having(self, *states: EngineState) -> tuple[Engine, ...]:
+    def engines_in_state(self, *states: EngineState) -> tuple[Engine, ...]:
         """Its engines in these states."""
         if len(states) == 1:
             return self._by_state.get(states[0], ())
@@ -194,11 +194,11 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Replicas of the objects' specs, in replicas of the first target."""
         return sum([(one.current or 0) * one.capacity for one in self.targets])
 
-    def units(self, state: EngineState) -> float:
+    def engine_units(self, state: EngineState) -> float:
         """Engines in this state, in replicas of the first target."""
         known = self._units.get(state)
         if known is None:
-            known = self._units[state] = sum([len(one.having(state)) * one.capacity for one in self.targets])
+            known = self._units[state] = sum([len(one.engines_in_state(state)) * one.capacity for one in self.targets])
         return known
 
     @cached_property

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling import LatencyObjective
     from controller.api.autoscaling_binding import EngineCapacity
-    from controller.autoscaler.decision.offered_load import PerRequest
+    from controller.autoscaler.decision.offered_load import MeanRequestWork
     from controller.autoscaler.decision.situation import TargetSituation
     from extproc.api.status_pages import EngineDemand
 
@@ -120,7 +120,7 @@ def replicas_for_cache(rate: float, work: RequestWork, *, kv_tokens: float, tpot
     return in_flight / (MOST_CACHE * kv_tokens)
 
 
-def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed | None:
+def estimate_speed(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed | None:
     """``reports``: of the target's engines, by all gateways. None if nothing is known.
 
     The median ignores a degraded engine, and a gateway that has few measurements so far.
@@ -169,7 +169,7 @@ def smooth_speed(before: Speed | None, new: Speed | None, elapsed_s: float) -> S
     )
 
 
-def work_of(mean: PerRequest, speed: Speed, stage: str) -> RequestWork:
+def request_work(mean: MeanRequestWork, speed: Speed, stage: str) -> RequestWork:
     """The work of the mean request for an engine with this speed. ``stage``: Prefill has no decode work, Decode no
     prefill.
 
@@ -185,9 +185,11 @@ def work_of(mean: PerRequest, speed: Speed, stage: str) -> RequestWork:
     )
 
 
-def seconds_of_replica(mean: PerRequest, speed: Speed, stage: str, objective: LatencyObjective | None) -> float:
+def replica_seconds_per_request(
+    mean: MeanRequestWork, speed: Speed, stage: str, objective: LatencyObjective | None
+) -> float:
     """Time of one replica that a request takes up, counting in what must be left free for the objective's TPOT."""
-    work = work_of(mean, speed, stage)
+    work = request_work(mean, speed, stage)
     tpot_s = objective.tpot if objective is not None else None
     free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.output_tokens > 0 else 1.0
     return work.total_s / free

@@ -41,7 +41,7 @@ _HEAD: Final = Struct("<4B")
 _COUNT: Final = "I"
 
 
-class Totals(msgspec.Struct, frozen=True):
+class TrafficTotals(msgspec.Struct, frozen=True):
     """Sums over gateways since the first sample; they only grow. ``ttft`` and ``tpot``: requests by bucket, as in
     ``extproc.api.status_pages``. The other fields are those of ``Counted``.
     """
@@ -57,14 +57,14 @@ class Totals(msgspec.Struct, frozen=True):
     tpot: tuple[int, ...] = ()
 
 
-class Point(msgspec.Struct, frozen=True):
+class TrafficPoint(msgspec.Struct, frozen=True):
     """The sums at one instant."""
 
     at_s: float
-    totals: Totals
+    totals: TrafficTotals
 
 
-class Points(Sequence[Point]):
+class TrafficPoints(Sequence[TrafficPoint]):
     """Points that are decoded when they are read; their times need no decoding."""
 
     @property
@@ -73,11 +73,11 @@ class Points(Sequence[Point]):
         """Of the points."""
 
     @abstractmethod
-    def counters(self, at: int) -> Totals:
+    def counters(self, at: int) -> TrafficTotals:
         """The sums of one point without its histograms, which take long to make."""
 
 
-class Rates(msgspec.Struct, frozen=True):
+class TrafficRates(msgspec.Struct, frozen=True):
     """A second, over ``window_s``. ``arrivals``: requests. ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
     ``prefill_work``: tokens of finished requests or, where known at arrival, of arrived ones.
     """
@@ -94,7 +94,7 @@ class Rates(msgspec.Struct, frozen=True):
 class Traffic(msgspec.Struct, frozen=True):
     """``points``: by time, the last one the newest."""
 
-    points: Sequence[Point] = ()
+    points: Sequence[TrafficPoint] = ()
 
     def latencies_s(self, percent: float, window_s: float, until_s: float) -> tuple[float | None, float | None]:
         """``ttft_s`` and ``tpot_s`` at once, which takes half as long."""
@@ -108,18 +108,18 @@ class Traffic(msgspec.Struct, frozen=True):
     @property
     def times(self) -> Sequence[float]:
         """Of the points."""
-        return self.points.times if isinstance(self.points, Points) else [one.at_s for one in self.points]
+        return self.points.times if isinstance(self.points, TrafficPoints) else [one.at_s for one in self.points]
 
-    def counters(self, at: int) -> Totals:
+    def counters(self, at: int) -> TrafficTotals:
         """The sums of one point; histograms may be left out."""
-        return self.points.counters(at) if isinstance(self.points, Points) else self.points[at].totals
+        return self.points.counters(at) if isinstance(self.points, TrafficPoints) else self.points[at].totals
 
-    def at(self, at_s: float) -> Totals | None:
+    def at(self, at_s: float) -> TrafficTotals | None:
         """The sums at an instant: those of the last point that is not later; None before the first."""
         index = self._known(at_s)
         return self.points[index - 1].totals if index else None
 
-    def rates(self, window_s: float, until_s: float) -> Rates | None:
+    def rates(self, window_s: float, until_s: float) -> TrafficRates | None:
         """Means of the last ``window_s``, or of its part that has points; None without two points in it."""
         last = self._known(until_s) - 1
         first = max(0, self._known(until_s - window_s) - 1)
@@ -127,7 +127,7 @@ class Traffic(msgspec.Struct, frozen=True):
             return None
         new, old = self.counters(last), self.counters(first)
         span_s = self._time(last) - self._time(first)
-        return Rates(
+        return TrafficRates(
             window_s=span_s,
             arrivals=(new.arrivals - old.arrivals) / span_s,
             finished=(new.finished - old.finished) / span_s,
@@ -146,11 +146,11 @@ class Traffic(msgspec.Struct, frozen=True):
         return percentile(self._histogram("tpot", window_s, until_s), TPOT_BOUNDS_S, percent)
 
     def _time(self, at: int) -> float:
-        return self.points.times[at] if isinstance(self.points, Points) else self.points[at].at_s
+        return self.points.times[at] if isinstance(self.points, TrafficPoints) else self.points[at].at_s
 
     def _known(self, at_s: float) -> int:
         """How many points are not later."""
-        if isinstance(self.points, Points):
+        if isinstance(self.points, TrafficPoints):
             return bisect_right(self.points.times, at_s)
         return bisect_right(self.points, at_s, key=lambda one: one.at_s)
 
@@ -190,7 +190,7 @@ class TrafficSums(msgspec.Struct):
         return head + array(_COUNT, ttft + tpot).tobytes()
 
 
-class History:
+class TrafficHistory:
     """``tick`` is called for all servers at the same instants, so that their points can be added up."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class History:
         self._latest = TrafficSums()
         self._latest_histograms = self._latest.packed_histograms()
 
-    def tick(self, number: int, at_s: float, sums: TrafficSums | None) -> None:
+    def add_point(self, number: int, at_s: float, sums: TrafficSums | None) -> None:
         """``number``: of the tick, the same for all servers. ``sums``: None if they are as they were."""
         if sums is not None:
             self._latest = TrafficSums(list(sums.counters), NONE_OF_TTFT, NONE_OF_TPOT)
@@ -237,7 +237,7 @@ class History:
         del self._counters[at * _COUNTERS : (at + 1) * _COUNTERS]
         del self._histograms[at]
 
-    def spread(self, more: TrafficSums, since_s: float, until_s: float) -> None:
+    def spread_over(self, more: TrafficSums, since_s: float, until_s: float) -> None:
         """Spread ``more`` evenly over the span since the last point, as the times of its events are unknown."""
         for at in range(bisect_right(self._times, since_s), len(self._times)):
             share = min(1.0, max(0.0, (self._times[at] - since_s) / (until_s - since_s)))
@@ -253,10 +253,10 @@ class History:
         times.append(now)
         counters.extend(sums.counters)
         histograms.append(sums.packed_histograms())
-        return PackedPoints(times, (Rows(counters, histograms),))
+        return PackedPoints(times, (PackedRows(counters, histograms),))
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Of one server, by time. ``counters``: seven of each point, one point after the other."""
 
     counters: array[float]
@@ -276,10 +276,10 @@ class Rows(NamedTuple):
         return _unpacked(list(self.counters_at(from_end)), self.histograms[from_end])
 
 
-class PackedPoints(Points):
+class PackedPoints(TrafficPoints):
     """Of one server, or the sums of several; shorter histories count from their first point on."""
 
-    def __init__(self, times: Sequence[float], series: tuple[Rows, ...]) -> None:
+    def __init__(self, times: Sequence[float], series: tuple[PackedRows, ...]) -> None:
         """``times``: of the longest of ``series``; the others are as long or shorter, and end with it."""
         self._times = times
         self._series = series
@@ -289,7 +289,7 @@ class PackedPoints(Points):
         """Of the points."""
         return self._times
 
-    def counters(self, at: int) -> Totals:
+    def counters(self, at: int) -> TrafficTotals:
         """The sums of one point without its histograms."""
         if len(self._series) == 1:
             # as nearly always, and some fifty times in a decision
@@ -304,10 +304,10 @@ class PackedPoints(Points):
         return len(self._times)
 
     @overload
-    def __getitem__(self, at: int) -> Point: ...
+    def __getitem__(self, at: int) -> TrafficPoint: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Point, ...]: ...
-    def __getitem__(self, at: int | slice) -> Point | tuple[Point, ...]:
+    def __getitem__(self, at: slice) -> tuple[TrafficPoint, ...]: ...
+    def __getitem__(self, at: int | slice) -> TrafficPoint | tuple[TrafficPoint, ...]:
         if isinstance(at, slice):
             return tuple(self[index] for index in range(*at.indices(len(self))))
         length = len(self._times)
@@ -318,7 +318,7 @@ class PackedPoints(Points):
         sums = found[0]
         for one in found[1:]:
             sums.add(one)
-        return Point(self._times[at], _totals(sums))
+        return TrafficPoint(self._times[at], _totals(sums))
 
 
 def sum_traffic(several: Sequence[PackedPoints]) -> PackedPoints:
@@ -339,13 +339,13 @@ def _unpacked(counters: list[float], packed: bytes) -> TrafficSums:
     )
 
 
-def _totals(sums: TrafficSums) -> Totals:
+def _totals(sums: TrafficSums) -> TrafficTotals:
     return msgspec.structs.replace(_counted(sums.counters), ttft=tuple(sums.ttft), tpot=tuple(sums.tpot))
 
 
-def _counted(counters: Sequence[float]) -> Totals:
+def _counted(counters: Sequence[float]) -> TrafficTotals:
     arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = counters
-    return Totals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
+    return TrafficTotals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
 
 
 def _with(packed: bytes, more: TrafficSums, share: float) -> bytes:

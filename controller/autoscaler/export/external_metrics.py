@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from controller.autoscaler.export.exports import METRICS, ExportedTarget, Exports
-from controller.kube.authorizer import Action, RequestAuthorizer, User
+from controller.autoscaler.export.desired_replicas import METRICS, ExportedTarget, ExportedTargets
+from controller.kube.authorizer import RequestAuthorizer, ResourceAccess, User
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import CONFIG_MAPS, selector
-from controller.webhooks.role import ServerTls
+from controller.kube.resources import CONFIG_MAPS, parse_selector
+from controller.webhooks.server import ServerTls
 from extproc.api.addresses import parse_address
 from extproc.page_server import PageServer
 
@@ -45,24 +45,24 @@ _POLL_S: Final = 60.0
 _OPEN: Final = ("/healthz", "/readyz", "/livez")
 
 
-def groups() -> dict[str, Any]:
+def api_group_list() -> dict[str, Any]:
     """What is served at /apis."""
     return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group()]}
 
 
-def group() -> dict[str, Any]:
+def api_group() -> dict[str, Any]:
     """What is served at /apis/GROUP."""
     return {"kind": "APIGroup", "apiVersion": "v1", **_group()}
 
 
-def resources() -> dict[str, Any]:
+def api_resource_list() -> dict[str, Any]:
     """The metrics, as resources, which is how this API lists them."""
     one = {"singularName": "", "namespaced": True, "kind": "ExternalMetricValueList", "verbs": ["get"]}
     found = [{"name": name, **one} for name in METRICS]
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": GROUP_VERSION, "resources": found}
 
 
-def values(metric: str, found: Iterable[ExportedTarget], at: str) -> dict[str, Any]:
+def external_metric_values(metric: str, found: Iterable[ExportedTarget], at: str) -> dict[str, Any]:
     """The values of a metric. No value at all is an error to an HPA, which then changes nothing."""
     items = [
         {
@@ -76,7 +76,7 @@ def values(metric: str, found: Iterable[ExportedTarget], at: str) -> dict[str, A
     return {"kind": "ExternalMetricValueList", "apiVersion": GROUP_VERSION, "metadata": {}, "items": items}
 
 
-def status(code: int, reason: str, message: str) -> dict[str, Any]:
+def api_status_failure(code: int, reason: str, message: str) -> dict[str, Any]:
     """A failure as an API ``Status``."""
     failure = {"status": "Failure", "message": message, "reason": reason, "code": code}
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, **failure}
@@ -122,7 +122,7 @@ class FrontProxy(msgspec.Struct, frozen=True):
         return User(name, groups, extra=tuple((one, tuple(several)) for one, several in sorted(extra.items())))
 
 
-def front_proxy_of(config_map: Mapping[str, Any]) -> FrontProxy:
+def parse_front_proxy(config_map: Mapping[str, Any]) -> FrontProxy:
     """Raises ValueError."""
     data = config_map.get("data") or {}
 
@@ -149,13 +149,18 @@ def _common_name(certificate: Mapping[str, Any]) -> str:
     return ""
 
 
-class MetricsServer:
+class ExternalMetricsServer:
     """``run`` listens on ``address``. The API server's authority is read periodically; after a change it stops and
     listens again.
     """
 
     def __init__(
-        self, client: Client, address: str, exports: Exports, callers: RequestAuthorizer, poll_s: float = _POLL_S
+        self,
+        client: Client,
+        address: str,
+        exports: ExportedTargets,
+        callers: RequestAuthorizer,
+        poll_s: float = _POLL_S,
     ) -> None:
         self._client = client
         self._address = address
@@ -168,10 +173,10 @@ class MetricsServer:
         self._has_pair = asyncio.Event()
         self.ready = asyncio.Event()
 
-    def use(self, pair: KeyPair) -> None:
+    def set_certificate(self, pair: KeyPair) -> None:
         """The certificate to show from now on; raises OSError."""
         self._pair = pair
-        self._tls.use(pair)
+        self._tls.set_certificate(pair)
         self._has_pair.set()
 
     async def run(self) -> None:
@@ -181,9 +186,9 @@ class MetricsServer:
         app.add_routes(
             [
                 *(web.get(path, self._healthy) for path in _OPEN),
-                web.get("/apis", self._document(groups())),
-                web.get(f"/apis/{GROUP}", self._document(group())),
-                web.get(ROOT, self._document(resources())),
+                web.get("/apis", self._document(api_group_list())),
+                web.get(f"/apis/{GROUP}", self._document(api_group())),
+                web.get(ROOT, self._document(api_resource_list())),
                 web.get(ROOT + "/namespaces/{namespace}/{metric}", self._values),
             ]
         )
@@ -207,7 +212,7 @@ class MetricsServer:
         """None if it cannot be read now."""
         namespace, name = CONFIG_MAP
         try:
-            return front_proxy_of(await self._client.get(CONFIG_MAPS, name, namespace))
+            return parse_front_proxy(await self._client.get(CONFIG_MAPS, name, namespace))
         except NotFound:
             return FrontProxy()
         except (ClusterError, ValueError) as error:
@@ -221,7 +226,7 @@ class MetricsServer:
             tls.context.verify_mode = ssl.CERT_OPTIONAL
             tls.context.load_verify_locations(cadata=proxy.authority)
         if self._pair is not None:
-            tls.use(self._pair)
+            tls.set_certificate(self._pair)
         return tls
 
     @web.middleware
@@ -233,7 +238,7 @@ class MetricsServer:
             if user is None:
                 return _failed(401, "Unauthorized", "Unauthorized")
             action = _action(request)
-            if action is not None and not await self._callers.may(user, action):
+            if action is not None and not await self._callers.is_allowed(user, action):
                 message = (
                     f'User "{user.name}" cannot list resource "{action.resource}" in the namespace "{action.namespace}"'
                 )
@@ -262,23 +267,23 @@ class MetricsServer:
         if metric not in METRICS:
             return _failed(404, "NotFound", f"there is no metric {metric}; there are {', '.join(METRICS)}")
         try:
-            matches = selector(request.query.get("labelSelector", ""))
+            matches = parse_selector(request.query.get("labelSelector", ""))
         except ValueError as error:
             return _failed(400, "BadRequest", str(error))
-        found = [one for one in self._exports.of(request.match_info["namespace"]) if matches(one.labels)]
-        return _json(values(metric, found, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")))
+        found = [one for one in self._exports.in_namespace(request.match_info["namespace"]) if matches(one.labels)]
+        return _json(external_metric_values(metric, found, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")))
 
 
-def _action(request: web.Request) -> Action | None:
+def _action(request: web.Request) -> ResourceAccess | None:
     """The action to authorise; None for the list of metrics, which every authenticated user may read."""
     metric = request.match_info.get("metric")
     if metric is None:
         return None
-    return Action("list", GROUP, metric, request.match_info["namespace"])
+    return ResourceAccess("list", GROUP, metric, request.match_info["namespace"])
 
 
 def _failed(code: int, reason: str, message: str) -> web.Response:
-    return _json(status(code, reason, message), code)
+    return _json(api_status_failure(code, reason, message), code)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:

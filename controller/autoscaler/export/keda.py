@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 import grpc
 import msgspec
 
-from controller.autoscaler.export.exports import DecisionMissing, DesiredReplicas
-from controller.autoscaler.export.keda_access import MOST_STREAMS, OpenStreams, Readers, TooMany
+from controller.autoscaler.export.desired_replicas import DecisionMissing, DesiredReplicas
+from controller.autoscaler.export.keda_access import MOST_STREAMS, ReadPermissions, StreamLimiter, TooManyStreams
 from controller.autoscaler.export.keda_messages import (
     SERVICE,
     GetMetricSpecResponse,
@@ -63,7 +63,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
     key: Path
     clients: Path | None = None
 
-    def contents(self) -> tuple[bytes, bytes, bytes | None]:
+    def read_files(self) -> tuple[bytes, bytes, bytes | None]:
         """Raises OSError."""
         clients = None if self.clients is None else self.clients.read_bytes()
         return self.certificate.read_bytes(), self.key.read_bytes(), clients
@@ -75,7 +75,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
     Raises OSError or ValueError if the first ones cannot be used.
     """
-    loaded = Reloadable(files.contents, _configuration)
+    loaded = Reloadable(files.read_files, _configuration)
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
         """gRPC calls this for every new connection, in a thread of its own; None: unchanged."""
@@ -94,10 +94,10 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
     """Raises ValueError, as gRPC itself breaks connections without an error where files are unusable."""
     # the library takes a while to import: only with TLS
-    from controller.api.certificates import check_authorities, check_pair  # noqa: PLC0415
+    from controller.api.certificates import check_authorities, check_key_pair  # noqa: PLC0415
 
     certificate, key, clients = contents
-    check_pair(certificate, key)
+    check_key_pair(certificate, key)
     if clients is not None:
         check_authorities(clients, None)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], clients)
@@ -110,7 +110,7 @@ class DecisionSource(Protocol):
         """The last decision; raises Unknown."""
         ...
 
-    async def other_than(self, last: DesiredReplicas | None, binding: str, target: str) -> DesiredReplicas | None:
+    async def wait_for_change(self, last: DesiredReplicas | None, binding: str, target: str) -> DesiredReplicas | None:
         """Wait until the desired replicas differ from ``last``, and return them; None: there is no decision."""
         ...
 
@@ -126,13 +126,13 @@ class KedaScaler:
         self,
         source: DecisionSource,
         *,
-        readers: Readers = Readers(),  # noqa: B008 - frozen
+        readers: ReadPermissions = ReadPermissions(),  # noqa: B008 - frozen
         most_streams: int = MOST_STREAMS,
         repeat_s: float = _REPEAT_S,
     ) -> None:
         self._source = source
         self._readers = readers
-        self._streams = OpenStreams(most_streams)
+        self._streams = StreamLimiter(most_streams)
         self._repeat_s = repeat_s
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=most_streams + _MOST_CALLS)
         self._server.add_generic_rpc_handlers((self._service(),))
@@ -181,9 +181,9 @@ class KedaScaler:
     async def _stream_is_active(self, ref: ScaledObjectRef, context: _Context) -> None:
         binding, target = await self._named(ref, context)
         try:
-            with self._streams.one(_caller(context), ref.namespace):
+            with self._streams.count_stream(_caller(context), ref.namespace):
                 await self._push(binding, target, context)
-        except TooMany as error:
+        except TooManyStreams as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     async def _push(self, binding: str, target: str, context: _Context) -> None:
@@ -193,7 +193,7 @@ class KedaScaler:
         while True:
             try:
                 async with asyncio.timeout(self._repeat_s):
-                    last = await self._source.other_than(last, binding, target)
+                    last = await self._source.wait_for_change(last, binding, target)
             except TimeoutError:
                 reported = None
             if last is not None and last.is_active != reported:

@@ -23,7 +23,7 @@ _OF_A_CALLER: Final = 2
 _OF_A_NAMESPACE: Final = 8
 
 
-class Readers(msgspec.Struct, frozen=True):
+class ReadPermissions(msgspec.Struct, frozen=True):
     """``namespaces``: those whose decisions are readable; empty: all. ``clients``: by a name in a client's certificate,
     the namespaces that it may read; none of them: all. Without ``clients``, certificates need no name.
     """
@@ -51,7 +51,7 @@ class Readers(msgspec.Struct, frozen=True):
         return ""
 
 
-def readers_of(namespaces: Iterable[str], clients: Iterable[str]) -> Readers:
+def parse_read_permissions(namespaces: Iterable[str], clients: Iterable[str]) -> ReadPermissions:
     """``clients``: each is ``NAME`` or ``NAME=NAMESPACE,NAMESPACE``. Raises ValueError."""
     found: dict[str, frozenset[str]] = {}
     for text in clients:
@@ -62,14 +62,14 @@ def readers_of(namespaces: Iterable[str], clients: Iterable[str]) -> Readers:
         if name in found:
             raise ValueError(f"{name!r} is there twice; write all of its namespaces together")
         found[name] = its
-    return Readers(frozenset(namespaces), found)
+    return ReadPermissions(frozenset(namespaces), found)
 
 
-class TooMany(Exception):
+class TooManyStreams(Exception):
     """The limit of streams is reached; the message names the caller, and what to do."""
 
 
-class OpenStreams:
+class StreamLimiter:
     """At most ``most`` streams: half of them of one caller, so that one that takes all it can get leaves some to
     others, and an eighth for one namespace.
     """
@@ -83,7 +83,7 @@ class OpenStreams:
         return self._of_callers.total()
 
     @contextlib.contextmanager
-    def one(self, caller: str, namespace: str) -> Iterator[None]:
+    def count_stream(self, caller: str, namespace: str) -> Iterator[None]:
         """While the stream is open. Raises TooMany."""
         self._check(caller, namespace)
         self._of_callers[caller] += 1
@@ -98,13 +98,15 @@ class OpenStreams:
         else_ = "answers to polling go on; close streams that nobody needs, or raise attache manager's --keda-streams"
         of_namespace, of_caller = max(1, self._most // _OF_A_NAMESPACE), max(1, self._most // _OF_A_CALLER)
         if self._of_namespaces[namespace] >= of_namespace:
-            raise TooMany(
+            raise TooManyStreams(
                 f"{of_namespace} streams are open about the namespace {namespace}, the most there may be; {else_}"
             )
         if self._of_callers[caller] >= of_caller:
-            raise TooMany(f"{of_caller} streams of {caller} are open, the most that one caller may have; {else_}")
+            raise TooManyStreams(
+                f"{of_caller} streams of {caller} are open, the most that one caller may have; {else_}"
+            )
         if len(self) >= self._most:
-            raise TooMany(f"{self._most} streams are open, the most there may be; {else_}")
+            raise TooManyStreams(f"{self._most} streams are open, the most there may be; {else_}")
 
 
 def _take_one(counter: Counter[str], name: str) -> None:

@@ -12,11 +12,11 @@ import msgspec
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
     AcceleratorClaim,
+    AcceleratorShare,
     Kinds,
     Nodes,
-    Share,
-    headroom_of,
-    left_for,
+    capacity_after_claims,
+    headroom_in_replicas,
 )
 from controller.kube.pods import POD_VIEW
 from controller.kube.resources import NODES, PODS
@@ -65,7 +65,7 @@ class AcceleratorOrder(NamedTuple):
     grown_at_s: float
 
 
-class Accelerators:
+class AcceleratorTracker:
     """``run`` follows nodes and all pods while a binding needs their capacity. ``ordered``: of all bindings."""
 
     def __init__(self, shared: SharedInformers, ordered: Callable[[], Iterable[AcceleratorOrder]]) -> None:
@@ -79,7 +79,7 @@ class Accelerators:
         self._nodes = Nodes()
         self._placed: frozenset[str] = frozenset()
 
-    def capacity(
+    def compute_headroom(
         self, view: BindingView, resolved: Sequence[ResolvedTarget], before: AcceleratorOrder | None
     ) -> AcceleratorHeadroom:
         """Empty where that is unknown, and where no target of a stage fits on any node: then replicas are unlimited, as
@@ -103,7 +103,9 @@ class Accelerators:
             for one in limited
             if one.spec.name in shares and _is_possible(one, resolved, shares, self._nodes)
         ]
-        return _capacity(names, shares, self._nodes, lambda kinds: left_for(mine, kinds, self._nodes, others))
+        return _capacity(
+            names, shares, self._nodes, lambda kinds: capacity_after_claims(mine, kinds, self._nodes, others)
+        )
 
     def reserve(
         self,
@@ -141,8 +143,8 @@ class Accelerators:
                 await self._wake.wait()
 
     async def _follow(self) -> None:
-        nodes = self._shared.take(NODES, transform=trimmed_node)
-        pods = self._shared.take(PODS, transform=POD_VIEW)
+        nodes = self._shared.acquire(NODES, transform=trimmed_node)
+        pods = self._shared.acquire(PODS, transform=POD_VIEW)
         for one in (nodes, pods):
             one.subscribe(self._changed)
         self._informers, self._is_old = (nodes, pods), True
@@ -186,7 +188,9 @@ class Accelerators:
             (-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None)
         )
 
-    def _share(self, target: ResolvedTarget, replicas: int = 0, lacks: int = 0, *, is_new: bool = True) -> Share | None:
+    def _share(
+        self, target: ResolvedTarget, replicas: int = 0, lacks: int = 0, *, is_new: bool = True
+    ) -> AcceleratorShare | None:
         """None if it uses no known accelerators. ``is_new``: replicas without pods may soon have them."""
         spec, found = target.spec, target.found
         if spec.accelerator is None or spec.accelerators < 1 or found is None or target.kind is None:
@@ -197,7 +201,7 @@ class Accelerators:
                 units.setdefault(target.kind.unit_of(pod), []).append(pod.key in self._placed)
         placed = sum(all(one) for one in units.values())
         without_pods = max(0, max(found.replicas, replicas) - len(units))
-        return Share(
+        return AcceleratorShare(
             kind=spec.accelerator,
             accelerators=spec.accelerators,
             pods=max((len(one) for one in units.values()), default=1),
@@ -207,7 +211,7 @@ class Accelerators:
 
 
 def _capacity(
-    names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, left: Callable[[Kinds], int]
+    names: Sequence[str], shares: Mapping[str, AcceleratorShare], nodes: Nodes, left: Callable[[Kinds], int]
 ) -> AcceleratorHeadroom:
     """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
     open_ = {share.kind for name, share in shares.items() if name not in names}
@@ -221,7 +225,7 @@ def _capacity(
             for one in limited:
                 of_kind.setdefault(one, set()).add(pool)
     return AcceleratorHeadroom(
-        {name: headroom_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
+        {name: headroom_in_replicas(shares[name], left((shares[name].kind,)), nodes) for name in names},
         counts,
         {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},
         {name: _homeless(shares[name].kind, nodes) for name in names if not nodes.has(shares[name].kind)},
@@ -245,7 +249,7 @@ def is_limited(target: ResolvedTarget, resolved: Sequence[ResolvedTarget], view:
 
 
 def _is_possible(
-    one: ResolvedTarget, resolved: Sequence[ResolvedTarget], shares: Mapping[str, Share], nodes: Nodes
+    one: ResolvedTarget, resolved: Sequence[ResolvedTarget], shares: Mapping[str, AcceleratorShare], nodes: Nodes
 ) -> bool:
     """Whether some target of the stage would find a node, or may."""
     same = [each.spec.name for each in resolved if each.spec.stage == one.spec.stage]

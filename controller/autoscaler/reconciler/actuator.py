@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drained_or_when
+from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drain_recheck_at
 from controller.audit import caused_by
-from controller.autoscaler.reconciler.resolver import servers_of
+from controller.autoscaler.reconciler.resolver import server_keys
 from controller.autoscaler.reconciler.result import Result, ScaleEvent
 from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
@@ -44,7 +44,7 @@ _LOOK_EACH_S: Final = 1.0
 _FIRST: Final = "-1000000"
 
 
-class Draining(msgspec.Struct, frozen=True):
+class DrainProgress(msgspec.Struct, frozen=True):
     """``marks``: to write now. ``may_go``: the replicas may be lowered. ``requeue_at_s``: when this may change by
     itself. ``waits_for``: pods that have something left, by name.
     """
@@ -55,7 +55,7 @@ class Draining(msgspec.Struct, frozen=True):
     waits_for: tuple[str, ...] = ()
 
 
-def drain(
+def drain_pods(
     pods: Sequence[PodView],
     excess: int,
     reports: Mapping[str, EngineReport],
@@ -63,37 +63,37 @@ def drain(
     is_ordered: bool,
     now_s: float,
     drain_s: float,
-) -> Draining:
+) -> DrainProgress:
     """``excess``: number of replicas to remove. ``is_ordered``: those with the highest ordinals are removed.
     ``drain_s``: longest wait for requests in flight. ``reports``: by IP address; a report from before the draining mark
     was received does not count.
     """
-    leaving = victims(pods, excess, reports, is_ordered=is_ordered)
+    leaving = choose_pods_to_remove(pods, excess, reports, is_ordered=is_ordered)
     names = {one.key for one in leaving}
-    marks = undone(one for one in pods if one.key not in names)
+    marks = drain_mark_removals(one for one in pods if one.key not in names)
     # what never served has nothing to finish
     serving = [one for one in leaving if one.is_ready]
 
     def kept_until_s(one: PodView) -> float | None:
         is_idle = _is_idle(one, reports)
-        return drained_or_when([one.draining_at_s], is_idle=is_idle, now_s=now_s, drain_s=drain_s, each_s=_LOOK_EACH_S)
+        return drain_recheck_at([one.draining_at_s], is_idle=is_idle, now_s=now_s, drain_s=drain_s, each_s=_LOOK_EACH_S)
 
     until_s = {one.name: at_s for one in serving if (at_s := kept_until_s(one)) is not None}
     if until_s:
         unmarked = [one for one in serving if one.draining_at_s is None]
         marks += [_mark(one, {DRAINING: timestamp_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
         waits_for = () if unmarked else tuple(sorted(until_s))
-        return Draining(tuple(marks), requeue_at_s=max(until_s.values()), waits_for=waits_for)
+        return DrainProgress(tuple(marks), requeue_at_s=max(until_s.values()), waits_for=waits_for)
     if drain_s <= 0 and not is_ordered:
         marks += [_mark(one, {DELETION_COST: _FIRST}) for one in leaving if one.deletion_cost != _FIRST]
-    return Draining(tuple(marks), may_go=True)
+    return DrainProgress(tuple(marks), may_go=True)
 
 
 def _mark(pod: PodView, annotations: Mapping[str, str | None]) -> Annotate:
     return Annotate(PODS, pod.key, pod.uid, annotations)
 
 
-def undone(pods: Iterable[PodView]) -> list[Annotate]:
+def drain_mark_removals(pods: Iterable[PodView]) -> list[Annotate]:
     """Marks taken off pods that stay."""
     found: list[Annotate] = []
     for one in pods:
@@ -105,7 +105,7 @@ def undone(pods: Iterable[PodView]) -> list[Annotate]:
     return found
 
 
-def victims(
+def choose_pods_to_remove(
     pods: Sequence[PodView], excess: int, reports: Mapping[str, EngineReport], *, is_ordered: bool
 ) -> list[PodView]:
     """Pods to remove: the highest ordinals; or first those that do not serve, then those that drain, then the least
@@ -129,10 +129,10 @@ def _ordinal(pod: PodView) -> tuple[int, str]:
 def _busy_with(pod: PodView, reports: Mapping[str, EngineReport]) -> float:
     """An engine of unknown load counts as fully busy."""
     report = reports.get(pod.ip)
-    return float("inf") if report is None else requests_at(report)
+    return float("inf") if report is None else requests_in_flight(report)
 
 
-def requests_at(report: EngineReport) -> float:
+def requests_in_flight(report: EngineReport) -> float:
     """The larger of what gateways sent there and what the engine reports: other clients may send requests, too."""
     return max(float(report.in_flight), (report.running or 0.0) + (report.waiting or 0.0))
 
@@ -140,7 +140,12 @@ def requests_at(report: EngineReport) -> float:
 def _is_idle(pod: PodView, reports: Mapping[str, EngineReport]) -> bool:
     """By a report from after the time when the last request could have been on its way."""
     report, since_s = reports.get(pod.ip), pod.draining_at_s
-    return report is not None and since_s is not None and report.at_s >= since_s + HEARD_S and requests_at(report) == 0
+    return (
+        report is not None
+        and since_s is not None
+        and report.at_s >= since_s + HEARD_S
+        and requests_in_flight(report) == 0
+    )
 
 
 class DecideAgain(Exception):
@@ -229,9 +234,9 @@ class Actuator:
             return True, float("inf"), ()
         excess = target.found.replicas - step.replicas
         if excess <= 0:
-            await self._mark(undone(target.pods))
+            await self._mark(drain_mark_removals(target.pods))
             return True, float("inf"), ()
-        plan = drain(
+        plan = drain_pods(
             [one for one in target.pods if target.kind.serves(one)],
             excess,
             reports,
@@ -259,7 +264,7 @@ class Actuator:
             claim = {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}
             self._informers.wrote(place, found.resource, await self._annotate(found, claim, found.version))
         finally:
-            self._informers.other_kinds.anew(place)
+            self._informers.other_kinds.read_soon(place)
 
     async def _scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
         """Write the replicas of a target, unless its replicas have changed since the decision; writes to other fields
@@ -271,7 +276,7 @@ class Actuator:
         try:
             await self._write_scale(place, found, replicas)
         finally:
-            self._informers.other_kinds.anew(place)
+            self._informers.other_kinds.read_soon(place)
 
     async def _write_scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
         namespace, name = split_key(found.key)
@@ -350,4 +355,4 @@ def _reports(demand: DemandSource, result: Result) -> Mapping[str, EngineReport]
     """By IP address of a pod. Only where something may drain: what each engine does."""
     if not result.situations or all(one.target.kind is None or one.target.kind.drains_itself for one in result.steps):
         return {}
-    return demand.view(servers_of(result.resolved), result.now_s).reports
+    return demand.view(server_keys(result.resolved), result.now_s).reports

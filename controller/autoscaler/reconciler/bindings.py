@@ -59,13 +59,13 @@ class ManualOverride(msgspec.Struct, frozen=True):
     until_s: float
 
 
-def claim_of(binding: Object) -> TargetClaim:
+def target_claim(binding: Object) -> TargetClaim:
     """A binding's."""
     metadata = binding["metadata"]
     return TargetClaim(metadata.get("creationTimestamp", ""), key_of(binding), metadata.get("uid", ""))
 
 
-def place_of(namespace: str, target: ScaleTarget) -> ScalableRef:
+def scalable_ref(namespace: str, target: ScaleTarget) -> ScalableRef:
     """What a target of a binding in ``namespace`` scales: the roles of a ModelInfer are objects of their own."""
     ref, group = target.ref, target.ref.api_version.rpartition("/")[0]
     if target.role is not None and (group, ref.kind) == (MODEL_INFERS.group, MODEL_INFERS.kind):
@@ -73,13 +73,13 @@ def place_of(namespace: str, target: ScaleTarget) -> ScalableRef:
     return namespace, group, ref.kind, ref.name
 
 
-def rival(mine: TargetClaim, others: Iterable[TargetClaim]) -> str:
+def prior_claimant(mine: TargetClaim, others: Iterable[TargetClaim]) -> str:
     """The binding that has the right instead; empty if ``mine`` has it."""
     first = min((*others, mine))
     return "" if first == mine else first.key
 
 
-def other_owner(found: Scalable, mine: TargetClaim, exists: Callable[[str], bool]) -> str:
+def other_annotated_owner(found: Scalable, mine: TargetClaim, exists: Callable[[str], bool]) -> str:
     """The binding that the target's annotation names, if it is another one that is still there. ``exists``: by the text
     of its claim.
     """
@@ -87,7 +87,7 @@ def other_owner(found: Scalable, mine: TargetClaim, exists: Callable[[str], bool
     return said.rpartition("/")[0] if said and said != mine.text and exists(said) else ""
 
 
-def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
+def targets_of_other_autoscalers(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
     """What HorizontalPodAutoscalers and ScaledObjects scale, with their kind and name."""
     found: dict[ScalableRef, str] = {}
     for one in autoscalers:
@@ -99,7 +99,7 @@ def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]
     return found
 
 
-def misused_by(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
+def hpas_misusing_metric(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
     """HorizontalPodAutoscalers that take our metric for a ratio, by what they scale."""
     return {
         (one["metadata"].get("namespace", ""), *one["ref"]): one["metadata"]["name"]
@@ -131,19 +131,19 @@ def _misuses(autoscaler: Object) -> bool:
     return False
 
 
-def is_changed(found: Scalable, mine: TargetClaim) -> bool:
+def is_changed_by_others(found: Scalable, mine: TargetClaim) -> bool:
     """Whether another writer has changed the replicas since we took the target over, or last wrote them."""
     is_known = found.scaled_by == mine.text and bool(found.scaled_to)
     return is_known and found.replicas not in found.scaled_to and not found.is_ours
 
 
-def hold_of(
+def manual_override(
     found: Scalable, mine: TargetClaim, noticed_at_s: float, hold_s: float, now_s: float
 ) -> ManualOverride | None:
     """The override while it is in force; None otherwise. ``noticed_at_s``: when we first saw it, which counts where the
     object has no time of the change.
     """
-    if not is_changed(found, mine):
+    if not is_changed_by_others(found, mine):
         return None
     until_s = (found.written_at_s or noticed_at_s) + hold_s
     return ManualOverride(found.writer or "somebody", found.replicas, until_s) if now_s < until_s else None
@@ -200,9 +200,9 @@ def trimmed_policy(thing: Object) -> Object:
 def trimmed_binding(thing: Object) -> Object:
     """The object as the cache keeps it: its identity, and a BindingView in ``view``."""
     binding, problem = _decoded(thing, AutoscalingPolicyBinding)
-    small, claim = _small(thing, AUTOSCALING_POLICY_BINDINGS.kind), claim_of(thing)
+    small, claim = _small(thing, AUTOSCALING_POLICY_BINDINGS.kind), target_claim(thing)
     namespace = claim.key.partition("/")[0]
-    places = () if binding is None else tuple(place_of(namespace, one) for one in binding.spec.targets)
+    places = () if binding is None else tuple(scalable_ref(namespace, one) for one in binding.spec.targets)
     learned = (thing["metadata"].get("annotations") or {}).get(LEARNED, "")
     return {**small, "view": BindingView(small, binding, claim, places, learned, problem)}
 

@@ -10,15 +10,15 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.memory import decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import decode_memory, encode_memory
 from controller.autoscaler.reconciler.actuator import Actuator
 from controller.autoscaler.reconciler.demand import GatewayDemand
 from controller.autoscaler.reconciler.informers import Informers
-from controller.autoscaler.reconciler.metric_sources import Sources, SourceSettings
-from controller.autoscaler.reconciler.reconcile import Decider, Parts, Reconciler, work_of
+from controller.autoscaler.reconciler.metric_sources import MetricSources, SourceSettings
+from controller.autoscaler.reconciler.reconcile import Decider, Reconciler, ReconcilerDependencies, binding_work_key
 from controller.autoscaler.reconciler.resolver import Resolver
 from controller.autoscaler.reconciler.scalables import SCALER
-from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_s, wall_s
+from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.informer import Selection
 from controller.kube.pods import trimmed_pod
 from controller.kube.queue import QueueTiming
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controller.autoscaler.reconciler.bindings import PolicyView
+    from controller.autoscaler.reconciler.decision_records import DecisionRecords
     from controller.autoscaler.reconciler.demand import DemandSource
     from controller.autoscaler.reconciler.metrics import ScalingMetrics
-    from controller.autoscaler.reconciler.records import Records
     from controller.kube.cache import SharedInformers
     from controller.kube.client import Client
 
@@ -67,8 +67,8 @@ class ScalingController:
         *,
         decider: Decider,
         demand: DemandSource,
-        records: Records,
-        clock: Callable[[], float] = wall_s,
+        records: DecisionRecords,
+        clock: Callable[[], float] = wall_clock_s,
         shared: SharedInformers | None = None,
     ) -> None:
         self._settings = settings
@@ -82,7 +82,7 @@ class ScalingController:
             self._reconcile,
             settings=settings,
             measured=self._measured,
-            wrote=metrics.wrote,
+            wrote=metrics.count_write,
             rng=self._rng,
             shared=shared,
         )
@@ -90,9 +90,9 @@ class ScalingController:
         self._informers = Informers(client, cache, self._changed)
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
-        self._sources = Sources(client, settings.sources, clock, self._informers.port_of)
+        self._sources = MetricSources(client, settings.sources, clock, self._informers.port_of_server)
         self._reconciler = Reconciler(
-            Parts(
+            ReconcilerDependencies(
                 client=scaler,
                 controller=self._controller,
                 informers=self._informers,
@@ -100,7 +100,7 @@ class ScalingController:
                 demand=demand,
                 sources=self._sources,
                 decider=decider,
-                actuator=Actuator(scaler, demand, self._informers, metrics.wrote),
+                actuator=Actuator(scaler, demand, self._informers, metrics.count_write),
                 clock=clock,
                 rng=self._rng,
                 use_servers=self._use_servers,
@@ -113,20 +113,20 @@ class ScalingController:
 
     async def run(self) -> None:
         """Reconcile until cancelled, which ends the term; metrics and records are empty after that."""
-        self._metrics.follow(self._reconciler.series)
-        self._records.follow(lambda: {key: one.log for key, one in self._reconciler.states.items()})
+        self._metrics.set_series_source(self._reconciler.series)
+        self._records.set_logs(lambda: {key: one.log for key, one in self._reconciler.states.items()})
         try:
             await self._controller.run()
         finally:
-            self._metrics.follow(tuple)
-            self._records.follow(dict)
+            self._metrics.set_series_source(tuple)
+            self._records.set_logs(dict)
             await self._sources.close()
 
     def _begin(self) -> None:
         _spare_the_collector()
         # spread over a period, as later reconciliations come a period after the one before
         for key in self._informers.bindings():
-            self._controller.queue.add_in(work_of(key), self._rng.uniform(0.0, 1.0))
+            self._controller.queue.add_in(binding_work_key(key), self._rng.uniform(0.0, 1.0))
         for key in self._informers.policies():
             self._controller.enqueue(WorkKey(AUTOSCALING_POLICIES.kind, key))
 
@@ -137,13 +137,13 @@ class ScalingController:
 
     async def _reconcile_policy(self, work: WorkKey) -> ReconcileResult:
         policy, expectations = self._informers.policy(work.key), self._controller.expectations
-        left_s = expectations.left_s(work, loop_s())
+        left_s = expectations.remaining_wait_s(work, loop_clock_s())
         if policy is not None and left_s:
             return ReconcileResult("early", left_s)
         expectations.forget(work)
         if policy is None:
             return ReconcileResult("gone")
-        status = policy_status(policy, self._informers.users_of(work.key))
+        status = policy_status(policy, self._informers.count_policy_users(work.key))
         await self._controller.write_status(work, AUTOSCALING_POLICIES, policy.thing, status)
         return ReconcileResult("settled")
 
@@ -162,7 +162,7 @@ class ScalingController:
 
     def _urgent(self, server: str) -> None:
         for key in self._users.get(server, ()):
-            self._controller.queue.add_in(work_of(key), self._settings.urgent_s)
+            self._controller.queue.add_in(binding_work_key(key), self._settings.urgent_s)
 
     def _use_servers(self, key: str, servers: Sequence[str]) -> None:
         """Which ModelServers a binding is about: their demand is followed, and its jumps enqueue the binding."""
@@ -179,7 +179,7 @@ class ScalingController:
         else:
             self._servers.pop(key, None)
         self._users = defaultdict(set, {server: keys for server, keys in self._users.items() if keys})
-        self._demand.follow(self._users.keys())
+        self._demand.set_servers(self._users.keys())
 
 
 def _spare_the_collector() -> None:
@@ -191,12 +191,12 @@ def _spare_the_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def scaling_of(settings: ScalingSettings, metrics: ScalingMetrics, records: Records) -> Scaling:
+def make_scaling_runner(settings: ScalingSettings, metrics: ScalingMetrics, records: DecisionRecords) -> Scaling:
     """Runs the scaling of one term of leadership."""
 
     async def run(client: Client, shared: SharedInformers) -> None:
-        gateways = shared.take(PODS, Selection(labels=LOADS_LABEL), trimmed_pod)
-        demand = GatewayDemand(gateways, settings.gateway_namespaces, wall_s)
+        gateways = shared.acquire(PODS, Selection(labels=LOADS_LABEL), trimmed_pod)
+        demand = GatewayDemand(gateways, settings.gateway_namespaces, wall_clock_s)
         await ScalingController(
             client, settings, metrics, decider=DECIDER, demand=demand, records=records, shared=shared
         ).run()

@@ -27,7 +27,7 @@ Urgent = Callable[[str], None]
 _TICK_S: Final = 1.0
 
 
-def together(reports: Sequence[EngineReport]) -> EngineReport:
+def merge_engine_reports(reports: Sequence[EngineReport]) -> EngineReport:
     """One report of several engines: amounts are summed; age is that of the oldest; cache usage is the largest."""
     if len(reports) == 1:
         return reports[0]
@@ -61,7 +61,7 @@ class DemandView(msgspec.Struct, frozen=True):
     reports: Mapping[str, EngineReport] = {}
     learned: Mapping[str, EngineDemand] = {}
 
-    def cut_off(self, for_s: float | None) -> DemandView:
+    def with_cut_off(self, for_s: float | None) -> DemandView:
         """The same with ``cut_off_s`` set: for how many seconds the API server has not been reachable; None: it is."""
         if for_s is None:
             return self
@@ -75,7 +75,7 @@ class DemandSource(Protocol):
         """Collect demand until cancelled; call ``urgent`` when a server's demand jumps."""
         ...
 
-    def follow(self, servers: Collection[str]) -> None:
+    def set_servers(self, servers: Collection[str]) -> None:
         """Set the ModelServers, by key, whose demand is requested."""
         ...
 
@@ -113,7 +113,7 @@ class GatewayDemand:
     async def run(self, urgent: Urgent) -> None:
         """Read the gateways' pages until cancelled; call ``urgent`` when a server's demand jumps."""
         self._urgent = urgent
-        self._gateways.subscribe(self._feed.gateways_changed)
+        self._gateways.subscribe(self._feed.on_gateways_changed)
         async with asyncio.TaskGroup() as tasks:
             await self._gateways.synced.wait()
             tasks.create_task(self._feed.run(), name="demand of gateways")
@@ -126,7 +126,7 @@ class GatewayDemand:
                 self._signals.tick(now_s)
                 await asyncio.sleep(_TICK_S)
 
-    def follow(self, servers: Collection[str]) -> None:
+    def set_servers(self, servers: Collection[str]) -> None:
         """Request the demand of these ModelServers, by key."""
         self._wanted = servers
 
@@ -136,15 +136,15 @@ class GatewayDemand:
         if self._last is not None and self._last[:2] == (wanted, now_s):
             return self._last[2]
         self._follow(now_s)
-        found = self._signals.of(wanted, now_s)
-        reports, learned = by_pod(found.engines)
+        found = self._signals.merged_signals(wanted, now_s)
+        reports, learned = group_by_pod(found.engines)
         view = DemandView(found.traffic, found.waiting, found.freshness, reports, learned)
         self._last = wanted, now_s, view
         return view
 
     def _follow(self, now_s: float) -> None:
         if self._wanted is not None:
-            self._signals.follow(frozenset(self._wanted), now_s)
+            self._signals.set_subscriptions(frozenset(self._wanted), now_s)
             self._wanted = None
 
     def _on_demand(self, gateway: str, demand: Demand, at_s: float) -> None:
@@ -184,14 +184,14 @@ def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[in
     return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
 
 
-def by_pod(
+def group_by_pod(
     engines: Mapping[str, EngineSignal],
 ) -> tuple[Mapping[str, EngineReport], Mapping[str, EngineDemand]]:
     """Reports and learned speeds by IP address: the ranks of a pod have a port each."""
     several: dict[str, list[EngineSignal]] = {}
     for address, one in engines.items():
         several.setdefault(address.rpartition(":")[0].strip("[]"), []).append(one)
-    reports = {ip: together([one.report for one in found]) for ip, found in several.items()}
+    reports = {ip: merge_engine_reports([one.report for one in found]) for ip, found in several.items()}
     learned = {ip: _learned(found) for ip, found in several.items()}
     return reports, learned
 

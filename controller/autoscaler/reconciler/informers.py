@@ -13,13 +13,13 @@ from controller.autoscaler.reconciler.bindings import (
     BindingView,
     PolicyView,
     autoscaler_trimmer,
-    misused_by,
-    scaled_by_others,
+    hpas_misusing_metric,
+    targets_of_other_autoscalers,
     trimmed_binding,
     trimmed_policy,
 )
-from controller.autoscaler.reconciler.other_kinds import OtherKinds
-from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, scalable_of
+from controller.autoscaler.reconciler.polled_targets import PolledTargets
+from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, find_scalable_kind, parse_scalable
 from controller.kube.informer import Selection, viewed
 from controller.kube.pods import POD_VIEW
 from controller.kube.resources import (
@@ -66,7 +66,7 @@ class PodIndex:
         # grows with each change
         self.version = 0
 
-    def put(self, key: str, pod: PodView | None) -> None:
+    def set_pod(self, key: str, pod: PodView | None) -> None:
         """Add or replace a pod; None removes it."""
         before = self._pods.pop(key, None)
         if before is None and pod is None:
@@ -84,7 +84,7 @@ class PodIndex:
             for bucket in self._add(pod, self._labels):
                 self._forget(bucket)
 
-    def of(self, namespace: str, selector: Mapping[str, str]) -> list[PodView]:
+    def find_pods(self, namespace: str, selector: Mapping[str, str]) -> list[PodView]:
         """Pods with all of these labels, by name; none where ``selector`` is empty. The list must not be changed."""
         query = namespace, tuple(selector.items())
         found = self._found.get(query)
@@ -152,9 +152,9 @@ class NamespacedPods:
         """Whether all pods of a namespace have been listed."""
         return any(one.synced.is_set() for one in self._of(namespace))
 
-    def cut_off_s(self, namespace: str) -> float | None:
+    def disconnected_s(self, namespace: str) -> float | None:
         """For how many seconds the watch of a namespace's pods has been broken; None if it is not."""
-        return next((one.cut_off_for_s() for one in self._of(namespace) if one.synced.is_set()), None)
+        return next((one.disconnected_for_s() for one in self._of(namespace) if one.synced.is_set()), None)
 
     def wrote(self, pod: Object) -> None:
         """What the server answered to a write of a pod."""
@@ -183,11 +183,11 @@ class NamespacedPods:
         return frozenset({None} if is_wide and self._namespaces else self._namespaces)
 
     def _take(self, namespace: str | None) -> None:
-        informer = self._shared.take(PODS, Selection(namespace), POD_VIEW)
+        informer = self._shared.acquire(PODS, Selection(namespace), POD_VIEW)
 
         def changed(key: str) -> None:
             found = informer.get(key) if namespace_of(key) in self._namespaces else None
-            self.index.put(key, None if found is None else found["view"])
+            self.index.set_pod(key, None if found is None else found["view"])
 
         self._informers[namespace], self._listeners[namespace] = informer, changed
         informer.subscribe(changed)
@@ -208,7 +208,7 @@ class NamespacedPods:
             informer.unsubscribe(self._listeners.pop(name))
             for key in informer.objects:
                 if not any(key in one.objects for one in kept):
-                    self.index.put(key, None)
+                    self.index.set_pod(key, None)
             self._shared.release(informer)
 
 
@@ -223,7 +223,7 @@ class Informers:
         self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=trimmed_binding)
         self._servers = add(MODEL_SERVERS, transform=_trimmed_server)
         self._scalables: Mapping[Resource, Informer] = {
-            one.resource: add(one.resource, transform=viewed(partial(scalable_of, one)), optional=one.optional)
+            one.resource: add(one.resource, transform=viewed(partial(parse_scalable, one)), optional=one.optional)
             for one in KINDS
         }
         # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
@@ -234,7 +234,7 @@ class Informers:
             ),
         ]
         self.pods = NamespacedPods(cache.shared, lambda: self._notify(self._known))
-        self.other_kinds = OtherKinds(client, lambda place: self._notify(self._by_place.get(place, ())))
+        self.other_kinds = PolledTargets(client, lambda place: self._notify(self._by_place.get(place, ())))
         self._by_place: dict[ScalableRef, set[str]] = defaultdict(set)
         self._by_policy: dict[str, set[str]] = defaultdict(set)
         self._known: dict[str, BindingView] = {}
@@ -264,20 +264,20 @@ class Informers:
 
     def versions(self) -> tuple[int, ...]:
         """While they are the same, all targets resolve to the same."""
-        served = sum(self._cache.serves(one) for one in self._scalables.values())
+        served = sum(self._cache.is_synced(one) for one in self._scalables.values())
         scalables = self._scalables_version + self.other_kinds.version
         return self.servers_version, self.owners_version, scalables, self.pods.index.version, served
 
     def has_synced(self, view: BindingView) -> bool:
         """Whether the pods and the targets of a binding have been listed."""
-        return self.pods.has_synced(view.namespace) and self.other_kinds.are_read(view.key)
+        return self.pods.has_synced(view.namespace) and self.other_kinds.are_targets_read(view.key)
 
-    def cut_off_s(self, namespace: str) -> float | None:
+    def disconnected_s(self, namespace: str) -> float | None:
         """For how many seconds the watches of a namespace's pods or of scalable kinds have been broken; None if they
         are not.
         """
-        found = [self.pods.cut_off_s(namespace), self.other_kinds.cut_off_s(namespace)]
-        found += [one.cut_off_for_s() for one in self._scalables.values()]
+        found = [self.pods.disconnected_s(namespace), self.other_kinds.disconnected_s(namespace)]
+        found += [one.disconnected_for_s() for one in self._scalables.values()]
         return max((one for one in found if one is not None), default=None)
 
     def binding(self, key: str) -> BindingView | None:
@@ -298,14 +298,14 @@ class Informers:
         """The keys of all."""
         return list(self._policies.objects)
 
-    def users_of(self, policy: str) -> int:
+    def count_policy_users(self, policy: str) -> int:
         """How many bindings use a policy."""
         return len(self._by_policy.get(policy, ()))
 
-    def kind_at(self, place: ScalableRef) -> ScalableKind | None:
+    def scalable_kind(self, place: ScalableRef) -> ScalableKind | None:
         """The kind that a place names, if it can be scaled here."""
-        kind = kind_of(place[1], place[2])
-        return kind if kind is not None and self._cache.serves(self._scalables[kind.resource]) else None
+        kind = find_scalable_kind(place[1], place[2])
+        return kind if kind is not None and self._cache.is_synced(self._scalables[kind.resource]) else None
 
     def scalable(self, kind: ScalableKind, place: ScalableRef) -> Scalable | None:
         """As the informer has it."""
@@ -314,28 +314,34 @@ class Informers:
 
     def wrote(self, place: ScalableRef, resource: Resource, thing: Object, scale: Object | None = None) -> None:
         """A target was written: what the server answered, for the object and for its scale."""
-        if not is_foreign(place):
+        if not is_foreign_kind(place):
             self._cache.take_in(resource, thing)
         elif scale is not None:
             self.other_kinds.wrote(place, thing, scale)
 
-    def claims_on(self, place: ScalableRef) -> list[TargetClaim]:
+    def target_claims(self, place: ScalableRef) -> list[TargetClaim]:
         """Of all bindings that have this target."""
         return [self._known[key].claim for key in self._by_place.get(place, ())]
 
-    def exists(self, claim: str) -> bool:
+    def claim_exists(self, claim: str) -> bool:
         """Whether the binding with this claim is still there."""
         return claim in self._claims
 
-    def scaler_of(self, place: ScalableRef) -> str:
+    def other_autoscaler(self, place: ScalableRef) -> str:
         """Another autoscaler that scales it; empty if none does."""
         if self._others_scale is None:
-            self._others_scale = scaled_by_others(one for each in self._others for one in each.objects.values())
+            self._others_scale = targets_of_other_autoscalers(
+                one for each in self._others for one in each.objects.values()
+            )
         return self._others_scale.get(place, "")
 
-    def misused_by(self, place: ScalableRef) -> str:
+    def hpa_misusing_metric(self, place: ScalableRef) -> str:
         """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
-        return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
+        return (
+            hpas_misusing_metric(self._others[0].objects.values()).get(place, "")
+            if self.other_autoscaler(place)
+            else ""
+        )
 
     def has_server(self, key: str) -> bool:
         """Whether this ModelServer is there."""
@@ -356,12 +362,12 @@ class Informers:
             if selector.items() <= labels.items()
         ]
 
-    def model_of(self, server: str) -> str:
+    def model_of_server(self, server: str) -> str:
         """The model of a ModelServer; its key if the spec has none, empty if there is no such ModelServer."""
         found = self._servers.get(server)
         return "" if found is None else str(found["model"])
 
-    def port_of(self, server: str) -> int | None:
+    def port_of_server(self, server: str) -> int | None:
         """Where the engines of a ModelServer serve; None if there is none."""
         found = self._servers.get(server)
         return None if found is None else found["port"]
@@ -457,16 +463,16 @@ def _asks(view: BindingView | None) -> tuple[object, ...] | None:
     return None if view is None else (view.claim, view.thing["metadata"].get("generation"), view.problem)
 
 
-def is_foreign(place: ScalableRef) -> bool:
+def is_foreign_kind(place: ScalableRef) -> bool:
     """Whether its kind is not one of ``KINDS``."""
-    return kind_of(place[1], place[2]) is None
+    return find_scalable_kind(place[1], place[2]) is None
 
 
 def _foreign(view: BindingView | None) -> dict[ScalableRef, str]:
     if view is None or view.binding is None:
         return {}
     pairs = zip(view.places, view.binding.spec.targets, strict=True)
-    return {place: one.ref.api_version for place, one in pairs if is_foreign(place)}
+    return {place: one.ref.api_version for place, one in pairs if is_foreign_kind(place)}
 
 
 def _trimmed_server(thing: Object) -> Object:

@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 
 from controller.autoscaler.decision.situation import Metric
-from controller.autoscaler.reconciler.fair_shares import FairShares
-from controller.autoscaler.reconciler.source_http import (
+from controller.autoscaler.reconciler.fair_semaphore import FairSemaphore
+from controller.autoscaler.reconciler.metric_source_http import (
     AddressForbidden,
     AddressPolicy,
     CheckedResolver,
@@ -55,7 +55,7 @@ class MetricSample(msgspec.Struct, frozen=True):
     at_s: float
 
 
-def total_of(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> Metric:
+def total_metric(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> Metric:
     """The sum with the limits of age: past the soft one it can only raise replicas; past the hard one it is unknown."""
     value, age_s = taken.value, now_s - taken.at_s
     if value.number is None:
@@ -78,7 +78,7 @@ def entry_pods(target: ResolvedTarget) -> list[tuple[str, PodView]]:
     return [(one.name, one) for one in entries if one.ip and one.is_ready and not one.is_leaving]
 
 
-def shares_of(
+def utilization_metric(
     name: str, used: Mapping[str, PodUsage], resolved: Sequence[ResolvedTarget], now_s: float, hard_s: float
 ) -> Metric:
     """Usage over requests of each engine, all of its pods together. One with a pod of unknown usage is missing."""
@@ -129,7 +129,7 @@ class _Usages(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class Sources:
+class MetricSources:
     """Sends each query to its server once a period, for all bindings. ``port_of``: of a ModelServer's engines."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Sources:
         self._answers = SharedFetch[tuple[str, str, str], MetricSample]()
         self._pages = SharedFetch[tuple[str, tuple[str, ...]], _Page | None]()
         self._usages = SharedFetch[str, _Usages]()
-        self._shares = FairShares(settings.side_by_side)
+        self._shares = FairSemaphore(settings.side_by_side)
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
     async def close(self) -> None:
@@ -187,7 +187,7 @@ class Sources:
         max_age_s = 0.9 * policy.period
         if one.prometheus is not None:
             taken = await self._asked(namespace, one.prometheus, max_age_s)
-            return total_of(taken, self._clock(), policy)
+            return total_metric(taken, self._clock(), policy)
         if one.source == "Engine":
             return await self._of_engines(namespace, one, resolved, max_age_s, policy)
         return await self._of_pods(namespace, one, resolved, max_age_s, policy)
@@ -202,7 +202,7 @@ class Sources:
         if source.secret_ref is not None:
             if url.scheme != "https":
                 return MetricSample(MetricValue(problem="credentials are sent with https alone"), now_s)
-            credentials = await self._credentials.of(namespace, source.secret_ref)
+            credentials = await self._credentials.read_credentials(namespace, source.secret_ref)
             if credentials.problem:
                 return MetricSample(MetricValue(problem=credentials.problem), now_s)
             identity = f"{namespace}/{source.secret_ref}/{credentials.version}"
@@ -262,7 +262,7 @@ class Sources:
         async def read() -> _Page | None:
             at_s = self._clock()
             try:
-                async with self._shares.turn(namespace):
+                async with self._shares.acquire(namespace):
                     body = await fetch_page(
                         self._session(is_checked=False),
                         url,
@@ -291,7 +291,7 @@ class Sources:
         if found is None or found.problem:
             message = found.problem if found is not None else "no answer yet"
             return Metric(at_s=self._clock(), problem=message)
-        return shares_of(one.name, found.by_pod, resolved, self._clock(), policy.staleness.hard)
+        return utilization_metric(one.name, found.by_pod, resolved, self._clock(), policy.staleness.hard)
 
     async def _used(self, namespace: str) -> _Usages:
         try:

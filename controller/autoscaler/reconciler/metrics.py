@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from controller.autoscaler.decision.decision import StageDecision
 from controller.autoscaler.decision.situation import EngineState
-from controller.kube.pages import MetricFamily, labels_of
+from controller.kube.metrics_and_health import MetricFamily, escape_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from controller.autoscaler.decision.situation import Situation, TargetSituation
+    from controller.autoscaler.reconciler.binding_state import BindingState
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
-    from controller.autoscaler.reconciler.state import BindingState
 
 # llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
 _TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")
@@ -87,7 +87,7 @@ class ScalingMetrics(Collector):
         )
         registry.register(self)
 
-    def follow(self, series: Callable[[], Sequence[BindingSeries]]) -> None:
+    def set_series_source(self, series: Callable[[], Sequence[BindingSeries]]) -> None:
         """Those of the present term."""
         self._series = series
 
@@ -99,7 +99,7 @@ class ScalingMetrics(Collector):
         counter.inc()
         self._seconds.observe(seconds)
 
-    def wrote(self, kind: str, verb: str) -> None:
+    def count_write(self, kind: str, verb: str) -> None:
         """One write has been answered."""
         self._writes.labels(kind, verb).inc()
 
@@ -115,7 +115,7 @@ class ScalingMetrics(Collector):
 
 
 def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
-    targets = [(labels_of(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
+    targets = [(escape_labels(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
 
     def family(name: str, documentation: str, value: Callable[[TargetSeries], float], kind: str = "gauge") -> Metric:
         return MetricFamily(name, documentation, kind, [(labels, value(one)) for labels, _, one in targets])
@@ -141,24 +141,24 @@ def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
 
 def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     stages = [
-        ((one.namespace, one.name, stage.stage), stage, labels_of(_STAGE, (one.namespace, one.name, stage.stage)))
+        ((one.namespace, one.name, stage.stage), stage, escape_labels(_STAGE, (one.namespace, one.name, stage.stage)))
         for one in bindings
         for stage in one.stages
     ]
     by_strategy = [
-        (labels_of((*_STAGE, "strategy"), (*values, one.strategy)), one.replicas)
+        (escape_labels((*_STAGE, "strategy"), (*values, one.strategy)), one.replicas)
         for values, stage, _ in stages
         for one in stage.recommendations
         if one.replicas is not None
     ]
     need = [(labels, stage.combined) for _, stage, labels in stages if stage.combined is not None]
     kept = [
-        (labels_of((*_STAGE, "rule"), (*values, rule)), change)
+        (escape_labels((*_STAGE, "rule"), (*values, rule)), change)
         for values, stage, _ in stages
         for rule, change in _changes(stage).items()
     ]
     unproven = [(labels, not stage.is_proven) for _, stage, labels in stages]
-    age = [(labels_of(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
+    age = [(escape_labels(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
     message = "What a strategy asks for, in replicas of the first target"
     yield MetricFamily("attache_scaling_strategy_replicas", message, "gauge", by_strategy)
     yield MetricFamily("attache_scaling_need_replicas", "What the strategies ask for together", "gauge", need)
@@ -177,7 +177,7 @@ def _changes(stage: StageDecision) -> dict[str, float]:
     return found
 
 
-def series_of(state: BindingState, model_of: Callable[[str], str]) -> BindingSeries | None:
+def binding_series(state: BindingState, model_of: Callable[[str], str]) -> BindingSeries | None:
     """Of a binding, from its last result; None before the first. ``model_of``: the model that a ModelServer, by key,
     serves.
     """
@@ -210,17 +210,17 @@ def series_of(state: BindingState, model_of: Callable[[str], str]) -> BindingSer
         name=view.key.partition("/")[2],
         at_s=result.now_s,
         age_s=max((one.freshness.age_s for one in result.situations), default=0.0),
-        saturation=saturation(result.situations),
+        saturation=mean_saturation(result.situations),
         targets=tuple(target(one) for one in result.resolved if one.found is not None),
         stages=state.stages,
     )
 
 
 def _count(target: TargetSituation | None, state: EngineState) -> int:
-    return 0 if target is None else len(target.having(state))
+    return 0 if target is None else len(target.engines_in_state(state))
 
 
-def saturation(situations: Sequence[Situation]) -> float | None:
+def mean_saturation(situations: Sequence[Situation]) -> float | None:
     """The mean over engines with a report of the larger of cache and queue usage; None if there is none."""
     found = [
         max(one.report.kv_usage or 0.0, min((one.report.waiting or 0.0) / _FULL_QUEUE, 1.0))

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from controller.autoscaler.reconciler.accelerators import Accelerators
+from controller.autoscaler.reconciler.accelerators import AcceleratorTracker
 from controller.autoscaler.reconciler.actuator import SOON_S, Actuator
+from controller.autoscaler.reconciler.binding_state import BindingState, decode_annotation, new_state
+from controller.autoscaler.reconciler.decision_records import DecisionRecord
 from controller.autoscaler.reconciler.demand import DemandSource
 from controller.autoscaler.reconciler.informers import Informers
-from controller.autoscaler.reconciler.metric_sources import Sources
-from controller.autoscaler.reconciler.metrics import BindingSeries, series_of
-from controller.autoscaler.reconciler.records import DecisionRecord
-from controller.autoscaler.reconciler.resolver import Resolver, servers_of
+from controller.autoscaler.reconciler.metric_sources import MetricSources
+from controller.autoscaler.reconciler.metrics import BindingSeries, binding_series
+from controller.autoscaler.reconciler.resolver import Resolver, server_keys
 from controller.autoscaler.reconciler.result import Result, target_actions
 from controller.autoscaler.reconciler.scalables import LEARNED
-from controller.autoscaler.reconciler.situations import situations_of, with_headroom
-from controller.autoscaler.reconciler.state import BindingState, decode_annotation, new_state
-from controller.autoscaler.reconciler.status import acts_of, events_of, status_of
+from controller.autoscaler.reconciler.situations import build_situations, with_headroom
+from controller.autoscaler.reconciler.status import action_texts, binding_events, binding_status
 from controller.kube.client import Client
-from controller.kube.controller import Controller, ReconcileResult, loop_s
+from controller.kube.controller import Controller, ReconcileResult, loop_clock_s
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
 from controller.models.kind_reconciler import WorkKey
 
@@ -72,7 +72,7 @@ class Decider(NamedTuple):
     restored: Callable[[bytes, float], Memory] = lambda _, __: None
 
 
-class Parts(msgspec.Struct, frozen=True):
+class ReconcilerDependencies(msgspec.Struct, frozen=True):
     """What a reconciliation needs. ``client``: under our own manager's name. ``clock``: seconds since the epoch.
     ``use_servers``: called with the ModelServers of a binding.
     """
@@ -82,7 +82,7 @@ class Parts(msgspec.Struct, frozen=True):
     informers: Informers
     resolver: Resolver
     demand: DemandSource
-    sources: Sources
+    sources: MetricSources
     decider: Decider
     actuator: Actuator
     clock: Callable[[], float]
@@ -93,10 +93,10 @@ class Parts(msgspec.Struct, frozen=True):
 class Reconciler:
     """``states``: by binding. Several bindings may be reconciled side by side, each by one worker at a time."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReconcilerDependencies) -> None:
         self._parts = parts
         self.states: dict[str, BindingState] = {}
-        self.accelerators = Accelerators(
+        self.accelerators = AcceleratorTracker(
             parts.controller.cache.shared,
             lambda: [one.ordered for one in self.states.values() if one.ordered is not None],
         )
@@ -140,8 +140,8 @@ class Reconciler:
 
     def series(self) -> list[BindingSeries]:
         """Called in the thread of a scrape."""
-        model_of = self._parts.informers.model_of
-        return [one for state in list(self.states.values()) if (one := series_of(state, model_of)) is not None]
+        model_of = self._parts.informers.model_of_server
+        return [one for state in list(self.states.values()) if (one := binding_series(state, model_of)) is not None]
 
     def _read(self, key: str) -> BindingView | None:
         """None if the binding is gone, or going."""
@@ -152,8 +152,8 @@ class Reconciler:
         """How long to wait for what informers do not show yet; None or 0: no longer."""
         if not self._parts.informers.has_synced(view):
             return SOON_S
-        work, expectations = work_of(view.key), self._parts.controller.expectations
-        left_s = expectations.left_s(work, loop_s())
+        work, expectations = binding_work_key(view.key), self._parts.controller.expectations
+        left_s = expectations.remaining_wait_s(work, loop_clock_s())
         if not left_s:
             expectations.forget(work)
         return left_s
@@ -162,7 +162,7 @@ class Reconciler:
         """The state of a binding; a recreated binding gets a new one."""
         state = self.states.get(view.key)
         if state is None or state.uid != view.claim.uid:
-            self._parts.controller.expectations.forget(work_of(view.key))
+            self._parts.controller.expectations.forget(binding_work_key(view.key))
             state = self.states[view.key] = new_state(view.claim.uid, self._parts.rng, conflict_s=(SOON_S, _LATER_S))
         return state
 
@@ -173,7 +173,7 @@ class Reconciler:
             return Result(now_s=now_s, problem=("Invalid", view.problem))
         state.resolution = parts.resolver.resolve_targets(view, state.resolution)
         resolved = state.resolution.targets
-        parts.use_servers(view.key, servers_of(resolved))
+        parts.use_servers(view.key, server_keys(resolved))
         policy = parts.informers.policy(view.policy_key)
         if policy is None:
             problem = ("PolicyNotFound", f"there is no AutoscalingPolicy {view.policy_key}")
@@ -185,12 +185,12 @@ class Reconciler:
     def _situate(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
         """With manual overrides and a situation for each stage."""
         parts, now_s = self._parts, result.now_s
-        holds = state.holds(view, result.resolved, policy.manual_hold, now_s)
-        cut_off_s = parts.informers.cut_off_s(view.namespace)
-        situations = situations_of(
+        holds = state.manual_overrides(view, result.resolved, policy.manual_hold, now_s)
+        cut_off_s = parts.informers.disconnected_s(view.namespace)
+        situations = build_situations(
             result.resolved,
             policy,
-            lambda servers: parts.demand.view(servers, now_s).cut_off(cut_off_s),
+            lambda servers: parts.demand.view(servers, now_s).with_cut_off(cut_off_s),
             now_s,
             holds=holds,
         )
@@ -199,7 +199,7 @@ class Reconciler:
     def _decide(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
         """With the decision. Nothing may be awaited in here, or two bindings would count the same accelerators."""
         assert view.binding is not None  # noqa: S101 - or there would be no policy
-        capacity = self.accelerators.capacity(view, result.resolved, state.ordered)
+        capacity = self.accelerators.compute_headroom(view, result.resolved, state.ordered)
         situations = with_headroom(result.situations, capacity.replicas, capacity.pools)
         if state.first_decided_s is None:
             state.memory = self._restored(view, result.now_s)
@@ -214,7 +214,7 @@ class Reconciler:
             decision=decision,
             steps=steps,
             without_nodes=capacity.without_nodes,
-            awaits_data=state.awaits_data(decision, float(policy.period), result.now_s),
+            awaits_data=state.is_waiting_for_data(decision, float(policy.period), result.now_s),
         )
 
     def _restored(self, view: BindingView, now_s: float) -> Memory:
@@ -229,25 +229,25 @@ class Reconciler:
     async def _actuate(self, view: BindingView, state: BindingState, result: Result) -> ActuationResult:
         """Claims, drains and scales."""
         done = await self._parts.actuator.actuate(view, result)
-        state.wrote(done.scaled)
+        state.count_writes(done.scaled)
         return done
 
     async def _report(self, view: BindingView, state: BindingState, result: Result) -> None:
         """Metrics, the record of the decision, the status and Events."""
-        parts, work = self._parts, work_of(view.key)
+        parts, work = self._parts, binding_work_key(view.key)
         result = msgspec.structs.replace(result, scaled=state.unreported)
-        state.remember(view, result)
+        state.store_result(view, result)
         if result.decision is not None:
-            state.log.add(DecisionRecord(decision=result.decision, acts=acts_of(result)))
+            state.log.add(DecisionRecord(decision=result.decision, acts=action_texts(result)))
         before = view.thing["status"]
-        status = status_of(result, before)
+        status = binding_status(result, before)
         if not await state.status_retry.attempt(
             view.key,
             lambda: parts.controller.write_status(work, AUTOSCALING_POLICY_BINDINGS, view.thing, status),
         ):
             return
         state.unreported = ()
-        await parts.controller.record(view.thing, events_of(result, status, before))
+        await parts.controller.record_events(view.thing, binding_events(result, status, before))
 
     async def _keep_learned(self, view: BindingView, state: BindingState, now_s: float) -> None:
         """Write the learned state into an annotation, for the next leader."""
@@ -265,12 +265,12 @@ class Reconciler:
         )
 
     def _forget(self, key: str) -> None:
-        self._parts.controller.expectations.forget(work_of(key))
+        self._parts.controller.expectations.forget(binding_work_key(key))
         self.states.pop(key, None)
         self.accelerators.release(key)
         self._parts.use_servers(key, ())
 
 
-def work_of(binding: str) -> WorkKey:
+def binding_work_key(binding: str) -> WorkKey:
     """A binding as a key of the controller."""
     return WorkKey(AUTOSCALING_POLICY_BINDINGS.kind, binding)

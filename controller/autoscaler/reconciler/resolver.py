@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.autoscaler.reconciler.bindings import ScalableRef, other_owner, rival
-from controller.autoscaler.reconciler.informers import is_foreign
+from controller.autoscaler.reconciler.bindings import ScalableRef, other_annotated_owner, prior_claimant
+from controller.autoscaler.reconciler.informers import is_foreign_kind
 from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind
 from controller.kube.pods import PodView
-from controller.kube.resources import selector
+from controller.kube.resources import parse_selector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,7 +62,7 @@ class ResolvedTarget(msgspec.Struct, frozen=True, kw_only=True):
         return self.found is not None and (self.problem is None or not self.problem.forbids)
 
 
-def servers_of(targets: Iterable[ResolvedTarget]) -> list[str]:
+def server_keys(targets: Iterable[ResolvedTarget]) -> list[str]:
     """The keys of all ModelServers whose demand is theirs."""
     return sorted({key for one in targets if one.server for key in (one.server, *one.twins)})
 
@@ -94,13 +94,13 @@ class Resolver:
         return Resolution(view, versions, targets)
 
     def _one(self, view: BindingView, spec: ScaleTarget, place: ScalableRef) -> ResolvedTarget:
-        if is_foreign(place):
-            read = self._informers.other_kinds.of(place)
+        if is_foreign_kind(place):
+            read = self._informers.other_kinds.last_read(place)
             if read.kind is None or read.found is None:
                 problem = None if read.lacks is None else TargetProblem(*read.lacks)
                 return ResolvedTarget(spec=spec, place=place, kind=read.kind, problem=problem)
             return self._found(view, spec, place, read.kind, read.found)
-        kind = self._informers.kind_at(place)
+        kind = self._informers.scalable_kind(place)
         if kind is None:
             message = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
             return ResolvedTarget(spec=spec, place=place, problem=TargetProblem("UnknownKind", message))
@@ -115,7 +115,7 @@ class Resolver:
     def _found(
         self, view: BindingView, spec: ScaleTarget, place: ScalableRef, kind: ScalableKind, found: Scalable
     ) -> ResolvedTarget:
-        pods = _selected(self._informers.pods.index.of(view.namespace, found.selector), found)
+        pods = _selected(self._informers.pods.index.find_pods(view.namespace, found.selector), found)
         server, *twins = self._of_pods(view.namespace, spec, place, found) or ("",)
         return ResolvedTarget(
             spec=spec,
@@ -130,20 +130,22 @@ class Resolver:
 
     def _problem(self, view: BindingView, place: ScalableRef, found: Scalable, server: str) -> TargetProblem | None:
         name = f"{place[2]} {place[3]}"
-        others = [one for one in self._informers.claims_on(place) if one != view.claim]
-        first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._informers.exists))
+        others = [one for one in self._informers.target_claims(place) if one != view.claim]
+        first = prior_claimant(view.claim, others) or (
+            "" if others else other_annotated_owner(found, view.claim, self._informers.claim_exists)
+        )
         if first:
             return TargetProblem(
                 "Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older"
             )
-        wrong = self._informers.misused_by(place)
+        wrong = self._informers.hpa_misusing_metric(place)
         if wrong:
             message = (
                 f"the HorizontalPodAutoscaler {wrong} scales {name} by our metric with a target of type Value, and so "
                 "without end; write AverageValue 1"
             )
             return TargetProblem("WrongMetricTarget", message)
-        other = self._informers.scaler_of(place)
+        other = self._informers.other_autoscaler(place)
         if other:
             return TargetProblem(
                 "OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export"
@@ -182,12 +184,12 @@ def selecting_servers(informers: Informers, namespace: str, templates: Iterable[
         return ()
     server = min(fitting, key=lambda key: (-len(fitting[key]), key))
     same = (key for key, selector in fitting.items() if selector == fitting[server])
-    return server, *sorted(key for key in same if informers.port_of(key) != informers.port_of(server))
+    return server, *sorted(key for key in same if informers.port_of_server(key) != informers.port_of_server(server))
 
 
 def _selected(pods: Sequence[PodView], found: Scalable) -> Sequence[PodView]:
     """Those that the whole selector matches."""
     if not found.selects:
         return pods
-    matches = selector(found.selects)
+    matches = parse_selector(found.selects)
     return [one for one in pods if matches(one.labels)]

@@ -85,7 +85,7 @@ class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
     optional: bool = False
 
 
-def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:
+def parse_scalable(kind: ScalableKind, thing: Object) -> Scalable:
     """An object as the API server has it."""
     metadata = thing["metadata"]
     selector, template = kind.shape(thing)
@@ -219,7 +219,7 @@ KINDS: Final = (
 )
 
 
-def foreign_kind(resource: Resource) -> ScalableKind:
+def foreign_scalable_kind(resource: Resource) -> ScalableKind:
     """A kind that is not built in: each pod counts as a replica, and its controller is assumed to honour deletion
     costs.
     """
@@ -235,6 +235,6 @@ def _by_template(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
 _BY_NAME: Final = {(one.resource.group, one.resource.kind): one for one in KINDS}
 
 
-def kind_of(group: str, kind: str) -> ScalableKind | None:
+def find_scalable_kind(group: str, kind: str) -> ScalableKind | None:
     """The kind of a reference, in any version; None if it is unsupported."""
     return _BY_NAME.get((group, kind))

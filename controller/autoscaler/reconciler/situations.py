@@ -20,9 +20,9 @@ from controller.autoscaler.decision.situation import (
     TargetSituation,
     objective_of_stage,
 )
-from controller.autoscaler.decision.speeds import speed_of
-from controller.autoscaler.reconciler.demand import together
-from controller.autoscaler.reconciler.resolver import servers_of
+from controller.autoscaler.decision.speeds import estimate_speed
+from controller.autoscaler.reconciler.demand import merge_engine_reports
+from controller.autoscaler.reconciler.resolver import server_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +46,9 @@ _UNDECLARED: Final = EngineCapacity()
 View = Callable[[Sequence[str]], "DemandView"]
 
 
-def engines_of(kind: ScalableKind, pods: Iterable[PodView], reports: Mapping[str, EngineReport]) -> tuple[Engine, ...]:
+def engines_from_pods(
+    kind: ScalableKind, pods: Iterable[PodView], reports: Mapping[str, EngineReport]
+) -> tuple[Engine, ...]:
     """One for each replica, by name. Pods that have ended are none: their controller replaces them.
 
     ``reports``: by the IP address of a pod.
@@ -84,11 +86,11 @@ def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Eng
         state=next(one for one in _WORST_FIRST if one in states),
         created_at_s=min(one.created_at_s for one in pods),
         ready_at_s=max(ready_at_s) if len(ready_at_s) == len(pods) else None,
-        report=together(found) if found else None,
+        report=merge_engine_reports(found) if found else None,
     )
 
 
-def situations_of(
+def build_situations(
     resolved: Sequence[ResolvedTarget],
     policy: AutoscalingPolicySpec,
     view: View,
@@ -104,7 +106,7 @@ def situations_of(
         stages.setdefault(one.spec.stage, []).append(one)
     found = []
     for several in stages.values():
-        demand = view(servers_of(several))
+        demand = view(server_keys(several))
         targets = tuple(_target(one, demand, holds.get(one.spec.name), policy) for one in several)
         unreported = tuple(_unreported(targets, now_s - policy.staleness.soft))
         found.append(
@@ -158,7 +160,7 @@ def _target(
     return TargetSituation(
         spec=one.spec,
         current=one.found.replicas,
-        engines=engines_of(one.kind, one.pods, demand.reports),
+        engines=engines_from_pods(one.kind, one.pods, demand.reports),
         speed=_speed(one, demand),
         start_s=float(one.spec.start_time),
         set_by=hold.writer if hold is not None else "",
@@ -171,7 +173,7 @@ def _speed(one: ResolvedTarget, demand: DemandView) -> Speed | None:
     known = [(pod, learned) for pod in one.pods if (learned := demand.learned.get(pod.ip)) is not None]
     if not known and one.spec.capacity == _UNDECLARED:
         return None
-    speed = speed_of(one.spec.capacity, [learned for _, learned in known])
+    speed = estimate_speed(one.spec.capacity, [learned for _, learned in known])
     if speed is None or one.kind is None or len(known) <= 1:
         return speed
     number = len(known) / len({one.kind.unit_of(pod) for pod, _ in known})

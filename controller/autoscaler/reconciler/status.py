@@ -28,17 +28,17 @@ _AWAITED: Final = "DataAwaited"
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
 
 
-def reasons_of(stage: StageDecision) -> list[str]:
+def unknown_reasons(stage: StageDecision) -> list[str]:
     """Why its strategies have no recommendation."""
     return [one.reason for one in stage.recommendations if one.replicas is None]
 
 
-def without_numbers(text: str) -> str:
+def mask_numbers(text: str) -> str:
     """The same for all numbers in it."""
     return _NUMBERS.sub("#", text)
 
 
-def status_of(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
+def binding_status(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
     """The whole status. ``before``: the binding's current one."""
     known = {one.get("type"): one for one in before.get("conditions") or ()}
     status: dict[str, Any] = {
@@ -56,7 +56,7 @@ def status_of(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
     return status
 
 
-def events_of(result: Result, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[KubeEvent]:
+def binding_events(result: Result, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[KubeEvent]:
     """One for each write, and one for each condition whose change a user should notice."""
     for one in result.scaled:
         yield KubeEvent("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
@@ -71,7 +71,7 @@ def events_of(result: Result, status: Mapping[str, Any], before: Mapping[str, An
             yield KubeEvent(event[0], event[1], condition["message"])
 
 
-def acts_of(result: Result) -> Mapping[str, str]:
+def action_texts(result: Result) -> Mapping[str, str]:
     """What was done about each target, for people."""
     scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in result.scaled}
     said: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _targets(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iterato
         old = before.get(name) or {}
         # reasons have numbers that change all the time; another cause is news
         is_same = all(old.get(one) == said.get(one) for one in ("current", "desired", "ready"))
-        if is_same and without_numbers(old.get("reason") or "") == without_numbers(reason):
+        if is_same and mask_numbers(old.get("reason") or "") == mask_numbers(reason):
             reason = old.get("reason", "")
         yield {**said, "reason": reason} if reason else said
 
@@ -181,7 +181,7 @@ def _available(decision: Decision, situations: Sequence[Situation], otherwise: s
     if not unknown and decision.stages:
         return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
     silent = sorted({name for one in situations for name in one.freshness.silent})
-    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in reasons_of(one)))
+    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in unknown_reasons(one)))
     also = f"; silent gateways: {', '.join(silent)}" if silent else ""
     message = (said or "no strategy knows the demand") + also
     return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)
@@ -251,6 +251,6 @@ def _steady(condition: dict[str, Any], known: Mapping[str, Any] | None) -> dict[
         return condition
     message = known.get("message", "")
     # another cause is news
-    if condition["type"] == "MetricsAvailable" and without_numbers(message) != without_numbers(condition["message"]):
+    if condition["type"] == "MetricsAvailable" and mask_numbers(message) != mask_numbers(condition["message"]):
         return condition
     return {**condition, "message": message}

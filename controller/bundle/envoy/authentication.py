@@ -71,9 +71,9 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.envoy_json import (
     PackedMessage,
+    duration,
     http_filter,
     resources_file,
-    seconds,
     to_resource,
     type_url,
     typed_extension,
@@ -258,11 +258,11 @@ def authentication_filters(authentication: Authentication | None, directory: str
     if authentication.jwt:
         return watched
     if authentication.client_certificates:
-        return [*watched, http_filter("attache.identified", known_certificates())]
-    return [*watched, http_filter("attache.identified", identified_callers())]
+        return [*watched, http_filter("attache.identified", client_certificate_rbac())]
+    return [*watched, http_filter("attache.identified", api_key_rbac())]
 
 
-def unused_files(authentication: Authentication | None) -> set[str]:
+def unused_authentication_files(authentication: Authentication | None) -> set[str]:
     """Those of AUTHENTICATION_FILES that a bundle with this authentication does not have."""
     return set(AUTHENTICATION_FILES) - (set() if authentication is None else _watched_filters(authentication).keys())
 
@@ -280,10 +280,10 @@ def authentication_files(authentication: Authentication | None) -> Mapping[str, 
 def _watched_filters(authentication: Authentication) -> Mapping[str, tuple[str, Message]]:
     """By file, the filter's name and configuration, in the order of the chain."""
     if authentication.client_certificates:
-        script = named_by_certificates(authentication.client_certificates)
+        script = client_certificate_filter(authentication.client_certificates)
         return {CERTIFICATES_FILE: ("attache.certificates", script)}
     if not authentication.jwt:
-        return {KEYS_FILE: ("attache.keys", known_keys(authentication.api_keys))}
+        return {KEYS_FILE: ("attache.keys", api_key_filter(authentication.api_keys))}
     return {
         TOKENS_FILE: (_JWT_FILTER, _tokens(authentication.jwt)),
         CALLERS_FILE: ("envoy.filters.http.rbac", _named_callers(authentication.jwt)),
@@ -377,7 +377,7 @@ def _is_name(path: tuple[str, ...]) -> MetadataMatcher:
     )
 
 
-def known_keys(keys: Sequence[ApiKey]) -> Lua:
+def api_key_filter(keys: Sequence[ApiKey]) -> Lua:
     """The filter for API keys: it writes the name of the caller's key into a header and removes the key. If the key may
     read its tenant's usage, it writes the tenant, too.
 
@@ -395,7 +395,7 @@ def known_keys(keys: Sequence[ApiKey]) -> Lua:
         "@CLIENTS@": ",".join(f'["{digest}"]="{one.name}"' for digest, one in sorted(by_digest.items())),
         "@EXPIRES@": ",".join(f'["{digest}"]={at_ms}' for digest, at_ms in sorted(expires.items())),
         "@REPORTS_OF@": ",".join(
-            f'["{digest}"]="{reports_value(one.tenant)}"'
+            f'["{digest}"]="{usage_reports_header(one.tenant)}"'
             for digest, one in sorted(by_digest.items())
             if one.reports is not None
         ),
@@ -408,15 +408,15 @@ def known_keys(keys: Sequence[ApiKey]) -> Lua:
     return lua(_KEYS_SCRIPT, marks)
 
 
-def reports_value(tenant: str) -> str:
+def usage_reports_header(tenant: str) -> str:
     """The header that lets a key read the usage of ``tenant``. No name is changed on its way, neither by Lua nor by
     HTTP, which cuts spaces off.
     """
     return quote(truncate_name(tenant), safe="")
 
 
-def identified_callers() -> Rbac:
-    """Admits callers that ``known_keys`` has named."""
+def api_key_rbac() -> Rbac:
+    """Admits callers that ``api_key_filter`` has named."""
     named = Permission(header=HeaderMatcher(name=CLIENT, present_match=True))
     policy = Policy(permissions=[named], principals=[Principal(any=True)])
     return Rbac(rules=Rules(action=RbacAction.ALLOW, policies={"identified": policy}))
@@ -435,7 +435,7 @@ def _cube_root(number: int) -> int:
     return low
 
 
-def named_by_certificates(names: Sequence[CertificateName]) -> Lua:
+def client_certificate_filter(names: Sequence[CertificateName]) -> Lua:
     """The filter for client certificates: it writes a certificate's tenant and user into headers.
 
     Envoy has checked the certificate in the handshake. The script reads its names from the connection, never from a
@@ -452,8 +452,8 @@ def named_by_certificates(names: Sequence[CertificateName]) -> Lua:
     return lua(_CERTIFICATES_SCRIPT, marks)
 
 
-def known_certificates() -> Rbac:
-    """Admits callers that ``named_by_certificates`` has named; others get 403."""
+def client_certificate_rbac() -> Rbac:
+    """Admits callers that ``client_certificate_filter`` has named; others get 403."""
     named = MetadataMatcher(
         filter=_CERTIFICATE_NAMESPACE,
         path=[MetadataMatcherPathSegment(key=_CERTIFICATE_KEY)],
@@ -503,10 +503,10 @@ def remote_key_set(issuer: str, remote: RemoteJwks) -> EnvoysRemoteJwks:
     it would never fetch after a change.
     """
     return EnvoysRemoteJwks(
-        http_uri=HttpUri(uri=remote.uri, cluster=_key_set_cluster_name(issuer), timeout=seconds(remote.timeout)),
-        cache_duration=seconds(remote.cache_duration),
+        http_uri=HttpUri(uri=remote.uri, cluster=_key_set_cluster_name(issuer), timeout=duration(remote.timeout)),
+        cache_duration=duration(remote.cache_duration),
         # fast: the listener serves before the first set is here, and a request then waits for it
-        async_fetch=JwksAsyncFetch(fast_listener=True, failed_refetch_duration=seconds(_RETRY_S)),
+        async_fetch=JwksAsyncFetch(fast_listener=True, failed_refetch_duration=duration(_RETRY_S)),
     )
 
 
@@ -533,7 +533,7 @@ def _key_set_cluster(name: str, remote: RemoteJwks) -> Cluster:
         name=name,
         type=ClusterDiscoveryType.STATIC if is_address else ClusterDiscoveryType.STRICT_DNS,
         dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED,
-        connect_timeout=seconds(remote.timeout),
+        connect_timeout=duration(remote.timeout),
         load_assignment=ClusterLoadAssignment(
             cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])]
         ),

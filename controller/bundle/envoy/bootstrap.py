@@ -34,7 +34,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import Fi
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds
+from controller.bundle.envoy.envoy_json import PackedMessage, duration, envoy_address
 from extproc.api.matches import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
     return Bootstrap(
         node=Node(id="attache", cluster="attache"),
         admin=Admin(
-            address=address(gateway.admin),
+            address=envoy_address(gateway.admin),
             allow_paths=[StringMatcher(safe_regex=RegexMatcher(regex=one)) for one in (_READS, _CHANGES)],
         ),
         dynamic_resources=BootstrapDynamicResources(
@@ -99,7 +99,7 @@ def _overload_manager(gateway: GatewayConfigSpec) -> OverloadManager:
         return OverloadAction(name=f"envoy.overload_actions.{name}", triggers=[trigger])
 
     return OverloadManager(
-        refresh_interval=seconds(0.25),
+        refresh_interval=duration(0.25),
         resource_monitors=[
             ResourceMonitor(
                 name=heap, typed_config=PackedMessage(FixedHeapConfig(max_heap_size_bytes=gateway.max_heap))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 
-from controller.bundle.envoy.answers import named_headers
 from controller.bundle.envoy.authentication import authentication_files, key_set_clusters
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.bundle.envoy.clusters import (
@@ -25,20 +24,21 @@ from controller.bundle.envoy.clusters import (
     usage_cluster,
     with_endpoints,
 )
-from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
-from controller.bundle.envoy.fallback import Chained, chained_servers
+from controller.bundle.envoy.envoy_json import BuildMemo, resources_file, to_json
+from controller.bundle.envoy.fallback import FallbackServer, fallback_servers
 from controller.bundle.envoy.filters import FilterNeeds
-from controller.bundle.envoy.http_routes import needs_of
+from controller.bundle.envoy.http_routes import filter_needs
 from controller.bundle.envoy.inner_listeners import inner_routes
 from controller.bundle.envoy.listeners import (
+    client_snapshot,
     listener_groups,
     listener_resources,
     mirrored_listener,
-    of_clients,
-    of_steps,
+    steps_snapshot,
 )
-from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored
-from controller.bundle.envoy.model_routes import has_calls, routes_by_policy
+from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, has_mirror
+from controller.bundle.envoy.model_routes import has_grpc_servers, routes_by_policy
+from controller.bundle.envoy.response_filters import configured_response_headers
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
 from controller.bundle.envoy.translation import (
@@ -82,7 +82,7 @@ class BundleWriter:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._endpoints, self._memo = Memo(), Memo()
+        self._endpoints, self._memo = BuildMemo(), BuildMemo()
         # those of the last snapshot, without endpoints
         self._servers: Mapping[str, ModelServer] = {}
         self._backends: Mapping[str, Backend] = {}
@@ -98,7 +98,7 @@ class BundleWriter:
 
         Equal snapshots give equal files. In writing order: referenced files precede those that refer to them.
         """
-        self._endpoints.next_build()
+        self._endpoints.start_build()
         files = self._endpoint_files(snapshot) if _has_endpoint_files(snapshot) else {}
         self._servers = {one.metadata.key: _without_endpoints(one, self._servers) for one in snapshot.servers}
         self._backends = {one.metadata.key: _without_endpoints(one, self._backends) for one in snapshot.backends}
@@ -130,17 +130,17 @@ class BundleWriter:
     def _files_of(self, snapshot: Snapshot) -> Mapping[str, str]:
         """All files but those of clusters and endpoints; the clusters, without endpoints, are kept."""
         memo = self._memo
-        memo.next_build()
+        memo.start_build()
         if snapshot.gateway.failure_mode is None:
             snapshot = msgspec.structs.replace(
                 snapshot, gateway=memo.get(_decided, snapshot.gateway, failure_mode_of(snapshot))
             )
         gateway = snapshot.gateway
         chained = {
-            key: memo.get(Chained, one.budget_percent, one.min_concurrency, one.most_read)
-            for key, one in chained_servers(snapshot).items()
+            key: memo.get(FallbackServer, one.budget_percent, one.min_concurrency, one.most_read)
+            for key, one in fallback_servers(snapshot).items()
         }
-        named = named_headers(snapshot)
+        named = configured_response_headers(snapshot)
         clusters = [
             memo.get(server_cluster, server, self._directory, chained.get(server.metadata.key), named)
             for server in snapshot.servers
@@ -151,13 +151,13 @@ class BundleWriter:
             *memo.get(key_set_clusters, gateway.authentication),
             *memo.get(collector_clusters, gateway.tracing),
         ]
-        views = [view for view in (of_clients(snapshot), of_steps(snapshot)) if view is not None]
+        views = [view for view in (client_snapshot(snapshot), steps_snapshot(snapshot)) if view is not None]
         translates, inner_files = is_translated(snapshot.servers), dict[str, str]()
         if translates:
             own.append(memo.get(translator_cluster, self._directory))
             routes = inner_routes(TRANSLATED, gateway, routes_by_policy(snapshot, memo))
             inner_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
-        mirrors = is_mirrored(snapshot.routes)
+        mirrors = has_mirror(snapshot.routes)
         if mirrors:
             own.append(memo.get(socket_cluster, MIRROR_CLUSTER, self._directory, MIRROR_SOCKET))
             routes = inner_routes(MIRRORED, gateway, routes_by_policy(snapshot, memo))
@@ -177,11 +177,11 @@ class BundleWriter:
                 self._listener,
                 tuple(view.gateway for view in views),
                 longest_wait_s(snapshot),
-                *needs_of(snapshot.gateway_api_routes),
+                *filter_needs(snapshot.gateway_api_routes),
                 _times_streams(snapshot),
                 any(one.spec.protocol != "OpenAI" for one in snapshot.servers),
                 translates,
-                has_calls(snapshot) or bool(snapshot.grpc_routes),
+                has_grpc_servers(snapshot) or bool(snapshot.grpc_routes),
                 mirrors,
                 any(one.spec.cache is not None for one in snapshot.routes),
             ),
@@ -274,7 +274,7 @@ def longest_wait_s(snapshot: Snapshot) -> float:
     return max((sum(snapshot.longest_waits_of(spec).values()) for spec in specs), default=0.0)
 
 
-def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:
+def keep_old_clusters(snapshot: Snapshot, before: Snapshot) -> Snapshot:
     """``snapshot`` plus the ModelServers and Backends of ``before`` that it lacks; no rule sends new requests to
     them.
     """

@@ -45,21 +45,26 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.envoy.type.v3 import Percent
 
-from controller.bundle.envoy.answers import removes_reserved
 from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.bundle.envoy.envoy_json import (
     PackedMessage,
-    address,
+    duration,
+    envoy_address,
     http_filter,
-    seconds,
     to_plain,
     to_resource,
     typed_extension,
 )
-from controller.bundle.envoy.fallback import Chained, cluster_metadata, high_priority, names_model
-from controller.bundle.envoy.path_prefix import puts_prefix
-from controller.bundle.envoy.providers import adapts_to_provider, removes_trailers, signs_requests
-from controller.bundle.envoy.secrets import EngineKey, credentials_of, engine_socket, secret_reference
+from controller.bundle.envoy.fallback import (
+    FallbackServer,
+    cluster_metadata,
+    high_priority_thresholds,
+    model_name_filter,
+)
+from controller.bundle.envoy.path_prefix import path_prefix_filter
+from controller.bundle.envoy.providers import provider_filter, request_signing_filter, trailer_removal_filter
+from controller.bundle.envoy.response_filters import reserved_header_filter
+from controller.bundle.envoy.secrets import EngineKey, engine_socket, secret_reference, upstream_credentials
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
 from extproc.protocol import (
@@ -134,11 +139,11 @@ def file_name(key: str) -> str:
 
 
 def server_cluster(
-    server: ModelServer, directory: str, chained: Chained | None = None, named: Sequence[str] = ()
+    server: ModelServer, directory: str, chained: FallbackServer | None = None, named: Sequence[str] = ()
 ) -> dict[str, object]:
     """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests.
 
-    ``chained``: it is in a rule with fallbacks. ``named``: see ``named_headers``.
+    ``chained``: it is in a rule with fallbacks. ``named``: see ``configured_response_headers``.
     """
     policy = server.spec.traffic_policy
     idle_s = IDLE_S if server.spec.provider is None else _PROVIDER_IDLE_S
@@ -150,7 +155,7 @@ def server_cluster(
             eds_cluster_config=ClusterEdsClusterConfig(
                 eds_config=file_source(directory, endpoints_file(server)), service_name=name
             ),
-            connect_timeout=seconds(policy.connect_timeout),
+            connect_timeout=duration(policy.connect_timeout),
             load_balancing_policy=_override_host(),
             # Ejected engines get requests only when all are ejected.
             common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
@@ -162,7 +167,7 @@ def server_cluster(
             typed_extension_protocol_options={
                 UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
-                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(idle_s)),
+                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=duration(idle_s)),
                         http_filters=_upstream_filters(server, directory, chained, named),
                         **_http_of(server),
                     )
@@ -179,7 +184,7 @@ def _http_of(server: ModelServer) -> Mapping[str, Any]:
         return {"explicit_http_config": ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())}
     if server.spec.provider is not None and server.spec.uses_tls:
         # all requests may share one connection: one to a machine that has vanished must not take them for long
-        pings = KeepaliveSettings(interval=seconds(_PROVIDER_PING_S), timeout=seconds(_PROVIDER_PING_ANSWER_S))
+        pings = KeepaliveSettings(interval=duration(_PROVIDER_PING_S), timeout=duration(_PROVIDER_PING_ANSWER_S))
         http2 = Http2ProtocolOptions(connection_keepalive=pings)
         return {"auto_config": AutoHttp(http_protocol_options=http1, http2_protocol_options=http2)}
     return {"explicit_http_config": ExplicitHttp(http_protocol_options=http1)}
@@ -191,11 +196,11 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
     The classes of Envoy's schema need some 60 µs for an endpoint, and there may be thousands: they make the frame
     alone.
     """
-    resource = to_resource(assignment(server_cluster_name(server.metadata.key), []))
+    resource = to_resource(load_assignment(server_cluster_name(server.metadata.key), []))
     if server.spec.endpoints:
         connection = server.spec.connection
         endpoints = [
-            plain_endpoint(one.address, connection.server_name_of(one.server_name)) for one in server.spec.endpoints
+            endpoint_json(one.address, connection.server_name_of(one.server_name)) for one in server.spec.endpoints
         ]
         resource["endpoints"] = [{"lb_endpoints": endpoints}]
     return resource
@@ -220,8 +225,10 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
             name=EXTPROC_CLUSTER,
             type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
             dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
-            load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
-            connect_timeout=seconds(1),
+            load_assignment=load_assignment(
+                EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)
+            ),
+            connect_timeout=duration(1),
             # All requests of a process that dies are sent again at once.
             circuit_breakers=unlimited_circuit_breakers(limits_retries=False),
             # Never send to an unready extproc: the failure mode decides what happens then.
@@ -229,9 +236,9 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
             health_checks=[
                 HealthCheck(
                     grpc_health_check=HealthCheckGrpcHealthCheck(service_name="readiness"),
-                    interval=seconds(1),
-                    no_traffic_interval=seconds(1),
-                    timeout=seconds(2),
+                    interval=duration(1),
+                    no_traffic_interval=duration(1),
+                    timeout=duration(2),
                     unhealthy_threshold=2,
                     healthy_threshold=1,
                 )
@@ -247,7 +254,7 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
                                 max_outbound_frames=_UNLIMITED,
                                 max_outbound_control_frames=_UNLIMITED,
                                 connection_keepalive=KeepaliveSettings(
-                                    interval=seconds(_PING_S), timeout=seconds(_PING_ANSWER_S)
+                                    interval=duration(_PING_S), timeout=duration(_PING_ANSWER_S)
                                 ),
                             )
                         )
@@ -266,8 +273,8 @@ def usage_cluster(api: str) -> dict[str, object]:
             name=USAGE_CLUSTER,
             type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
             dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
-            load_assignment=assignment(USAGE_CLUSTER, [api]),
-            connect_timeout=seconds(1),
+            load_assignment=load_assignment(USAGE_CLUSTER, [api]),
+            connect_timeout=duration(1),
         )
     )
 
@@ -278,8 +285,8 @@ def socket_cluster(name: str, directory: str, socket: str, options: UpstreamOpti
         Cluster(
             name=name,
             type=ClusterDiscoveryType.STATIC,
-            load_assignment=assignment(name, [f"unix:{directory}/{socket}"]),
-            connect_timeout=seconds(1),
+            load_assignment=load_assignment(name, [f"unix:{directory}/{socket}"]),
+            connect_timeout=duration(1),
             circuit_breakers=unlimited_circuit_breakers(),
             typed_extension_protocol_options={} if options is None else {UPSTREAM_OPTIONS: PackedMessage(options)},
         )
@@ -311,9 +318,9 @@ def balancing_policy(name: str, message: Message) -> LoadBalancingPolicy:
 def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     """Failures to connect and 502, 503, 504 count. A plain 500 does not: one bad prompt must not take engines out."""
     return OutlierDetection(
-        interval=seconds(1),
-        base_ejection_time=seconds(policy.ejection_time),
-        max_ejection_time=seconds(10 * policy.ejection_time),
+        interval=duration(1),
+        base_ejection_time=duration(policy.ejection_time),
+        max_ejection_time=duration(10 * policy.ejection_time),
         max_ejection_percent=100,
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=policy.consecutive_failures,
@@ -328,7 +335,9 @@ def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     )
 
 
-def unlimited_circuit_breakers(*, limits_retries: bool = True, chained: Chained | None = None) -> CircuitBreakers:
+def unlimited_circuit_breakers(
+    *, limits_retries: bool = True, chained: FallbackServer | None = None
+) -> CircuitBreakers:
     """Envoy's circuit breakers hold back retries in a storm, what other ModelServers send on, and nothing else."""
     # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go, and hold
     # only a storm back in which half of everything is a retry.
@@ -340,7 +349,7 @@ def unlimited_circuit_breakers(*, limits_retries: bool = True, chained: Chained 
         max_retries=None if limits_retries else _UNLIMITED,
         retry_budget=budget if limits_retries else None,
     )
-    return CircuitBreakers(thresholds=[own, *([] if chained is None else [high_priority(chained, own)])])
+    return CircuitBreakers(thresholds=[own, *([] if chained is None else [high_priority_thresholds(chained, own)])])
 
 
 def keepalive() -> UpstreamConnectionOptions:
@@ -353,7 +362,7 @@ def keepalive_probes() -> TcpKeepalive:
     return TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
 
 
-def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, object]:
+def endpoint_json(text: str, server_name: str | None = None) -> dict[str, object]:
     """The result of ``to_plain`` for an LbEndpoint at ``ip:port``; a test compares the two.
 
     ``server_name``: the SNI, and the name that the certificate must have.
@@ -364,7 +373,7 @@ def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, objec
 
 
 def _upstream_filters(
-    server: ModelServer, directory: str, chained: Chained | None, named: Sequence[str]
+    server: ModelServer, directory: str, chained: FallbackServer | None, named: Sequence[str]
 ) -> list[HttpFilter]:
     """The ModelServer's model, if a request may come from another one. The engines' key takes the place of what the
     client sent. A provider gets its own requests, engines with a prefix their own paths. The last one is the first that
@@ -372,8 +381,8 @@ def _upstream_filters(
     """
     found: list[HttpFilter] = []
     if chained is not None:
-        found.append(names_model(server, most_read=chained.most_read))
-    credentials, provider = credentials_of(server.spec), server.spec.provider
+        found.append(model_name_filter(server, most_read=chained.most_read))
+    credentials, provider = upstream_credentials(server.spec), server.spec.provider
     if isinstance(credentials, EngineKey):
         credential = Generic(credential=secret_reference(credentials, directory), header="authorization")
         injector = CredentialInjector(
@@ -381,22 +390,24 @@ def _upstream_filters(
         )
         found.append(http_filter("envoy.filters.http.credential_injector", injector))
     if provider is not None:
-        found += [adapts_to_provider(server, provider), removes_trailers()]
+        found += [provider_filter(server, provider), trailer_removal_filter()]
         if provider.signs:
-            found.append(signs_requests(provider, credentials, directory))
+            found.append(request_signing_filter(provider, credentials, directory))
     elif server.spec.path_prefix:
-        found.append(puts_prefix(server.spec.path_prefix))
+        found.append(path_prefix_filter(server.spec.path_prefix))
     is_http2 = server.spec.protocol in GRPC_PROTOCOLS
-    found.append(removes_reserved(RESERVED_FROM_ENGINES, named, has_trailers=is_http2))
+    found.append(reserved_header_filter(RESERVED_FROM_ENGINES, named, has_trailers=is_http2))
     return [*found, http_filter("envoy.filters.http.upstream_codec", UpstreamCodec())]
 
 
-def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
+def load_assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
     """The endpoints of a cluster, all of one locality and weight."""
     return ClusterLoadAssignment(
         cluster_name=cluster,
         endpoints=[
-            LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=address(one))) for one in addresses])
+            LocalityLbEndpoints(
+                lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=envoy_address(one))) for one in addresses]
+            )
         ],
     )
 
@@ -412,7 +423,9 @@ def backend_endpoints_file(backend: str) -> str:
 
 
 def backend_cluster(backend: Backend, directory: str, named: Sequence[str] = ()) -> dict[str, object]:
-    """Balanced by least requests; its only health check is a failing connection. ``named``: see ``named_headers``."""
+    """Balanced by least requests; its only health check is a failing connection. ``named``: see
+    ``configured_response_headers``.
+    """
     name = backend_cluster_name(backend.metadata.key)
     return to_resource(
         Cluster(
@@ -421,7 +434,7 @@ def backend_cluster(backend: Backend, directory: str, named: Sequence[str] = ())
             eds_cluster_config=ClusterEdsClusterConfig(
                 eds_config=file_source(directory, backend_endpoints_file(backend.metadata.key)), service_name=name
             ),
-            connect_timeout=seconds(_BACKEND_CONNECT_S),
+            connect_timeout=duration(_BACKEND_CONNECT_S),
             load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
             circuit_breakers=unlimited_circuit_breakers(),
             upstream_connection_options=keepalive(),
@@ -442,23 +455,23 @@ def backend_resource(backend: Backend, like: Mapping[str, object], directory: st
 
 def backend_endpoints(backend: Backend) -> dict[str, object]:
     """The servers of a Backend, as a resource of xDS."""
-    resource = to_resource(assignment(backend_cluster_name(backend.metadata.key), []))
+    resource = to_resource(load_assignment(backend_cluster_name(backend.metadata.key), []))
     if backend.spec.endpoints:
-        resource["endpoints"] = [{"lb_endpoints": [plain_endpoint(one) for one in backend.spec.endpoints]}]
+        resource["endpoints"] = [{"lb_endpoints": [endpoint_json(one) for one in backend.spec.endpoints]}]
     return resource
 
 
 def _backend_protocol(backend: Backend, named: Sequence[str]) -> UpstreamOptions:
     is_http2 = backend.spec.protocol == "H2C"
     filters = [
-        removes_reserved(RESERVED_IN_ANSWERS, named, has_trailers=is_http2),
+        reserved_header_filter(RESERVED_IN_ANSWERS, named, has_trailers=is_http2),
         http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
     ]
     if is_http2:
         http2 = ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())
         return UpstreamOptions(explicit_http_config=http2, http_filters=filters)
     return UpstreamOptions(
-        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=duration(IDLE_S)),
         explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
         http_filters=filters,
     )

@@ -90,7 +90,7 @@ def type_url(message: Message) -> str:
     return default_message_pool.type_to_url[type(message)]
 
 
-def plain(message: Message) -> typing.Any:  # noqa: ANN401 - any JSON value
+def message_json(message: Message) -> typing.Any:  # noqa: ANN401 - any JSON value
     """``message`` as JSON data under the names of Envoy's fields; fields of default value are left out.
 
     Raises pydantic's ValidationError for a field of the wrong type.
@@ -111,7 +111,7 @@ def plain(message: Message) -> typing.Any:  # noqa: ANN401 - any JSON value
 
 
 def _plain_packed(packed: PackedMessage) -> dict[str, object]:
-    inner, written = packed.message, plain(packed.message)
+    inner, written = packed.message, message_json(packed.message)
     own = written if type(inner).to_dict is Message.to_dict else {"value": written}
     return {"@type": packed.type_url, **own}
 
@@ -150,7 +150,7 @@ def _write(cls: type[Message], name: str, known: FieldMetadata, argument: int = 
     kind = known.proto_type
     if kind == betterproto2.TYPE_MESSAGE:
         unwrap = known.unwrap
-        return plain if unwrap is None else lambda value: plain(unwrap().from_wrapped(value))  # type: ignore[attr-defined]  # wrappers have it
+        return message_json if unwrap is None else lambda value: message_json(unwrap().from_wrapped(value))  # type: ignore[attr-defined]  # wrappers have it
     if kind == betterproto2.TYPE_ENUM:
         return _enum_writer(cls, name, argument)
     if kind in _INTEGERS_AS_TEXT:
@@ -192,12 +192,12 @@ def http_filter(name: str, message: Message) -> HttpFilter:
     return HttpFilter(name=name, typed_config=PackedMessage(message))
 
 
-def seconds(value: float) -> timedelta:
+def duration(value: float) -> timedelta:
     """Envoy's durations are timedeltas here and strings such as ``0.250s`` in JSON."""
     return timedelta(seconds=value)
 
 
-def address(text: str) -> Address:
+def envoy_address(text: str) -> Address:
     """``ip:port``, ``name:port`` or ``unix:path``."""
     if text.startswith("unix:"):
         return Address(pipe=Pipe(path=text.removeprefix("unix:")))
@@ -212,7 +212,7 @@ def to_json(message: Message) -> str:
 
 def to_plain(message: Message) -> dict[str, object]:
     """A message as plain JSON data."""
-    found: dict[str, object] = plain(message)
+    found: dict[str, object] = message_json(message)
     return found
 
 
@@ -229,7 +229,7 @@ def resources_file(resources: Sequence[Mapping[str, object]]) -> str:
     return msgspec.json.format(text, indent=1).decode() + "\n"
 
 
-class Memo:
+class BuildMemo:
     """Results by function and arguments; a result that two consecutive builds did not use is evicted.
 
     Arguments are compared by identity, which the configuration's loader keeps while a document stays the same; text and
@@ -240,7 +240,7 @@ class Memo:
         self._now: dict[Hashable, tuple[tuple[object, ...], typing.Any]] = {}
         self._before: dict[Hashable, tuple[tuple[object, ...], typing.Any]] = {}
 
-    def next_build(self) -> None:
+    def start_build(self) -> None:
         """Start another build: results used from now on belong to it."""
         self._before, self._now = self._now, {}
 

@@ -31,9 +31,9 @@ from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from controller.bundle.envoy.answers import is_no_answer
-from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
+from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
 from controller.bundle.envoy.lua import lua, lua_bool, lua_text
+from controller.bundle.envoy.response_filters import redirect_status_matcher
 from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
 from extproc.protocol import (
     CLAMPS,
@@ -257,7 +257,7 @@ end
 """
 
 
-class Chained(msgspec.Struct, frozen=True):
+class FallbackServer(msgspec.Struct, frozen=True):
     """A ModelServer in a rule with fallbacks. ``budget_percent``, ``min_concurrency``: the largest of the rules whose
     fallback it is; None if it is none. ``most_read``: the longest error in bytes that its filter reads, 0 if no
     fallback of these rules takes what others have refused.
@@ -267,7 +267,7 @@ class Chained(msgspec.Struct, frozen=True):
     min_concurrency: int | None = None
     most_read: int = 0
 
-    def plus(self, retry: FallbackRetry) -> Chained:
+    def add_fallback_rule(self, retry: FallbackRetry) -> FallbackServer:
         """It is the fallback of one more rule."""
         return msgspec.structs.replace(
             self,
@@ -275,14 +275,14 @@ class Chained(msgspec.Struct, frozen=True):
             min_concurrency=max(self.min_concurrency or 0, retry.min_concurrency),
         )
 
-    def reading(self, most_read: int) -> Chained:
+    def add_error_limit(self, most_read: int) -> FallbackServer:
         """It is in one more rule."""
         return msgspec.structs.replace(self, most_read=max(self.most_read, most_read))
 
 
-def chained_servers(snapshot: Snapshot) -> Mapping[str, Chained]:
+def fallback_servers(snapshot: Snapshot) -> Mapping[str, FallbackServer]:
     """By key: those that are a target of a rule with fallbacks, or a fallback."""
-    found: dict[str, Chained] = {}
+    found: dict[str, FallbackServer] = {}
     # Envoy answers 500 in place of a longer one that it should hold
     longest = min(_LONGEST_ERROR_BYTES, int(snapshot.gateway.max_body_size))
     for route in snapshot.routes:
@@ -290,10 +290,12 @@ def chained_servers(snapshot: Snapshot) -> Mapping[str, Chained]:
             most_read = 0 if classes_of(rule.fallback).isdisjoint(REFUSALS) else longest
             for target in rule.target_models if rule.fallback else ():
                 key = route.server_key(target)
-                found[key] = found.get(key, Chained()).reading(most_read)
+                found[key] = found.get(key, FallbackServer()).add_error_limit(most_read)
             for one in rule.fallback:
                 key = route.server_key(one)
-                found[key] = found.get(key, Chained()).plus(rule.fallback_retry).reading(most_read)
+                found[key] = (
+                    found.get(key, FallbackServer()).add_fallback_rule(rule.fallback_retry).add_error_limit(most_read)
+                )
     return found
 
 
@@ -302,7 +304,7 @@ def cluster_metadata(server: ModelServer) -> Metadata:
     return Metadata(filter_metadata={NAMESPACE: Struct(fields={_SERVER: Value(string_value=server.metadata.key)})})
 
 
-def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBreakersThresholds:
+def high_priority_thresholds(chained: FallbackServer, own: CircuitBreakersThresholds) -> CircuitBreakersThresholds:
     """The thresholds of requests of rules with fallbacks. ``own``: of all others."""
     found = CircuitBreakersThresholds(
         priority=RoutingPriority.HIGH,
@@ -318,7 +320,7 @@ def high_priority(chained: Chained, own: CircuitBreakersThresholds) -> CircuitBr
     return found
 
 
-def names_model(server: ModelServer, *, most_read: int) -> HttpFilter:
+def model_name_filter(server: ModelServer, *, most_read: int) -> HttpFilter:
     """The cluster's filter: its model's name into bodies, and headers into answers that are degraded, or refused for a
     reason that another ModelServer may not have. It takes back what an attempt before has changed for another
     ModelServer, and a provider gets no cache salt. ``most_read``: see Chained.
@@ -360,7 +362,7 @@ def _lua_words(one: FailureClass) -> str:
     return f'{{class = "{one}", codes = {codes}, phrases = {phrases}}}'
 
 
-def across_clusters(
+def route_across_clusters(
     route: Route, groups: Sequence[Sequence[tuple[str, int]]], *, is_decided: bool = False
 ) -> dict[str, object]:
     """``route``, whose attempts go to the clusters of ``groups``, each group's by weight. ``is_decided``: to those that
@@ -395,18 +397,20 @@ def across_clusters(
     return {**plain, "route": action}
 
 
-def attempts_of(policy: RetryPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry, attempts: int) -> RetryPolicy:
+def fallback_retry_policy(
+    policy: RetryPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry, attempts: int
+) -> RetryPolicy:
     """``policy`` for so many attempts in all, in the clusters of a list, after failures of the fallbacks' classes."""
     classes = [one for one in CONDITIONS if one in classes_of(fallbacks)]
     statuses = [status for one in classes for status in STATUSES[one]]
     conditions = dict.fromkeys(condition for one in classes for condition in CONDITIONS[one])
     policy.retry_on = ",".join([*conditions, *(["retriable-status-codes"] if statuses else [])])
-    policy.retriable_headers = [is_no_answer()] if "server-error" in classes else []
+    policy.retriable_headers = [redirect_status_matcher()] if "server-error" in classes else []
     if not classes_of(fallbacks).isdisjoint(REFUSALS):
         policy.retriable_headers.append(HeaderMatcher(name=REFUSED_FOR, present_match=True))
     policy.retriable_status_codes = sorted(statuses)
     policy.num_retries = attempts - 1
     policy.refresh_cluster_on_retry = True
     if retry.idle_timeout is not None:
-        policy.per_try_idle_timeout = seconds(retry.idle_timeout)
+        policy.per_try_idle_timeout = duration(retry.idle_timeout)
     return policy

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from envoy_data_plane.envoy.config.core.v3 import TypedExtensionConfig
 
 
-def skipped_if(extension: TypedExtensionConfig, *conditions: MatcherMatcherListPredicate) -> ExtensionWithMatcher:
+def skip_filter_if(extension: TypedExtensionConfig, *conditions: MatcherMatcherListPredicate) -> ExtensionWithMatcher:
     """``extension``, skipped where one of the conditions holds; those of requests come first."""
     skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=PackedMessage(SkipFilter())))
     matchers = [MatcherMatcherListFieldMatcher(predicate=one, on_match=skip) for one in conditions]

@@ -30,15 +30,15 @@ from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
 
-from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.authentication import authentication_filters
 from controller.bundle.envoy.cost_header import cost_header
-from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
-from controller.bundle.envoy.filter_conditions import request_has, skipped_if
-from controller.bundle.envoy.response_cache import stores_answers
-from controller.bundle.envoy.usage import responses_usage, stream_usage
-from controller.bundle.envoy.usage_log import keeps_for_log
-from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
+from controller.bundle.envoy.envoy_json import PackedMessage, duration, http_filter, typed_extension
+from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER, body_change_filter, body_reading_filter
+from controller.bundle.envoy.filter_conditions import request_has, skip_filter_if
+from controller.bundle.envoy.response_cache import response_copy_filter
+from controller.bundle.envoy.response_filters import redirect_refusal_filters
+from controller.bundle.envoy.usage_filters import responses_usage_filter, stream_usage_filter
+from controller.bundle.envoy.usage_log import log_metadata_filter
 from extproc.protocol import (
     APIS_BY_PATH,
     BUNDLE_MARK,
@@ -126,34 +126,34 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: FilterNeeds 
         # browsers send preflight requests without credentials
         *([http_filter(CORS_FILTER, Cors())] if needs.cors or gateway.cors is not None else []),
         *authentication_filters(gateway.authentication, directory),
-        *([keeps_for_log()] if logs else []),
+        *([log_metadata_filter()] if logs else []),
         *_ask_extproc(gateway),
     ]
     if gateway.failure_mode == "Open":
         # not where extproc has chosen the server
-        read = skipped_if(
-            typed_extension("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes)),
+        read = skip_filter_if(
+            typed_extension("envoy.filters.http.lua", body_reading_filter(with_prefixes=needs.prefixes)),
             request_has(SERVER_HEADER, ".+"),
         )
         chain.append(http_filter(_BODY_FILTER, read))
-        chain.append(http_filter(CHANGES_FILTER, changes_body()))
+        chain.append(http_filter(CHANGES_FILTER, body_change_filter()))
     if needs.caches:
         # responses pass all filters below first: what is kept is what clients get
-        chain.append(http_filter(_CACHE_FILTER, stores_answers()))
+        chain.append(http_filter(_CACHE_FILTER, response_copy_filter()))
     hides = gateway.cached_tokens == "Hidden"
     if gateway.usage_log is not None and gateway.usage_log.cost_header:
         # responses pass the filters below first, which read the counts
         chain.append(http_filter(_COST_FILTER, cost_header(most_bytes=int(gateway.max_body_size))))
     chain += _usage_filters(prefix, hides_counts=hides, logs=logs)
-    chain.extend(refuses_answers(model_paths=needs.model_paths))
+    chain.extend(redirect_refusal_filters(model_paths=needs.model_paths))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
 
 def _usage_filters(prefix: str, *, hides_counts: bool, logs: bool) -> list[HttpFilter]:
     streams, others = (
-        stream_usage(hides_counts=hides_counts, logs=logs),
-        responses_usage(hides_counts=hides_counts, logs=logs),
+        stream_usage_filter(hides_counts=hides_counts, logs=logs),
+        responses_usage_filter(hides_counts=hides_counts, logs=logs),
     )
     return [
         _read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, streams),
@@ -209,7 +209,7 @@ def _ask_extproc(gateway: GatewayConfigSpec) -> Iterator[HttpFilter]:
     if _SECOND_EXTPROC_FILTER in extproc_filters(gateway):
         again = _external_processor(gateway, passes_failures=gateway.failure_mode == "Open")
         # not where the first has brought a decision
-        skipped = skipped_if(typed_extension(_EXTPROC_FILTER, again), request_has(SERVER_HEADER, ".+"))
+        skipped = skip_filter_if(typed_extension(_EXTPROC_FILTER, again), request_has(SERVER_HEADER, ".+"))
         yield http_filter(_SECOND_EXTPROC_FILTER, skipped)
 
 
@@ -218,7 +218,7 @@ def _stream_retries() -> RetryPolicy:
     return RetryPolicy(
         retry_on="reset,cancelled,unavailable",
         num_retries=2,
-        retry_back_off=BackoffStrategy(base_interval=seconds(0.01), max_interval=seconds(0.1)),
+        retry_back_off=BackoffStrategy(base_interval=duration(0.01), max_interval=duration(0.1)),
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(
                 name="envoy.retry_host_predicates.previous_hosts", typed_config=PackedMessage(PreviousHostsPredicate())
@@ -232,8 +232,8 @@ def processing_mode(*, reads_body: bool, logs_payloads: bool) -> ProcessingMode:
     """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests. Where
     there is a payload log, extproc gets the answer's headers, and asks for the body of one that is logged.
 
-    ``reads_body``: requests cannot be decided by their headers. Of others Envoy would end the stream as soon as they
-    are decided, and so their count as in flight; it waits for an answer's trailers, which HTTP/1 has none of.
+    ``body_reading_filter``: requests cannot be decided by their headers. Of others Envoy would end the stream as soon
+    as they are decided, and so their count as in flight; it waits for an answer's trailers, which HTTP/1 has none of.
     """
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
     return ProcessingMode(
@@ -257,9 +257,9 @@ def _external_processor(
         failure_mode_allow=passes_failures,
         processing_mode=processing_mode(reads_body=True, logs_payloads=logs_payloads),
         allow_mode_override=logs_payloads,
-        message_timeout=seconds(gateway.message_timeout),
+        message_timeout=duration(gateway.message_timeout),
         # extproc extends the timeout of each request that it holds
-        max_message_timeout=seconds(LONGEST_MESSAGE_TIMEOUT_S),
+        max_message_timeout=duration(LONGEST_MESSAGE_TIMEOUT_S),
         # of system headers, extproc writes :path, which names the model in some protocols; Envoy refuses the others
         mutation_rules=HeaderMutationRules(allow_envoy=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
@@ -280,4 +280,4 @@ def _external_processor(
 
 def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
     read = typed_extension("envoy.filters.http.lua", script)
-    return http_filter(name, skipped_if(read, request_has(":path", other_paths)))
+    return http_filter(name, skip_filter_if(read, request_has(":path", other_paths)))

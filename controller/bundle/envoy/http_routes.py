@@ -51,12 +51,12 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatchAndSubstitute, Rege
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
 
 from controller.bundle.envoy.clusters import backend_cluster_name, server_cluster_name
-from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
+from controller.bundle.envoy.envoy_json import duration, to_plain, to_resource
+from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER, body_change_config
 from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, USAGE_FILTERS, processing_mode
-from controller.bundle.envoy.hosts import conditions, path_prefix
 from controller.bundle.envoy.local_replies import error_answer
-from controller.bundle.envoy.model_routes import retries, takes_calls
-from controller.bundle.envoy.without_extproc import CHANGES_FILTER, change_for
+from controller.bundle.envoy.model_routes import configure_grpc, engine_retry_policy
+from controller.bundle.envoy.virtual_hosts import match_conditions, path_prefix
 from extproc.api.grpc_route import GRPCRoute, effective_matches
 from extproc.api.http_route import Backend
 from extproc.api.matches import ANY_HOST
@@ -75,8 +75,8 @@ from extproc.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from controller.bundle.envoy.envoy_json import Memo
-    from controller.bundle.envoy.hosts import Host
+    from controller.bundle.envoy.envoy_json import BuildMemo
+    from controller.bundle.envoy.virtual_hosts import Host
     from extproc.api.grpc_route import GatewayApiRoute, GatewayApiRule
     from extproc.api.http_route import (
         BackendRef,
@@ -137,14 +137,14 @@ class RuleLocation(msgspec.Struct, frozen=True):
     logs_payloads: bool = False
 
 
-class Backends:
+class BackendResolver:
     """What the HTTPRoutes and GRPCRoutes of a snapshot can refer to."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._servers = {server.metadata.key: server for server in snapshot.servers}
         self._backends = {backend.metadata.key: backend for backend in snapshot.backends}
 
-    def of(self, route: GatewayApiRoute, ref: BackendRef) -> Named:
+    def resolve(self, route: GatewayApiRoute, ref: BackendRef) -> Named:
         """What ``ref`` of ``route`` names."""
         key = backend_key(route, ref)
         if ref.kind == "ModelServer":
@@ -153,14 +153,16 @@ class Backends:
         return None if backend is None or backend.spec.unresolved else backend
 
 
-def http_routes(host: Host, place: RuleLocation, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
+def http_routes(
+    host: Host, place: RuleLocation, backends: BackendResolver, memo: BuildMemo
+) -> Iterator[dict[str, object]]:
     """The routes of ``host`` for HTTPRoutes and GRPCRoutes, in their order of precedence."""
     # the domain makes a difference to redirects alone: other routes are made once for all hosts
     here, anywhere = _as_json(place), _as_json(msgspec.structs.replace(place, domain=""))
-    off = memo.get(without_inference, place.is_open, place.extproc_filters)
+    off = memo.get(no_inference_route_config, place.is_open, place.extproc_filters)
     for entry in host.entries:
         rule = entry.rule_spec
-        named = [backends.of(entry.route, ref) for ref in _refs(rule)]
+        named = [backends.resolve(entry.route, ref) for ref in _refs(rule)]
         where = here if any(one.request_redirect is not None for one in rule.filters) else anywhere
         yield memo.get(_route, where, off, entry.route, entry.rule, entry.number, *named)
 
@@ -169,13 +171,13 @@ def _as_json(place: RuleLocation) -> str:
     return msgspec.json.encode(place).decode()
 
 
-def needs_of(routes: Sequence[GatewayApiRoute]) -> tuple[bool, bool]:
+def filter_needs(routes: Sequence[GatewayApiRoute]) -> tuple[bool, bool]:
     """What the filters of listeners must do for ``routes``: see ``Needs``."""
     filters = [one for route in routes for rule in route.spec.rules for one in rule.filters]
     return any(one.cors is not None for one in filters), bool(routes)
 
 
-def for_extproc(
+def extproc_route_config(
     filters: tuple[str, ...],
     listener: str | None,
     route: str = "",
@@ -191,17 +193,19 @@ def for_extproc(
     metadata = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
     metadata += [(PATH_KEY, path), (PATH_PREFIX_KEY, path_prefix)]
     # other bytes than ASCII cannot be sent
-    values = [HeaderValue(key=key, value=literal(quote(value, safe="/-._~:"))) for key, value in metadata if value]
+    values = [
+        HeaderValue(key=key, value=escape_header_value(quote(value, safe="/-._~:"))) for key, value in metadata if value
+    ]
     per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values, processing_mode=mode))
     return dict.fromkeys(filters, to_resource(per_route))
 
 
-def without_inference(is_open: bool, extproc_filters: tuple[str, ...]) -> Configs:
+def no_inference_route_config(is_open: bool, extproc_filters: tuple[str, ...]) -> Configs:
     """For routes on which extproc has no part, and bodies pass as they are."""
-    return {**_disabled(extproc_filters), **without_bodies(is_open)}
+    return {**_disabled(extproc_filters), **no_body_route_config(is_open)}
 
 
-def without_bodies(is_open: bool) -> Configs:
+def no_body_route_config(is_open: bool) -> Configs:
     """For routes on which no filter but extproc's reads bodies."""
     return _disabled((*(BODY_FILTERS if is_open else ()), *USAGE_FILTERS))
 
@@ -252,7 +256,7 @@ def _route(
 def _with_configs(
     found: Route, rule: GatewayApiRule, off: Configs, of_targets: Sequence[Configs | None]
 ) -> dict[str, object]:
-    """``found`` with its filters' metadata. ``of_targets``: None for those without inference.
+    """``found`` with its filters' metadata. ``convert_targets``: None for those without inference.
 
     Most of these are alike: they are made once and inserted as plain data.
     """
@@ -277,9 +281,9 @@ def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, 
     if named.spec.protocol != "OpenAI":
         reads = named.spec.protocol in GRPC_PROTOCOLS
         mode = processing_mode(reads_body=reads, logs_payloads=place.logs_payloads)
-        return {**without_bodies(place.is_open), **for_extproc(*of_server, mode=mode)}
-    changes = {CHANGES_FILTER: to_resource(change_for(named.spec.allowed_fields))} if place.is_open else {}
-    return {**for_extproc(*of_server), **changes}
+        return {**no_body_route_config(place.is_open), **extproc_route_config(*of_server, mode=mode)}
+    changes = {CHANGES_FILTER: to_resource(body_change_config(named.spec.allowed_fields))} if place.is_open else {}
+    return {**extproc_route_config(*of_server), **changes}
 
 
 def _action(rule: GatewayApiRule, targets: Sequence[tuple[WeightedBackendRef, Named]]) -> RouteAction:
@@ -288,23 +292,25 @@ def _action(rule: GatewayApiRule, targets: Sequence[tuple[WeightedBackendRef, Na
     action = RouteAction(
         weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one) for ref, one in targets]),
         cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.INTERNAL_SERVER_ERROR,
-        timeout=seconds(servers[0].spec.traffic_policy.timeout if servers else 0.0),
-        retry_policy=retries(servers[0].spec.traffic_policy.retry.attempts) if servers else _backend_retries(),
+        timeout=duration(servers[0].spec.traffic_policy.timeout if servers else 0.0),
+        retry_policy=engine_retry_policy(servers[0].spec.traffic_policy.retry.attempts)
+        if servers
+        else _backend_retries(),
     )
     if servers:
         # A prompt may wait long for its first token: only the time limit of the whole ends it.
         action.idle_timeout = action.timeout
     if any(isinstance(one, Backend) and one.spec.protocol == "WebSocket" for _, one in targets):
         action.upgrade_configs = [RouteActionUpgradeConfig(upgrade_type="websocket")]
-        action.idle_timeout = seconds(_STREAM_IDLE_S)
+        action.idle_timeout = duration(_STREAM_IDLE_S)
     if rule.retry is not None:
         action.retry_policy = _retries_of(rule.retry)
     request, of_each = rule.timeouts.request, rule.timeouts.backend_request
     if request is not None:
-        action.timeout = seconds(request)
+        action.timeout = duration(request)
     if of_each:
         action.retry_policy = action.retry_policy or RetryPolicy(num_retries=0)
-        action.retry_policy.per_try_timeout = seconds(of_each)
+        action.retry_policy.per_try_timeout = duration(of_each)
     return action
 
 
@@ -322,11 +328,11 @@ def _take_calls(action: RouteAction, targets: Sequence[tuple[WeightedBackendRef,
     servers = [one for _, one in targets if isinstance(one, ModelServer)]
     action.cluster_not_found_response_code = RouteActionClusterNotFoundResponseCode.SERVICE_UNAVAILABLE
     if servers:
-        takes_calls(action, servers[0].spec.traffic_policy)
+        configure_grpc(action, servers[0].spec.traffic_policy)
     else:
         # 0: as long as the client says
-        action.max_stream_duration = RouteActionMaxStreamDuration(grpc_timeout_header_max=seconds(0.0))
-        action.idle_timeout = seconds(_STREAM_IDLE_S)
+        action.max_stream_duration = RouteActionMaxStreamDuration(grpc_timeout_header_max=duration(0.0))
+        action.idle_timeout = duration(_STREAM_IDLE_S)
 
 
 def _weighted(ref: WeightedBackendRef, named: Named) -> WeightedClusterClusterWeight:
@@ -354,7 +360,7 @@ def _mirrors(rule: GatewayApiRule, named: Sequence[Named]) -> Iterator[RouteActi
 def _retries_of(retry: HTTPRouteRetry) -> RetryPolicy:
     policy = RetryPolicy(retry_on=_RULE_RETRY_ON, retriable_status_codes=list(retry.codes), num_retries=retry.attempts)
     if retry.backoff is not None:
-        base, longest = seconds(retry.backoff), seconds(retry.backoff * _BACKOFF_GROWTH)
+        base, longest = duration(retry.backoff), duration(retry.backoff * _BACKOFF_GROWTH)
         policy.retry_back_off = RetryPolicyRetryBackOff(base_interval=base, max_interval=longest)
     return policy
 
@@ -365,7 +371,7 @@ def _backend_retries() -> RetryPolicy:
 
 def route_match(match: HTTPRouteMatch) -> RouteMatch:
     """All conditions of ``match``."""
-    headers, parameters = conditions(match)
+    headers, parameters = match_conditions(match)
     found = _path_match(match.path)
     found.headers = [HeaderMatcher(name=one.name.lower(), string_match=_value_match(one)) for one in headers]
     if match.method is not None:
@@ -453,7 +459,7 @@ def mirror_policy(mirror: RequestMirror, cluster: str) -> RouteActionRequestMirr
     )
 
 
-def literal(value: str) -> str:
+def escape_header_value(value: str) -> str:
     """A header's value in which Envoy finds no command to replace."""
     return value.replace("%", "%%")
 
@@ -481,7 +487,9 @@ def _first_of_each(headers: Iterable[Header]) -> Iterable[Header]:
 
 
 def _header_option(header: Header, action: HeaderValueOptionHeaderAppendAction) -> HeaderValueOption:
-    return HeaderValueOption(header=HeaderValue(key=header.name, value=literal(header.value)), append_action=action)
+    return HeaderValueOption(
+        header=HeaderValue(key=header.name, value=escape_header_value(header.value)), append_action=action
+    )
 
 
 def _change_path(action: RouteAction | RedirectAction, modifier: PathModifier, match: HTTPRouteMatch) -> None:

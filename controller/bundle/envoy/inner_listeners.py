@@ -28,7 +28,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     Rds,
 )
 
-from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain, to_resource
+from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource
 from controller.bundle.envoy.local_replies import local_replies
 from extproc.protocol import (
     DESTINATION,
@@ -66,10 +66,10 @@ def inner_listener(
         access_log=list(access_logs),
         rds=rds,
         local_reply_config=local_replies(gateway),
-        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(3600)),
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=duration(3600)),
         http_protocol_options=Http1ProtocolOptions(),
         # routes have limits
-        stream_idle_timeout=seconds(0),
+        stream_idle_timeout=duration(0),
         always_set_request_id_in_response=True,
     )
     return to_resource(

@@ -39,15 +39,22 @@ from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import keepalive_probes
-from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds, to_plain, to_resource, typed_extension
+from controller.bundle.envoy.envoy_json import (
+    PackedMessage,
+    duration,
+    envoy_address,
+    to_plain,
+    to_resource,
+    typed_extension,
+)
 from controller.bundle.envoy.filters import NO_NEEDS, FilterNeeds, extproc_service, http_filters, mirror_filters
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.local_replies import local_replies
-from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, is_mirrored
+from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, has_mirror
 from controller.bundle.envoy.secrets import listener_socket
 from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
 from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, is_translated
-from controller.bundle.envoy.usage_log import usage_log
+from controller.bundle.envoy.usage_log import usage_access_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
 from extproc.api.spec import STEPS_LISTENER
@@ -129,13 +136,13 @@ class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
         return f"{ROUTES_FOLDER}/{protocol}-{name.replace('/', '_').replace(':', '_')}.json"
 
 
-def of_clients(snapshot: Snapshot) -> Snapshot:
+def client_snapshot(snapshot: Snapshot) -> Snapshot:
     """What listeners of clients serve."""
     routes = tuple(one for one in snapshot.routes if one.spec.callers == "Clients")
     return snapshot if len(routes) == len(snapshot.routes) else msgspec.structs.replace(snapshot, routes=routes)
 
 
-def of_steps(snapshot: Snapshot) -> Snapshot | None:
+def steps_snapshot(snapshot: Snapshot) -> Snapshot | None:
     """What the listener of transformers and explainers serves; None: there is none.
 
     It knows no callers: the clients for which they work have been authenticated and charged, and their requests are in
@@ -161,13 +168,13 @@ def routes_files(snapshot: Snapshot) -> dict[str, str]:
     """
     found = {
         one.routes_file: f"http.{_STATISTICS}.rds.{_in_statistics(one.route_config_name)}"
-        for view in (of_clients(snapshot), of_steps(snapshot))
+        for view in (client_snapshot(snapshot), steps_snapshot(snapshot))
         if view is not None
         for one in listener_groups(view.gateway)
     }
     if is_translated(snapshot.servers):
         found[TRANSLATED_ROUTES_FILE] = f"http.{TRANSLATED}.rds.{TRANSLATED}"
-    if is_mirrored(snapshot.routes):
+    if has_mirror(snapshot.routes):
         found[MIRRORED_ROUTES_FILE] = f"http.{MIRRORED}.rds.{MIRRORED}"
     return found
 
@@ -188,13 +195,13 @@ def listener_groups(gateway: GatewayConfigSpec) -> tuple[ListenerGroup, ...]:
         return (ListenerGroup(route_config_name=DEFAULT_ROUTES, address=gateway.listen, listeners=(only,)),)
     shared: dict[tuple[str, str], list[Listener]] = {}
     for listener in gateway.listeners:
-        address = same_address(listener.address)
+        address = normalize_address(listener.address)
         alone = "" if listener.tls is None else listener.name
         shared.setdefault((address, alone), []).append(listener)
     return tuple(_group(address, listeners) for (address, _), listeners in shared.items())
 
 
-def same_address(text: str) -> str:
+def normalize_address(text: str) -> str:
     """``ip:port`` as it is spelled for all that mean the same; raises ValueError."""
     ip, port = parse_address(text)
     return join_host_port(ip, port)
@@ -236,7 +243,7 @@ def _listener(
     plain = to_resource(
         EnvoyListener(
             name=name,
-            address=address(first.address),
+            address=envoy_address(first.address),
             # of what filters hold: the bodies of requests
             per_connection_buffer_limit_bytes=gateway.max_body_size,
             tcp_keepalive=keepalive_probes(),
@@ -265,7 +272,7 @@ def _filter_chain(group: ListenerGroup, directory: str) -> FilterChain:
         filters=[Filter(name=_MANAGER)],
         filter_chain_match=None if hostname is None else FilterChainMatch(server_names=[hostname.lower()]),
         transport_socket=listener_socket(group.tls, directory),
-        transport_socket_connect_timeout=seconds(_HANDSHAKE_S),
+        transport_socket_connect_timeout=duration(_HANDSHAKE_S),
     )
 
 
@@ -291,7 +298,7 @@ def _connection_manager(
         merge_slashes=True,
         path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         common_http_protocol_options=HttpProtocolOptions(
-            idle_timeout=seconds(3600),
+            idle_timeout=duration(3600),
             # engines' servers read x_name as x-name, which is what we remove
             headers_with_underscores_action=HttpProtocolOptionsHeadersWithUnderscoresAction.DROP_HEADER,
         ),
@@ -301,14 +308,14 @@ def _connection_manager(
             initial_stream_window_size=1024 * 1024,
             initial_connection_window_size=16 * 1024 * 1024,
             # while a request is held nothing else is sent: load balancers on the way would take the connection for dead
-            connection_keepalive=KeepaliveSettings(interval=seconds(_PING_S), timeout=seconds(_PING_ANSWER_S)),
+            connection_keepalive=KeepaliveSettings(interval=duration(_PING_S), timeout=duration(_PING_ANSWER_S)),
         ),
         # A malformed request ends its stream, not the connection that others share.
         stream_error_on_invalid_http_message=True,
-        request_headers_timeout=seconds(30),
+        request_headers_timeout=duration(30),
         # 0 is no limit
-        request_timeout=seconds(gateway.request_timeout + longest_wait_s if gateway.request_timeout else 0.0),
-        stream_idle_timeout=seconds(_IDLE_S + longest_wait_s),
+        request_timeout=duration(gateway.request_timeout + longest_wait_s if gateway.request_timeout else 0.0),
+        stream_idle_timeout=duration(_IDLE_S + longest_wait_s),
         # which engine answers, and in which version, is not for clients
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.OVERWRITE,
         server_name=_SERVER_NAME,
@@ -350,7 +357,7 @@ def mirrored_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str, o
 
 def _access_logs(gateway: GatewayConfigSpec, needs: FilterNeeds) -> list[AccessLog]:
     log = gateway.usage_log
-    of_usage = [] if log is None else [usage_log(log.path, translates=needs.translates, calls=needs.calls)]
+    of_usage = [] if log is None else [usage_access_log(log.path, translates=needs.translates, calls=needs.calls)]
     return [outcome_log(gateway, calls=needs.calls), *of_usage]
 
 
@@ -369,7 +376,7 @@ def outcome_log(gateway: GatewayConfigSpec, *, calls: bool) -> AccessLog:
                     log_name=ACCESS_LOG_NAME,
                     grpc_service=extproc_service(),
                     transport_api_version=ApiVersion.V3,
-                    buffer_flush_interval=seconds(gateway.access_log_flush),
+                    buffer_flush_interval=duration(gateway.access_log_flush),
                     # Streaming engines send headers before they compute, so the first byte of the body is timed.
                     custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
                 ),

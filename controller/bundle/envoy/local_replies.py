@@ -102,7 +102,7 @@ def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False, call
         mappers=[
             *(_plain(f"response.code_details.startsWith('health_check_{one}')", text) for one, text in _HEALTH.items()),
             ResponseMapper(
-                filter=when(
+                filter=log_filter_when(
                     f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
                     # the script that checks keys refuses without a body
                     "(response.code_details == 'lua_response' && response.code != 401)"
@@ -120,7 +120,7 @@ def local_replies(gateway: GatewayConfigSpec, *, model_paths: bool = False, call
             # The parameter changes nothing; the Gateway API's conformance suite needs it: where the type is
             # application/json alone, it parses the body even of the answer to a HEAD, which has none.
             ResponseMapper(
-                filter=when(_IS_DIRECT),
+                filter=log_filter_when(_IS_DIRECT),
                 body_format_override=SubstitutionFormatString(
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"),
                     content_type="application/json; charset=utf-8",
@@ -188,12 +188,12 @@ def _errors(gateway: GatewayConfigSpec) -> tuple[_Error, ...]:
 
 def _plain(condition: str, text: str) -> ResponseMapper:
     body = SubstitutionFormatString(text_format_source=DataSource(inline_string=text), content_type="text/plain")
-    return ResponseMapper(filter=when(condition), body_format_override=body)
+    return ResponseMapper(filter=log_filter_when(condition), body_format_override=body)
 
 
 def _openai(error: _Error) -> ResponseMapper:
     return ResponseMapper(
-        filter=when(error.condition),
+        filter=log_filter_when(error.condition),
         body_format_override=_error_object(error.message, error.kind, error.code),
         status_code=error.status if error.changes_status else None,
         headers_to_add=_headers(error),
@@ -210,7 +210,7 @@ def _anthropic(error: _Error) -> ResponseMapper:
     )
     body = Struct(fields={"type": Value(string_value="error"), "error": Value(struct_value=told)})
     return ResponseMapper(
-        filter=when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
+        filter=log_filter_when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
         body_format_override=SubstitutionFormatString(json_format=body),
         status_code=error.status if error.changes_status else None,
         headers_to_add=_headers(error),
@@ -220,7 +220,7 @@ def _anthropic(error: _Error) -> ResponseMapper:
 def _text(error: _Error) -> ResponseMapper:
     """The same for clients of V1, V2 and TensorFlow Serving."""
     return ResponseMapper(
-        filter=when(f"({error.condition}) && ({_HAS_TEXT_PATH})"),
+        filter=log_filter_when(f"({error.condition}) && ({_HAS_TEXT_PATH})"),
         body_format_override=SubstitutionFormatString(
             json_format=Struct(fields={"error": Value(string_value=error.message)})
         ),
@@ -235,7 +235,7 @@ def _of_call(error: _Error, status: int | None = None) -> ResponseMapper:
     """
     written = HeaderValue(key=GRPC_STATUS, value=str(GRPC_STATUSES[error.status] if status is None else status))
     return ResponseMapper(
-        filter=when(f"({error.condition}) && {_IS_CALL}"),
+        filter=log_filter_when(f"({error.condition}) && {_IS_CALL}"),
         body_format_override=SubstitutionFormatString(
             text_format_source=DataSource(inline_string=error.message), content_type="text/plain"
         ),
@@ -254,7 +254,7 @@ def _only(header: HeaderValue) -> HeaderValueOption:
     return HeaderValueOption(header=header, append_action=HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT)
 
 
-def when(condition: str) -> AccessLogFilter:
+def log_filter_when(condition: str) -> AccessLogFilter:
     """Where the condition holds, which is written in CEL."""
     return AccessLogFilter(
         extension_filter=ExtensionFilter(

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def lua(script: str, marks: Mapping[str, str]) -> Lua:
     """The filter's configuration."""
-    return Lua(default_source_code=DataSource(inline_string=filled(script, marks)))
+    return Lua(default_source_code=DataSource(inline_string=fill_marks(script, marks)))
 
 
-def filled(script: str, marks: Mapping[str, str]) -> str:
+def fill_marks(script: str, marks: Mapping[str, str]) -> str:
     """``script`` with each mark replaced, in this order: what takes the place of one may have later ones in it."""
     for mark, text in marks.items():
         script = script.replace(mark, text)

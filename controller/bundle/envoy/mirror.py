@@ -38,12 +38,12 @@ MIRRORED: Final = "attache_mirrored"
 MIRRORED_ROUTES_FILE: Final = "rds/mirrored.json"
 
 
-def is_mirrored(routes: Iterable[ModelRoute]) -> bool:
+def has_mirror(routes: Iterable[ModelRoute]) -> bool:
     """Whether some request is."""
     return any(rule.mirror is not None for route in routes for rule in route.spec.rules)
 
 
-def with_copies(decided: Iterable[dict[str, object]]) -> list[dict[str, object]]:
+def mirrored_routes(decided: Iterable[dict[str, object]]) -> list[dict[str, object]]:
     """The same routes for requests of which extproc has ordered a copy: they stand before ``decided``."""
     frame = cast("dict[str, Any]", to_plain(_mirrored()))
     found = []

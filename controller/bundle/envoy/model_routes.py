@@ -35,14 +35,19 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     ValueMatcher,
 )
 
-from controller.bundle.envoy.answers import is_no_answer
 from controller.bundle.envoy.clusters import server_cluster_name
-from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
-from controller.bundle.envoy.fallback import across_clusters, attempts_of
+from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain
+from controller.bundle.envoy.extproc_bypass import (
+    CHANGES_FILTER,
+    FALLBACK_MODEL,
+    FALLBACK_NAMESPACE,
+    body_change_config,
+)
+from controller.bundle.envoy.fallback import fallback_retry_policy, route_across_clusters
 from controller.bundle.envoy.local_replies import anthropic_error_answer, error_answer
-from controller.bundle.envoy.mirror import is_mirrored, with_copies
+from controller.bundle.envoy.mirror import has_mirror, mirrored_routes
+from controller.bundle.envoy.response_filters import redirect_status_matcher
 from controller.bundle.envoy.translation import is_translated, translator_route
-from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.fallback import REFUSALS, attempts_name, classes_of
 from extproc.api.model_server import TrafficPolicy
 from extproc.protocol import (
@@ -62,7 +67,7 @@ if TYPE_CHECKING:
 
     from envoy_data_plane.google.protobuf import Any
 
-    from controller.bundle.envoy.envoy_json import Memo
+    from controller.bundle.envoy.envoy_json import BuildMemo
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
@@ -82,7 +87,7 @@ _RETRY_CALLS_ON: Final = "cancelled,resource-exhausted,unavailable"
 _IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
 
 
-def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+def decided_routes(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
     """Routes of decided requests: to the cluster that extproc names, one for each time limit and number of retries.
 
     A route for each ModelServer would be scanned for each request, and repeated in each host. The last route matches
@@ -90,23 +95,23 @@ def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
     """
     translated = [memo.get(translator_route)] if is_translated(snapshot.servers) else []
     found = [*translated, *_with_fallbacks(snapshot, memo), *routes_by_policy(snapshot, memo)]
-    return [*with_copies(found), *found] if is_mirrored(snapshot.routes) else found
+    return [*mirrored_routes(found), *found] if has_mirror(snapshot.routes) else found
 
 
-def routes_by_policy(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+def routes_by_policy(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
     """Those of requests that go to one ModelServer alone."""
-    calls = has_calls(snapshot)
+    calls = has_grpc_servers(snapshot)
     policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
     named = [memo.get(_decided, name, policies[name], calls) for name in sorted(policies) if name]
     return [*named, memo.get(_decided, "", _DEFAULT_POLICY, calls)]
 
 
-def has_calls(snapshot: Snapshot) -> bool:
+def has_grpc_servers(snapshot: Snapshot) -> bool:
     """Whether some ModelServer is called by gRPC."""
     return any(one.spec.protocol in GRPC_PROTOCOLS for one in snapshot.servers)
 
 
-def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+def _with_fallbacks(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
     """Routes of decided requests whose rule has fallbacks: one for each time limit and set of reasons."""
     servers = {server.metadata.key: server for server in snapshot.servers}
     found: dict[str, tuple[ModelServer, RouteRule]] = {}
@@ -116,7 +121,7 @@ def _with_fallbacks(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
                 server = servers[route.server_key(one)]
                 name = attempts_name(server.spec.traffic_policy, rule.fallback, rule.fallback_retry)
                 found.setdefault(name, (server, rule))
-    calls = has_calls(snapshot)
+    calls = has_grpc_servers(snapshot)
     return [memo.get(_decided_with_fallbacks, name, *found[name], calls) for name in sorted(found)]
 
 
@@ -125,11 +130,11 @@ def _decided_with_fallbacks(name: str, server: ModelServer, rule: RouteRule, cal
     match = RouteMatch(prefix="/", headers=[_is_decided(), _has_policy(name)])
     action = _with_policy(RouteAction(), server.spec.traffic_policy)
     # extproc writes how many attempts there are
-    action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=1)
+    action.retry_policy = fallback_retry_policy(_any_retries(), rule.fallback, rule.fallback_retry, attempts=1)
     if calls:
-        takes_calls(action, server.spec.traffic_policy)
+        configure_grpc(action, server.spec.traffic_policy)
     route = Route(name=f"fallback/{name}", match=match, route=action)
-    return across_clusters(route, [[(server.metadata.key, 1)]], is_decided=True)
+    return route_across_clusters(route, [[(server.metadata.key, 1)]], is_decided=True)
 
 
 def _is_decided() -> HeaderMatcher:
@@ -141,14 +146,14 @@ def _has_policy(name: str) -> HeaderMatcher:
 
 
 def _any_retries() -> RetryPolicy:
-    return retries(1) or RetryPolicy()
+    return engine_retry_policy(1) or RetryPolicy()
 
 
-def takes_calls(action: RouteAction, policy: TrafficPolicy) -> None:
+def configure_grpc(action: RouteAction, policy: TrafficPolicy) -> None:
     """Calls of gRPC fail with status 200; those that fail without a message can be tried again. Their clients say how
     long they wait.
     """
-    action.max_stream_duration = RouteActionMaxStreamDuration(grpc_timeout_header_max=seconds(policy.timeout))
+    action.max_stream_duration = RouteActionMaxStreamDuration(grpc_timeout_header_max=duration(policy.timeout))
     if action.retry_policy is not None:
         action.retry_policy.retry_on += f",{_RETRY_CALLS_ON}"
 
@@ -157,17 +162,19 @@ def _decided(name: str, policy: TrafficPolicy, calls: bool) -> dict[str, object]
     headers = [_is_decided(), *([_has_policy(name)] if name else [])]
     action = _with_policy(RouteAction(cluster_header=SERVER_HEADER), policy)
     if calls:
-        takes_calls(action, policy)
+        configure_grpc(action, policy)
     match = RouteMatch(prefix="/", headers=headers)
     return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
 
 
 def default_retries() -> dict[str, object]:
     """Of the host with ``routes_without_extproc``: thousands of routes, and most have these."""
-    return to_plain(retries(_DEFAULT_POLICY.retry.attempts) or RetryPolicy(num_retries=0))
+    return to_plain(engine_retry_policy(_DEFAULT_POLICY.retry.attempts) or RetryPolicy(num_retries=0))
 
 
-def routes_without_extproc(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
+def routes_without_extproc(
+    snapshot: Snapshot, routes: Sequence[ModelRoute], memo: BuildMemo
+) -> list[dict[str, object]]:
     """Balancing by model name, with the rules and weights that extproc applies, and the same renaming.
 
     ``routes``: those of ``snapshot`` that are served here.
@@ -207,7 +214,7 @@ def _servers_of(route: ModelRoute, servers: Mapping[str, ModelServer]) -> list[M
     return [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
 
 
-def path_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], configs: Configs, memo: Memo) -> Iterator[Plain]:
+def path_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], configs: Configs, memo: BuildMemo) -> Iterator[Plain]:
     """Routes of requests whose path names the model, so that their bodies need not be read. ``configs``: of filters,
     to that effect. ``routes``: those that are served here.
 
@@ -227,11 +234,11 @@ def path_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], configs: Confi
         yield {**memo.get(_by_path, root), "typed_per_filter_config": configs}
 
 
-def call_routes(snapshot: Snapshot, configs: Configs, memo: Memo) -> Iterator[Plain]:
+def grpc_routes(snapshot: Snapshot, configs: Configs, memo: BuildMemo) -> Iterator[Plain]:
     """Routes of calls of gRPC. ``configs``: of filters, by which extproc alone reads the messages. Without its decision
     nobody knows their model.
     """
-    for root in CALL_ROOTS if has_calls(snapshot) else ():
+    for root in CALL_ROOTS if has_grpc_servers(snapshot) else ():
         yield {**memo.get(_by_call, root), "typed_per_filter_config": configs}
 
 
@@ -247,10 +254,10 @@ def _by_call(root: str) -> Plain:
 
 
 def _by_path(root: str) -> Plain:
-    return to_plain(Route(name=f"by-path{root}", match=RouteMatch(prefix=root), route=nowhere()))
+    return to_plain(Route(name=f"by-path{root}", match=RouteMatch(prefix=root), route=not_found_action()))
 
 
-def nowhere() -> RouteAction:
+def not_found_action() -> RouteAction:
     """Answers 404 as a route that leads somewhere: for one that answers by itself, Envoy has no policy of other
     origins.
     """
@@ -358,7 +365,9 @@ def _falling_back(
     attempts = first.spec.traffic_policy.retry.attempts
     groups = [own] * (1 + attempts) + [[(name, 1)] for name in names]
     action = _with_policy(RouteAction(), first.spec.traffic_policy)
-    action.retry_policy = attempts_of(_any_retries(), rule.fallback, rule.fallback_retry, attempts=len(groups))
+    action.retry_policy = fallback_retry_policy(
+        _any_retries(), rule.fallback, rule.fallback_retry, attempts=len(groups)
+    )
     allowed: list[set[str]] = [set(server.spec.allowed_fields) for server in (*(one for one, _ in targets), *fallbacks)]
     degraded = [name for name, one in zip(names, rule.fallback, strict=True) if one.degraded]
     refusals: dict[str, list[str]] = {
@@ -366,7 +375,7 @@ def _falling_back(
         for kind in REFUSALS
         if kind in classes_of(rule.fallback)
     }
-    change = change_for(
+    change = body_change_config(
         set.intersection(*allowed),
         model=first.spec.model,
         response_model=_response_model(model_route, *(one for one, _ in targets), *fallbacks),
@@ -374,7 +383,7 @@ def _falling_back(
         refusals=refusals,
     )
     route.route, route.typed_per_filter_config = action, {CHANGES_FILTER: PackedMessage(change)}
-    return across_clusters(route, groups)
+    return route_across_clusters(route, groups)
 
 
 def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
@@ -389,10 +398,10 @@ def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, of: Model
     """
     configs: list[dict[str, Any]] = []
     for server, _ in targets:
-        change = change_for(server.spec.allowed_fields)
+        change = body_change_config(server.spec.allowed_fields)
         if of is not None:
             asked = _response_model(of, server)
-            change = change_for(server.spec.allowed_fields, model=server.spec.model, response_model=asked)
+            change = body_change_config(server.spec.allowed_fields, model=server.spec.model, response_model=asked)
         configs.append({CHANGES_FILTER: PackedMessage(change)})
     weighted = route.route.weighted_clusters if route.route is not None else None
     if weighted is None:
@@ -404,10 +413,10 @@ def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, of: Model
 
 
 def _with_policy(action: RouteAction, policy: TrafficPolicy) -> RouteAction:
-    action.timeout = seconds(policy.timeout)
+    action.timeout = duration(policy.timeout)
     # A prompt may wait long for its first token: only the time limit of the whole ends it.
-    action.idle_timeout = seconds(policy.timeout)
-    action.retry_policy = retries(policy.retry.attempts)
+    action.idle_timeout = duration(policy.timeout)
+    action.retry_policy = engine_retry_policy(policy.retry.attempts)
     return action
 
 
@@ -433,7 +442,7 @@ def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
     return action
 
 
-def retries(attempts: int) -> RetryPolicy | None:
+def engine_retry_policy(attempts: int) -> RetryPolicy | None:
     """The policy of requests to engines; None: no retries."""
     if attempts == 0:
         return None
@@ -441,9 +450,9 @@ def retries(attempts: int) -> RetryPolicy | None:
         retry_on=_RETRY_ON,
         # an engine that is overloaded, broken or shutting down fails before its first byte; another engine may serve
         retriable_status_codes=[429, 500, 502, 503, 504],
-        retriable_headers=[is_no_answer()],
+        retriable_headers=[redirect_status_matcher()],
         num_retries=attempts,
-        retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.01), max_interval=seconds(0.25)),
+        retry_back_off=RetryPolicyRetryBackOff(base_interval=duration(0.01), max_interval=duration(0.25)),
         # for balancing without extproc: not the same engine again
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(

@@ -49,6 +49,6 @@ PATH_MARKS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def puts_prefix(prefix: str) -> HttpFilter:
+def path_prefix_filter(prefix: str) -> HttpFilter:
     """The filter of a cluster of engines."""
     return http_filter("attache.path_prefix", lua(_SCRIPT, {**PATH_MARKS, "@PREFIX@": lua_text(prefix.encode())}))

@@ -20,11 +20,11 @@ from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import He
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mutations
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
-from controller.bundle.envoy.answers import REPLACING
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import KEYED
 from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
 from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
+from controller.bundle.envoy.response_filters import REPLACING
 from controller.bundle.envoy.secrets import SECRETS_FOLDER
 from extproc.protocol import (
     ANTHROPIC_TYPES,
@@ -136,7 +136,7 @@ end
 )
 
 
-def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
+def provider_filter(server: ModelServer, provider: Provider) -> HttpFilter:
     """The cluster's filter, behind the one that writes the key as ``authorization``."""
     apis = server.spec.apis or ()
     marks = {
@@ -166,7 +166,7 @@ def adapts_to_provider(server: ModelServer, provider: Provider) -> HttpFilter:
     return http_filter("attache.provider", lua(_SCRIPT, marks))
 
 
-def signs_requests(provider: Provider, credentials: SecretSource | None, directory: str) -> HttpFilter:
+def request_signing_filter(provider: Provider, credentials: SecretSource | None, directory: str) -> HttpFilter:
     """The filter behind that, which signs what the provider gets, the whole body included. A request that cannot be
     signed goes out without a signature, is refused there, and goes on to a fallback: an answer of this filter would
     not. ``credentials``: None: those of the machine that Envoy runs on.
@@ -189,7 +189,7 @@ def signs_requests(provider: Provider, credentials: SecretSource | None, directo
     return http_filter("envoy.filters.http.aws_request_signing", signing)
 
 
-def removes_trailers() -> HttpFilter:
+def trailer_removal_filter() -> HttpFilter:
     """The filter that removes what comes behind an answer over HTTP/2: none of these APIs has any, and what stands
     there would be no header of the list.
     """

@@ -82,7 +82,7 @@ end
 """
 
 
-def stores_answers() -> Lua:
+def response_copy_filter() -> Lua:
     """Of a listener with a route that has a response cache."""
     return lua(
         _SCRIPT,

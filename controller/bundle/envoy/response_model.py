@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from controller.bundle.envoy.lua import filled, lua_set
-from controller.bundle.envoy.without_extproc import FALLBACK_NAMESPACE
+from controller.bundle.envoy.extproc_bypass import FALLBACK_NAMESPACE
+from controller.bundle.envoy.lua import fill_marks, lua_set
 from extproc.protocol import NAMESPACE, RESPONSE_LENGTH, RESPONSE_MODEL, TICKET
 
 # Of an event, up to the end of the model's name: some hundred bytes.
@@ -225,4 +225,4 @@ def response_model_script(*, holders: tuple[str, ...] = ()) -> str:
         "@RESPONSE_LENGTH@": RESPONSE_LENGTH,
         "@MOST_HEAD@": str(_MOST_HEAD),
     }
-    return filled(_SCRIPT, marks)
+    return fill_marks(_SCRIPT, marks)

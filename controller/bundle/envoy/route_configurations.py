@@ -21,7 +21,8 @@ from envoy_data_plane.envoy.config.route.v3 import (
 )
 
 from controller.bundle.envoy.clusters import USAGE_CLUSTER
-from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain, to_resource
+from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource
+from controller.bundle.envoy.extproc_bypass import rerouting_config
 from controller.bundle.envoy.filters import (
     BODY_FILTERS,
     CORS_FILTER,
@@ -29,28 +30,27 @@ from controller.bundle.envoy.filters import (
     extproc_filters,
     processing_mode,
 )
-from controller.bundle.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.bundle.envoy.http_routes import (
-    Backends,
+    BackendResolver,
     Configs,
     RuleLocation,
     cors_policy,
-    for_extproc,
+    extproc_route_config,
     http_routes,
-    without_bodies,
-    without_inference,
+    no_body_route_config,
+    no_inference_route_config,
 )
 from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import (
-    call_routes,
     decided_routes,
     default_retries,
-    nowhere,
+    grpc_routes,
+    not_found_action,
     path_routes,
     routes_without_extproc,
 )
-from controller.bundle.envoy.without_extproc import rerouted_as
+from controller.bundle.envoy.virtual_hosts import is_more_specific, listener_domain, virtual_hosts
 from extproc.api.addresses import parse_address
 from extproc.api.matches import ANY_HOST, covers_domain
 from extproc.api.session_affinity import session_headers
@@ -82,9 +82,9 @@ if TYPE_CHECKING:
 
     from envoy_data_plane.google.protobuf import Any
 
-    from controller.bundle.envoy.envoy_json import Memo
-    from controller.bundle.envoy.hosts import Host
+    from controller.bundle.envoy.envoy_json import BuildMemo
     from controller.bundle.envoy.listeners import ListenerGroup
+    from controller.bundle.envoy.virtual_hosts import Host
     from extproc.api.gateway_config import GatewayConfigSpec, Listener
     from extproc.api.model_route import ModelRoute
     from extproc.api.snapshot import Snapshot
@@ -101,7 +101,7 @@ _REPORT_S: Final = 60.0
 _CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLER_USER), (REPORTS, CALLER_REPORTS))
 
 
-def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
+def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: BuildMemo) -> dict[str, object]:
     """The route configuration of ``group``, as a resource of xDS."""
     # CORS is decided before extproc is called: there must be a route for every request
     if snapshot.gateway.listeners or snapshot.gateway_api_routes or snapshot.gateway.cors is not None:
@@ -125,11 +125,11 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
 class _ListenerGroup:
     """A group of listeners with HTTPRoutes or several hosts."""
 
-    def __init__(self, group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> None:
+    def __init__(self, group: ListenerGroup, snapshot: Snapshot, memo: BuildMemo) -> None:
         self._group = group
         self._snapshot = snapshot
         self._memo = memo
-        self._backends = Backends(snapshot)
+        self._backends = BackendResolver(snapshot)
         self._are_named = bool(snapshot.gateway.listeners)
         # hosts differ in their names, domains and routes
         self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
@@ -149,7 +149,9 @@ class _ListenerGroup:
         others = self._other_domains()
         hosts = [
             host
-            for host in hosts_of(self._group.listeners, self._snapshot.gateway_api_routes, are_named=self._are_named)
+            for host in virtual_hosts(
+                self._group.listeners, self._snapshot.gateway_api_routes, are_named=self._are_named
+            )
             if not any(covers_domain(other, host.domain) and is_more_specific(other, host.listener) for other in others)
         ]
         found = [self._host(host) for host in hosts]
@@ -193,7 +195,7 @@ class _ListenerGroup:
             routes.extend({**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in by_path)
             routes.extend(_call_routes(snapshot, self._memo))
             if name is not None:
-                config = self._memo.get(for_extproc, extproc_filters(snapshot.gateway), name)
+                config = self._memo.get(extproc_route_config, extproc_filters(snapshot.gateway), name)
                 found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **config}
             routes.append(self._without_decision(host.listener))
         else:
@@ -213,7 +215,7 @@ class _ListenerGroup:
         if self._group.tls is None:
             return []
         return [
-            domain_of(one)
+            listener_domain(one)
             for other in listener_groups(self._snapshot.gateway)
             if other != self._group and other.address == self._group.address
             for one in other.listeners
@@ -221,7 +223,7 @@ class _ListenerGroup:
 
     def _refusal(self, status: int, message: str, code: str) -> dict[str, object]:
         gateway = self._snapshot.gateway
-        off = self._memo.get(without_inference, gateway.failure_mode == "Open", extproc_filters(gateway))
+        off = self._memo.get(no_inference_route_config, gateway.failure_mode == "Open", extproc_filters(gateway))
         return {**self._memo.get(_refusal, status, message, code), "typed_per_filter_config": off}
 
     def _virtual_host(self, domain: str) -> dict[str, object]:
@@ -232,13 +234,13 @@ def _unread(gateway: GatewayConfigSpec, listener: str | None) -> Configs:
     """For routes of requests whose path names the model: nobody reads their bodies, or answers."""
     mode = processing_mode(reads_body=False, logs_payloads=gateway.payload_log is not None)
     return {
-        **without_bodies(gateway.failure_mode == "Open"),
-        **for_extproc(extproc_filters(gateway), listener, mode=mode),
+        **no_body_route_config(gateway.failure_mode == "Open"),
+        **extproc_route_config(extproc_filters(gateway), listener, mode=mode),
     }
 
 
-def _call_routes(snapshot: Snapshot, memo: Memo) -> Iterator[dict[str, object]]:
-    return call_routes(snapshot, without_bodies(snapshot.gateway.failure_mode == "Open"), memo)
+def _call_routes(snapshot: Snapshot, memo: BuildMemo) -> Iterator[dict[str, object]]:
+    return grpc_routes(snapshot, no_body_route_config(snapshot.gateway.failure_mode == "Open"), memo)
 
 
 def _fallback_domain(listener: str) -> str:
@@ -246,7 +248,9 @@ def _fallback_domain(listener: str) -> str:
     return f"without-extproc/{listener}"
 
 
-def _fallback_host(snapshot: Snapshot, listener: str, routes: Sequence[ModelRoute], memo: Memo) -> dict[str, object]:
+def _fallback_host(
+    snapshot: Snapshot, listener: str, routes: Sequence[ModelRoute], memo: BuildMemo
+) -> dict[str, object]:
     """The routes of all models of a listener, once for all its hosts; requests that extproc did not decide are routed
     again, as if for this one.
     """
@@ -264,7 +268,7 @@ def _refusal(status: int, message: str, code: str) -> dict[str, object]:
     return to_plain(Route(name=code, match=RouteMatch(prefix="/"), direct_response=answer))
 
 
-def _health_routes(gateway: GatewayConfigSpec, memo: Memo) -> list[dict[str, object]]:
+def _health_routes(gateway: GatewayConfigSpec, memo: BuildMemo) -> list[dict[str, object]]:
     """The route of the gateway's own health, if it has one: it enables the filter, which answers in its place."""
     return [memo.get(_health_route, gateway.health_path)] if gateway.health_path else []
 
@@ -276,11 +280,11 @@ def _health_route(path: str) -> dict[str, object]:
     return {**to_plain(made), "typed_per_filter_config": {HEALTH_FILTER: enabled}}
 
 
-def _usage_routes(gateway: GatewayConfigSpec, memo: Memo) -> list[dict[str, object]]:
+def _usage_routes(gateway: GatewayConfigSpec, memo: BuildMemo) -> list[dict[str, object]]:
     """Routes of reports, if there is a process that serves them. Callers are authenticated as for models."""
     if gateway.usage_log is None or gateway.usage_log.api is None:
         return []
-    off = memo.get(without_inference, gateway.failure_mode == "Open", extproc_filters(gateway))
+    off = memo.get(no_inference_route_config, gateway.failure_mode == "Open", extproc_filters(gateway))
     found = [memo.get(_usage_route, path, gateway.usage_log.api) for path in (USAGE_PATH, ORGANIZATION_PATH)]
     return [{**one, "typed_per_filter_config": off} for one in found]
 
@@ -296,7 +300,7 @@ def _usage_route(path: str, api: str) -> dict[str, object]:
         )
         for written, ours in _CALLER
     ]
-    action = RouteAction(cluster=USAGE_CLUSTER, host_rewrite_literal=api, timeout=seconds(_REPORT_S))
+    action = RouteAction(cluster=USAGE_CLUSTER, host_rewrite_literal=api, timeout=duration(_REPORT_S))
     match = RouteMatch(prefix=path) if path.endswith("/") else RouteMatch(path=path)
     return to_plain(Route(name=f"usage{path}", match=match, route=action, request_headers_to_add=added))
 
@@ -306,9 +310,9 @@ def _no_model(fallback: str) -> dict[str, object]:
     are matched again, if there is one. Of a route that answers by itself, Envoy has no policy of other origins, and no
     limit of the size of bodies: over HTTP/2 that was the window of a stream.
     """
-    configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, PackedMessage(rerouted_as(fallback))) if fallback else {}
+    configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, PackedMessage(rerouting_config(fallback))) if fallback else {}
     route = Route(
-        name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere(), typed_per_filter_config=configs
+        name="model_not_found", match=RouteMatch(prefix="/"), route=not_found_action(), typed_per_filter_config=configs
     )
     return to_plain(route)
 

@@ -104,7 +104,7 @@ def engine_key(connection: EngineConnection) -> EngineKey:
     return EngineKey(connection.api_key_file, connection.api_key_env)
 
 
-def credentials_of(spec: ModelServerSpec) -> EngineKey | AwsCredentials | None:
+def upstream_credentials(spec: ModelServerSpec) -> EngineKey | AwsCredentials | None:
     """What requests are shown to be the gateway's by; None: nothing, or the machine that Envoy runs on."""
     if not spec.connection.has_key:
         return None
@@ -134,7 +134,7 @@ def listener_secrets(listener: Listener) -> Iterator[SecretSource]:
 def server_secrets(spec: ModelServerSpec) -> Iterator[SecretSource]:
     """What connections to engines or to a provider need."""
     connection = spec.connection
-    if (credentials := credentials_of(spec)) is not None:
+    if (credentials := upstream_credentials(spec)) is not None:
         yield credentials
     if spec.uses_tls and (found := _engine_authorities(spec)) is not None:
         yield found

@@ -44,8 +44,8 @@ from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType, Percent
 
 from controller.bundle.envoy.authentication import server_tls
-from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, assignment
-from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain, to_resource, typed_extension
+from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, load_assignment
+from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource, typed_extension
 from extproc.api.addresses import join_host_port, parse_target
 from extproc.protocol import (
     CACHED_TOKENS,
@@ -158,14 +158,14 @@ def _tracer(tracing: Tracing, clients: str) -> OpenTelemetryConfig:
     )
     if tracing.protocol == "grpc":
         config.grpc_service = GrpcService(
-            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER), timeout=seconds(_EXPORT_S)
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER), timeout=duration(_EXPORT_S)
         )
     else:
         target = parse_target(tracing.endpoint)
         scheme = "http" if tracing.tls is None else "https"
         uri = f"{scheme}://{join_host_port(target.host, target.port)}{TRACES_PATH}"
         config.http_service = HttpService(
-            http_uri=HttpUri(uri=uri, cluster=COLLECTOR_CLUSTER, timeout=seconds(_EXPORT_S))
+            http_uri=HttpUri(uri=uri, cluster=COLLECTOR_CLUSTER, timeout=duration(_EXPORT_S))
         )
     return config
 
@@ -210,8 +210,8 @@ def collector_clusters(tracing: Tracing | None) -> list[dict[str, object]]:
         name=COLLECTOR_CLUSTER,
         type=ClusterDiscoveryType.STATIC if target.is_ip else ClusterDiscoveryType.STRICT_DNS,
         dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if not target.is_ip else ClusterDnsLookupFamily.AUTO,
-        connect_timeout=seconds(_CONNECT_S),
-        load_assignment=assignment(COLLECTOR_CLUSTER, [join_host_port(target.host, target.port)]),
+        connect_timeout=duration(_CONNECT_S),
+        load_assignment=load_assignment(COLLECTOR_CLUSTER, [join_host_port(target.host, target.port)]),
         circuit_breakers=CircuitBreakers(thresholds=[bounds]),
         transport_socket=None if tracing.tls is None else _socket(target.host, tracing.tls),
         typed_extension_protocol_options={UPSTREAM_OPTIONS: options},

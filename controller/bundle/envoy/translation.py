@@ -47,12 +47,12 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions as UpstreamOptions
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp
 
-from controller.bundle.envoy.answers import refuses_answers
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import socket_cluster
-from controller.bundle.envoy.envoy_json import http_filter, seconds, to_plain
+from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.lua import lua, lua_text
+from controller.bundle.envoy.response_filters import redirect_refusal_filters
 from extproc.protocol import (
     CUT_MARK,
     DESTINATION,
@@ -145,7 +145,7 @@ def translator_cluster(directory: str) -> dict[str, object]:
         http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
     ]
     options = UpstreamOptions(
-        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=duration(_IDLE_S)),
         explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
         http_filters=filters,
     )
@@ -158,12 +158,12 @@ def translator_route() -> dict[str, object]:
     """
     action = RouteAction(
         cluster=TRANSLATOR_CLUSTER,
-        timeout=seconds(0),
-        idle_timeout=seconds(0),
+        timeout=duration(0),
+        idle_timeout=duration(0),
         retry_policy=RetryPolicy(
             retry_on="connect-failure",
             num_retries=5,
-            retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.1), max_interval=seconds(0.5)),
+            retry_back_off=RetryPolicyRetryBackOff(base_interval=duration(0.1), max_interval=duration(0.5)),
         ),
     )
     headers = [HeaderMatcher(name=one, present_match=True) for one in (SERVER_HEADER, TRANSLATE)]
@@ -203,6 +203,6 @@ def _filters() -> list[HttpFilter]:
             "envoy.filters.http.header_mutation",
             MutationFilter(mutations=Mutations(response_mutations=written)),
         ),
-        *refuses_answers(model_paths=False),
+        *redirect_refusal_filters(model_paths=False),
         http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
     ]

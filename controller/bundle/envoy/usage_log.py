@@ -18,9 +18,9 @@ from envoy_data_plane.envoy.type.matcher.v3 import MetadataMatcher, MetadataMatc
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter
-from controller.bundle.envoy.local_replies import when
-from controller.bundle.envoy.usage import STARTED_US
-from controller.bundle.envoy.without_extproc import FALLBACK_MODEL, FALLBACK_NAMESPACE
+from controller.bundle.envoy.extproc_bypass import FALLBACK_MODEL, FALLBACK_NAMESPACE
+from controller.bundle.envoy.local_replies import log_filter_when
+from controller.bundle.envoy.usage_filters import STARTED_US
 from extproc.protocol import (
     CLIENT,
     NAMESPACE,
@@ -67,7 +67,7 @@ _LINE: Final = {
 }
 
 
-def usage_log(path: str, *, translates: bool = False, calls: bool = False) -> AccessLog:
+def usage_access_log(path: str, *, translates: bool = False, calls: bool = False) -> AccessLog:
     """Lines of the requests that extproc has decided or refused, and of those that Envoy balanced or refused for want
     of extproc. ``translates``: some of them are translated. ``calls``: some are of gRPC.
     """
@@ -85,7 +85,7 @@ def usage_log(path: str, *, translates: bool = False, calls: bool = False) -> Ac
                 filters=[
                     _has(NAMESPACE, USAGE_CONTEXT),
                     _has(FALLBACK_NAMESPACE, FALLBACK_MODEL),
-                    when("response.code_details.startsWith('ext_proc') && request.method == 'POST'"),
+                    log_filter_when("response.code_details.startsWith('ext_proc') && request.method == 'POST'"),
                 ]
             )
         ),
@@ -93,7 +93,7 @@ def usage_log(path: str, *, translates: bool = False, calls: bool = False) -> Ac
     )
 
 
-def keeps_for_log() -> HttpFilter:
+def log_metadata_filter() -> HttpFilter:
     """Keeps who the caller is, as routes remove these headers, and when the request began, for the scripts that read
     usage: Lua has no access to that time.
     """

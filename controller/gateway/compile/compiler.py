@@ -14,19 +14,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
-from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATEWAY_API_KINDS
-from controller.gateway.compile.gateway_api.gateway_objects import ROUTES
+from controller.gateway.compile.access_policies import PolicyResult, PolicySet, PolicyTargets, compile_policies
+from controller.gateway.compile.deletion_grace import KINDS as GRACED_KINDS
+from controller.gateway.compile.deletion_grace import RESTRICTIONS, GracePeriods
+from controller.gateway.compile.gateway_api.compiler import GatewayApiCompiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
+from controller.gateway.compile.gateway_api.object_cache import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.gateway_api.object_cache import ROUTES
 from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
-from controller.gateway.compile.grace import KINDS as GRACED_KINDS
-from controller.gateway.compile.grace import RESTRICTIONS, Grace
-from controller.gateway.compile.policies import PolicyResult, PolicySet, PolicyTargets, compile_policies
-from controller.gateway.compile.routes import RouteResult, compile_routes
-from controller.gateway.compile.secrets import Pointer, bounded_name
-from controller.gateway.compile.servers import ServerSet, empty_server
-from controller.gateway.compile.sources import SOURCE_KINDS, SourceObject, source_of
-from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, WantedCondition, WantedStatus, fails, holds
+from controller.gateway.compile.model_routes import RouteResult, compile_routes
+from controller.gateway.compile.model_servers import ServerSet, empty_server
+from controller.gateway.compile.referenced_secrets import ReferencedKey, bounded_name
+from controller.gateway.compile.source_objects import SOURCE_KINDS, SourceObject, decode_source
+from controller.kube.conditions import (
+    IN_DIRECTORY,
+    NO_MISTAKE,
+    WantedCondition,
+    WantedStatus,
+    condition_false,
+    condition_true,
+)
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.load import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
 from extproc.api.model_route import ModelRoute
@@ -36,7 +43,7 @@ from extproc.api.snapshot import Snapshot, failure_mode_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from controller.gateway.compile.grace import GraceState
+    from controller.gateway.compile.deletion_grace import GraceState
     from extproc.api.addresses import Network
     from extproc.api.gateway_config import Listener
     from extproc.api.picker_config import PickerCheck
@@ -48,7 +55,7 @@ GATEWAY_FILE: Final = "gateway.json"
 _POLICIES: Final = {"ModelAccessPolicy": compile_policies}
 
 
-def size_problem(files: Mapping[str, bytes]) -> str:
+def directory_size_problem(files: Mapping[str, bytes]) -> str:
     """Why a directory of ``files`` would be refused, and the objects that cause it; empty if it would not be.
 
     A reader that starts with a directory that is too large serves nothing at all.
@@ -82,7 +89,7 @@ class CompileResult(msgspec.Struct, frozen=True):
     files: Mapping[str, bytes]
     statuses: Mapping[tuple[str, str], WantedStatus]
     refused: str = ""
-    pointers: frozenset[Pointer] = frozenset()
+    pointers: frozenset[ReferencedKey] = frozenset()
     graced: frozenset[tuple[str, str]] = frozenset()
     again_s: float = math.inf
 
@@ -113,10 +120,10 @@ class Compiler:
         self._routes_stale = True
         self._policy_sets = {kind: PolicySet(compile_all) for kind, compile_all in _POLICIES.items()}
         self._policies: Mapping[tuple[str, str], PolicyResult] = {}
-        self._api = GatewayApi(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
-        self._documents = GatewayDocuments(self._api.resolve_pointer)
-        self._servers = ServerSet(check_picker, self._api.resolve_pointer, networks)
-        self._grace = Grace(grace_s)
+        self._api = GatewayApiCompiler(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
+        self._documents = GatewayDocuments(self._api.referenced_object)
+        self._servers = ServerSet(check_picker, self._api.referenced_object, networks)
+        self._grace = GracePeriods(grace_s)
 
     def update_object(self, kind: str, key: str, thing: Mapping[str, Any] | None, now_s: float = 0.0) -> None:
         """An object as it is now; None: it is gone."""
@@ -131,9 +138,9 @@ class Compiler:
             self._api.put(kind, key, thing)
             if kind == "InferencePool":
                 self._servers.put_pool(key, thing)
-            self._servers.pointed_changed(kind, key)
+            self._servers.on_referenced_changed(kind, key)
         else:
-            self._put_source(kind, key, None if thing is None else source_of(thing), now_s)
+            self._put_source(kind, key, None if thing is None else decode_source(thing), now_s)
 
     def compile(self, now_s: float = 0.0) -> CompileResult:
         """The directory and statuses for the current objects."""
@@ -153,14 +160,14 @@ class Compiler:
             (kind, key): one for kind, set_ in self._policy_sets.items() for key, one in set_.compile(served).items()
         }
         has_policies = any(kind in RESTRICTIONS and one.document for (kind, _), one in self._policies.items())
-        gateway = self._documents.make(
+        gateway = self._documents.build_document(
             self._config_in_effect(), self._api.listener_documents(), has_policies=has_policies
         )
         files = dict(self._files(gateway, documents))
         statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
-        pointers = self._api.pointers() | self._servers.pointers() | gateway.pointers
-        refused = self._refusal(gateway) or size_problem(files)
-        return CompileResult(files, statuses, refused, pointers, self._grace.running, self._grace.next_s)
+        pointers = self._api.referenced_keys() | self._servers.referenced_keys() | gateway.pointers
+        refused = self._refusal(gateway) or directory_size_problem(files)
+        return CompileResult(files, statuses, refused, pointers, self._grace.objects_in_grace, self._grace.next_s)
 
     def _put_source(self, kind: str, key: str, source: SourceObject | None, now_s: float) -> None:
         if kind in GRACED_KINDS:
@@ -242,7 +249,7 @@ class Compiler:
     def _backends(self) -> Iterator[tuple[tuple[str, str], bytes]]:
         """What routes name."""
         named = {key for route in self._routes.values() for key in route.servers}
-        for key, document in self._servers.documents(named.union(self._api.named_servers())):
+        for key, document in self._servers.documents(named.union(self._api.route_server_keys())):
             yield ("ModelServer", key), document
         for kind, key, document in self._api.documents():
             yield (kind, key), document
@@ -265,17 +272,24 @@ class Compiler:
 
     def _config_status(self, config: SourceObject, gateway: GatewayDocument, *, has_policies: bool) -> WantedStatus:
         conditions: tuple[WantedCondition, ...] = (
-            holds("Accepted", gateway.note or NO_MISTAKE),
-            *([fails("ResolvedRefs", "SecretNotUsable", "; ".join(gateway.missing))] if gateway.missing else []),
-            holds("Programmed", IN_DIRECTORY),
+            condition_true("Accepted", gateway.note or NO_MISTAKE),
+            *(
+                [condition_false("ResolvedRefs", "SecretNotUsable", "; ".join(gateway.missing))]
+                if gateway.missing
+                else []
+            ),
+            condition_true("Programmed", IN_DIRECTORY),
         )
         if config.mistakes:
             stays = "nothing is changed until it is corrected; what is served stays"
             message = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
-            conditions = fails("Accepted", "Invalid", config.complaint()), fails("Programmed", "Invalid", message)
+            conditions = (
+                condition_false("Accepted", "Invalid", config.mistakes_text()),
+                condition_false("Programmed", "Invalid", message),
+            )
         elif config.key != self._api.parameters.config:
             message = f"GatewayConfig {self._api.parameters.config} is in effect"
-            conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", message)
+            conditions = condition_true("Accepted", NO_MISTAKE), condition_false("Programmed", "Conflict", message)
         return WantedStatus(
             kind=config.kind,
             key=config.key,
@@ -306,7 +320,7 @@ class Compiler:
             if gateway is None:
                 return f"there is no GatewayConfig {self._gateway}"
             if gateway.mistakes:
-                return f"GatewayConfig {self._gateway}: {gateway.complaint()}"
+                return f"GatewayConfig {self._gateway}: {gateway.mistakes_text()}"
         if document.refused:
             return f"GatewayConfig {self._api.parameters.config} with what it refers to: {document.refused}"
         return ""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import file_name
+from controller.gateway.compile.model_servers import compile_picker
 from controller.gateway.compile.picker_mode import PICKER_FIELDS, PickerOutcome, PoolProblem
 from controller.gateway.compile.pods import POD_LABEL
-from controller.gateway.compile.servers import compile_picker
-from controller.gateway.compile.sources import source_of
+from controller.gateway.compile.source_objects import decode_source
 from extproc.api.addresses import parse_endpoint
 from extproc.api.documents import Document, parse_document
 from extproc.api.errors import ConfigInvalid, Mistake
@@ -28,7 +28,7 @@ from extproc.api.spec import API_VERSION, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.gateway.compile.servers import Picker
+    from controller.gateway.compile.model_servers import CompiledPicker
     from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
 
 TYPES: Final = ("file-discovery", "multicluster-file-discovery")
@@ -51,7 +51,7 @@ class DiscoveryInvalid(Exception):
     """The file asks for a way to find endpoints that there is not; the message says which there are."""
 
 
-def discovery_of(config: EndpointPickerConfig) -> FileDiscovery | None:
+def parse_file_discovery(config: EndpointPickerConfig) -> FileDiscovery | None:
     """How the endpoints are found without a cluster; None: the file does not say so. Raises DiscoveryInvalid."""
     sections = [one for one in (config.data_layer, config.data) if isinstance(one, dict)]
     found = next((one["discovery"] for one in sections if one.get("discovery") is not None), None)
@@ -147,7 +147,7 @@ class FilePoolCompiler:
         self._check_picker = check_picker
         self._problems: dict[str, PoolProblem] = {}
         # the last ones that could be used
-        self._picker: Picker | None = None
+        self._picker: CompiledPicker | None = None
         self._endpoints: tuple[Mapping[str, Any], ...] | None = None
 
     def put_config(self, text: str | None) -> None:
@@ -201,9 +201,9 @@ class FilePoolCompiler:
         namespace, name = self._pool.split("/")
         spec.setdefault("model", name)
         metadata = {"name": name, "namespace": namespace}
-        source = source_of({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
+        source = decode_source({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
         if source.mistakes:
-            problem = PoolProblem("PoolInvalid", source.complaint())
+            problem = PoolProblem("PoolInvalid", source.mistakes_text())
             return PickerOutcome(None, (*self._problems.values(), problem))
         files = {self._picker.file: self._picker.content, file_name("ModelServer", self._pool): source.document()}
         count = len(self._endpoints)

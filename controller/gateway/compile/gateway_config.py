@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.policies import failure_mode
-from controller.gateway.compile.secrets import PointedObject, Pointer
-from controller.gateway.compile.sources import SourceObject, to_bytes
+from controller.gateway.compile.access_policies import failure_mode
+from controller.gateway.compile.referenced_secrets import ReferencedKey, ReferencedObject
+from controller.gateway.compile.source_objects import SourceObject, to_bytes
 from extproc.api import spec as patterns
 from extproc.api.addresses import parse_address
 from extproc.api.authentication import has_usable_key
@@ -54,7 +54,7 @@ class GatewayConfigs:
         if config is None:
             return "there is no such GatewayConfig"
         if config.mistakes or not isinstance(config.decoded, GatewayConfig):
-            return config.complaint()
+            return config.mistakes_text()
         return ""
 
     def needs_certificates(self, key: str | None) -> bool:
@@ -91,7 +91,7 @@ class Credentials(msgspec.Struct, frozen=True):
     cache_secret: str | None = None
 
 
-def secrets_of(authentication: Authentication | None, namespace: str) -> frozenset[str]:
+def referenced_secrets(authentication: Authentication | None, namespace: str) -> frozenset[str]:
     """The Secrets that it points to, as ``namespace/name``."""
     if authentication is None:
         return frozenset()
@@ -245,23 +245,23 @@ class GatewayDocument(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     note: str = ""
     refused: str = ""
-    pointers: frozenset[Pointer] = frozenset()
+    pointers: frozenset[ReferencedKey] = frozenset()
 
 
 class GatewayDocuments:
     """Rebuilds the document only when an input has changed. ``pointed``: the target of a pointer, if it is read."""
 
-    def __init__(self, pointed: Callable[[Pointer], PointedObject | None]) -> None:
+    def __init__(self, pointed: Callable[[ReferencedKey], ReferencedObject | None]) -> None:
         self._pointed = pointed
         self._last: tuple[object, GatewayDocument] | None = None
 
-    def make(
+    def build_document(
         self, source: SourceObject | None, listeners: Sequence[Mapping[str, Any]] | None, *, has_policies: bool
     ) -> GatewayDocument:
         """``source``: None for the defaults. ``listeners``: None if there is no Gateway, and it has its own."""
         authentication = _authentication(source)
         namespace = "" if source is None else source.namespace
-        pointers = frozenset(Pointer("Secret", key) for key in secrets_of(authentication, namespace))
+        pointers = frozenset(ReferencedKey("Secret", key) for key in referenced_secrets(authentication, namespace))
         secrets = {one.key: found for one in pointers if (found := self._pointed(one)) is not None}
         given = source, listeners, has_policies, secrets
         if self._last is None or self._last[0] != given:
@@ -273,7 +273,7 @@ class GatewayDocuments:
 def _make(
     source: SourceObject | None,
     listeners: Sequence[Mapping[str, Any]] | None,
-    secrets: Mapping[str, PointedObject],
+    secrets: Mapping[str, ReferencedObject],
     *,
     has_policies: bool,
 ) -> GatewayDocument:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.gateway_api.objects import Read
-from controller.gateway.compile.pools import KIND, PoolServer, server_of
-from controller.gateway.compile.servers import compile_picker, picker_file_name
-from controller.gateway.compile.sources import source_of
+from controller.gateway.compile.gateway_api.resource_types import ResourceStruct
+from controller.gateway.compile.inference_pools import KIND, PoolServer, server_from_pool
+from controller.gateway.compile.model_servers import compile_picker, picker_file_name
+from controller.gateway.compile.source_objects import decode_source
 from extproc.api.picker_config import check_shape_alone
 from extproc.api.spec import NonEmpty, namespace_of, object_key
 
@@ -172,8 +172,8 @@ class PickerCompiler:
     def _server_of(self, pool: Mapping[str, Any], rewrites: Mapping[str, Any]) -> PoolServer:
         """Without a server if its spec is invalid, too."""
         named = None if self._picker_config is None else self._picker_config.partition("/")[2]
-        found = server_of(pool, prefix="", picker_config=named, fields={**self._fields, **rewrites})
-        complaint = "" if found.server is None else source_of(found.server).complaint()
+        found = server_from_pool(pool, prefix="", picker_config=named, fields={**self._fields, **rewrites})
+        complaint = "" if found.server is None else decode_source(found.server).mistakes_text()
         return PoolServer(None, complaint) if complaint else found
 
     def _picker_of(self, server: Mapping[str, Any] | None) -> str:
@@ -211,21 +211,21 @@ class PickerCompiler:
         )
 
 
-class _Rewritten(Read, frozen=True):
+class _Rewritten(ResourceStruct, frozen=True):
     model_rewrite: NonEmpty
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | None = None
 
 
-class _AskedModel(Read, frozen=True):
+class _AskedModel(ResourceStruct, frozen=True):
     value: NonEmpty
     type: Literal["Exact"] | None = None
 
 
-class _RewriteMatch(Read, frozen=True):
+class _RewriteMatch(ResourceStruct, frozen=True):
     model: _AskedModel
 
 
-class _RewriteRule(Read, frozen=True):
+class _RewriteRule(ResourceStruct, frozen=True):
     targets: Annotated[list[_Rewritten], msgspec.Meta(min_length=1, max_length=64)]
     matches: Annotated[list[_RewriteMatch], msgspec.Meta(max_length=1000)] | None = None
 

@@ -53,13 +53,13 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         """``namespace/name``."""
         return object_key(self.namespace, self.name)
 
-    def has(self, labels: Mapping[str, str]) -> bool:
+    def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Whether all of ``labels`` are the pod's."""
         return all(self.labels.get(name) == value for name, value in labels.items())
 
     def is_selected(self, selectors: Iterable[Mapping[str, str]]) -> bool:
         """Whether all labels of one of these are the pod's."""
-        return any(self.has(labels) for labels in selectors)
+        return any(self.has_labels(labels) for labels in selectors)
 
     def endpoints(self, ports: Sequence[int]) -> Iterator[Mapping[str, Any]]:
         """What requests can be sent to: a ready pod's ports, as documents have endpoints."""
@@ -79,7 +79,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
             yield endpoint
 
 
-def pod_of(thing: Mapping[str, Any]) -> Pod:
+def parse_pod(thing: Mapping[str, Any]) -> Pod:
     """A pod as the API server has it."""
     metadata, status, node = thing["metadata"], thing.get("status") or {}, (thing.get("spec") or {}).get("nodeName")
     annotations = metadata.get("annotations") or {}
@@ -112,8 +112,8 @@ def pod_endpoints(ports: Sequence[int], pods: Iterable[Pod]) -> list[Mapping[str
 
 
 def trimmed_engine_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``pod_of`` reads, in its place: a fifteenth of the whole, and still what compilation takes, a pod as the API
-    server has it.
+    """What ``parse_pod`` reads, in its place: a fifteenth of the whole, and still what compilation takes, a pod as the
+    API server has it.
     """
     metadata, status = thing["metadata"], thing.get("status") or {}
     kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp")
@@ -169,7 +169,7 @@ class PodIndex:
         self._selectors: dict[str, dict[str, Sequence[Mapping[str, str]]]] = {}
         self._selected: dict[str, dict[str, Pod]] = {}
 
-    def select(self, owner: str, *selectors: Mapping[str, str]) -> None:
+    def set_selectors(self, owner: str, *selectors: Mapping[str, str]) -> None:
         """From now on ``owner`` has the pods of ``selectors``; without one it has none."""
         namespace = namespace_of(owner)
         owners = self._selectors.setdefault(namespace, {})
@@ -181,7 +181,7 @@ class PodIndex:
             pods = self._pods.get(namespace, {})
             self._selected[owner] = {key: pod for key, pod in pods.items() if pod.is_selected(selectors)}
 
-    def put(self, key: str, pod: Pod | None) -> list[str]:
+    def set_pod(self, key: str, pod: Pod | None) -> list[str]:
         """A pod as it is now, None if it is gone; the owners that this concerns."""
         namespace = namespace_of(key)
         pods = self._pods.setdefault(namespace, {})
@@ -201,6 +201,6 @@ class PodIndex:
             concerned.append(owner)
         return concerned
 
-    def of(self, owner: str) -> Collection[Pod]:
+    def find_pods(self, owner: str) -> Collection[Pod]:
         """The pods that ``owner`` selects."""
         return self._selected.get(owner, {}).values()

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, file_name
-from controller.kube.conditions import WantedCondition, WantedList, WantedStatus, fails, holds, item_about
+from controller.kube.conditions import (
+    WantedCondition,
+    WantedList,
+    WantedStatus,
+    condition_false,
+    condition_true,
+    find_list_item,
+)
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ PROGRAMMED: Final = "Programmed"
 _IN_GATEWAY_FILE: Final = ("GatewayConfig", "Gateway")
 
 
-class Consumer(msgspec.Struct, frozen=True):
+class ConfigConsumer(msgspec.Struct, frozen=True):
     """A process that reads the directory. ``name``: for people. ``report``: None if it does not answer. ``is_writer``:
     it is the one that writes the directory.
     """
@@ -38,7 +45,7 @@ class Consumer(msgspec.Struct, frozen=True):
         return "" if self.report is None else self.report.refused
 
     @property
-    def has_nothing(self) -> bool:
+    def serves_nothing(self) -> bool:
         """Whether it serves nothing, not even what it served before."""
         return self.report is not None and self.report.has_nothing
 
@@ -50,11 +57,11 @@ class Consumer(msgspec.Struct, frozen=True):
         return self.report.waiting or f"{self.name} has not taken it yet"
 
 
-def with_use(
+def add_programmed_condition(
     wanted: WantedStatus,
     observed: Mapping[str, Any],
     digests: Mapping[str, str],
-    consumers: Sequence[Consumer],
+    consumers: Sequence[ConfigConsumer],
 ) -> WantedStatus:
     """``wanted`` with the consumers' reports. ``observed``: the status of the object as it is. ``digests``: of the
     files that the directory should have.
@@ -84,7 +91,7 @@ def with_use(
     )
 
 
-def is_settled(statuses: Iterable[WantedStatus]) -> bool:
+def are_statuses_known(statuses: Iterable[WantedStatus]) -> bool:
     """Whether no status waits for a consumer's report."""
     return not any(one.status == "Unknown" for status in statuses for one in _all_conditions(status))
 
@@ -103,7 +110,7 @@ def _list_as_used(
 ) -> WantedList:
     items = observed.get(wanted.name) or ()
     entries = [
-        msgspec.structs.replace(one, conditions=as_used(one.conditions, item_about(one.identity, items)))
+        msgspec.structs.replace(one, conditions=as_used(one.conditions, find_list_item(one.identity, items)))
         for one in wanted.entries
     ]
     return msgspec.structs.replace(wanted, entries=tuple(entries))
@@ -113,25 +120,25 @@ def _is_programmed(conditions: Iterable[WantedCondition]) -> bool:
     return any(one.type == PROGRAMMED and one.status == "True" for one in conditions)
 
 
-def _programmed(file: str, digest: str, consumers: Sequence[Consumer], *, was_used: bool) -> WantedCondition:
+def _programmed(file: str, digest: str, consumers: Sequence[ConfigConsumer], *, was_used: bool) -> WantedCondition:
     behind = [one for one in consumers if not one.has_loaded(file, digest)]
     refusing = next((one for one in behind if one.refusal), None)
     why = next((one.refusal for one in consumers if one.refusal), "")
     # an object that was in use stays so, unless a consumer reports its loss
-    if not behind or (was_used and not any(one.has_nothing for one in consumers)):
+    if not behind or (was_used and not any(one.serves_nothing for one in consumers)):
         users = [one.name for one in consumers if not one.is_writer]
         message = (
             f"in use by {' and '.join(users)}" if users else "in the directory; nobody is asked whether it is in use"
         )
-        return holds(PROGRAMMED, f"{message}; no change is used: {why}" if why else message)
+        return condition_true(PROGRAMMED, f"{message}; no change is used: {why}" if why else message)
     if refusing is not None:
         reason = "GatewayConfigInvalid" if refusing.is_writer else "Refused"
-        return fails(PROGRAMMED, reason, f"{refusing.name} does not use it: {refusing.refusal}")
+        return condition_false(PROGRAMMED, reason, f"{refusing.name} does not use it: {refusing.refusal}")
     return WantedCondition(PROGRAMMED, "Unknown", "Pending", behind[0].wait_reason)
 
 
 def _with_wrong_model(
-    conditions: tuple[WantedCondition, ...], key: str, consumers: Sequence[Consumer]
+    conditions: tuple[WantedCondition, ...], key: str, consumers: Sequence[ConfigConsumer]
 ) -> tuple[WantedCondition, ...]:
     """Available has endpoints, and names a ``model`` that none of them lists. Some engines take any name."""
     reports = [one.report for one in consumers if one.report is not None]
@@ -147,7 +154,7 @@ def _with_wrong_model(
 
 
 def _with_breaker(
-    conditions: tuple[WantedCondition, ...], key: str, consumers: Sequence[Consumer]
+    conditions: tuple[WantedCondition, ...], key: str, consumers: Sequence[ConfigConsumer]
 ) -> tuple[WantedCondition, ...]:
     """It is not available while some process refuses its requests because they fail."""
     reports = [one.report for one in consumers if one.report is not None]
@@ -155,7 +162,7 @@ def _with_breaker(
     if not problem:
         return conditions
     return tuple(
-        fails("Available", "BreakerOpen", f"{one.message}; {problem}")
+        condition_false("Available", "BreakerOpen", f"{one.message}; {problem}")
         if one.type == "Available" and one.status == "True"
         else one
         for one in conditions
@@ -167,11 +174,11 @@ def _was_used(observed: Mapping[str, Any], generation: int) -> bool:
     return any(one.get("status") == "True" and one.get("observedGeneration") == generation for one in known)
 
 
-def _keys(consumers: Sequence[Consumer]) -> Iterable[WantedCondition]:
+def _keys(consumers: Sequence[ConfigConsumer]) -> Iterable[WantedCondition]:
     """Keys and key sets are read by the bundle's writer, which reports missing ones."""
     reports = [one.report for one in consumers if one.report is not None]
     missing = sorted({text for report in reports for text in report.missing_keys})
     if missing:
         message = f"whoever uses one of these keys is refused until it is there: {'; '.join(missing)}"
-        return [fails("ResolvedRefs", "KeyNotFound", message)]
-    return [holds("ResolvedRefs", "no key or key set is missing")] if len(reports) > 1 else []
+        return [condition_false("ResolvedRefs", "KeyNotFound", message)]
+    return [condition_true("ResolvedRefs", "no key or key set is missing")] if len(reports) > 1 else []

@@ -24,11 +24,11 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
-from controller.models.model.pods import ADAPTERS_FILE, digest, model_infer_spec, warmers
+from controller.models.model.pod_templates import ADAPTERS_FILE, cache_warmers, digest, model_infer_spec
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
-from controller.models.runtimes.legs import own_connector
-from controller.models.runtimes.settings import AGENT_PORT, format_of
-from controller.models.runtimes.steps import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, named_steps
+from controller.models.runtimes.prefill_connectors import gateway_connector
+from controller.models.runtimes.settings import AGENT_PORT, model_format
+from controller.models.runtimes.transformer_explainer import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, all_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from controller.api.model import Backend, Disaggregation
     from controller.api.serving_runtime import EngineConfig, ServingRuntimeSpec
-    from controller.api.steps import Transformer
+    from controller.api.transformer_explainer import Transformer
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
     from controller.models.runtimes.presets import Preset
 
@@ -56,7 +56,7 @@ _REPLICAS: Final = ("spec", "replicas")
 _UNKNOWN: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-def with_digest(thing: Object) -> Object:
+def add_digest_annotation(thing: Object) -> Object:
     """With its digest."""
     digest = sha256(msgspec.json.encode(thing, order="sorted")).hexdigest()[:16]
     metadata = {**thing["metadata"], "annotations": {**(thing["metadata"].get("annotations") or {}), APPLIED: digest}}
@@ -98,7 +98,7 @@ def may_be_at_zero(model: ResolvedModel, backend: Backend) -> bool:
     if wanted is None or model.spec.stop or not backend.target_names:
         return False
     if apart is not None and apart.is_scaled:
-        return apart.may_be_at_zero and _least(model) == 0
+        return apart.can_scale_to_zero and _least(model) == 0
     says_so = backend.min_replicas is None and model.to_zero is not None
     return wanted.scale_to_zero is not None or backend.min_replicas == 0 or says_so
 
@@ -125,15 +125,15 @@ def reported_start_times(
     }
     found = {}
     for made in model.backends:
-        server = servers.get(model.child(made.backend), {})
+        server = servers.get(model.child_name(made.backend), {})
         told = ((server.get("spec") or {}).get("activation") or {}).get("startTime")
-        start_time = start_time_of(measured.get(made.backend.name), told)
+        start_time = smoothed_start_time(measured.get(made.backend.name), told)
         if start_time is not None:
             found[made.backend.name] = start_time
     return found
 
 
-def start_time_of(measured_s: float | None, told: str | None) -> str | None:
+def smoothed_start_time(measured_s: float | None, told: str | None) -> str | None:
     """The start time to write for a start that took ``measured_s``; ``told``: the one written before; None: unknown."""
     if not measured_s:
         return told
@@ -149,7 +149,7 @@ def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mappin
     spec: dict[str, Any] = {
         # no model of many has such a name
         "model": f"{model.served_name}/*" if model.spec.models else model.served_name,
-        "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
+        "workloadSelector": {"matchLabels": {MODEL_INFER: model.child_name(made.backend), ENTRY: "true"}},
         **_ports(model.spec.transformer, preset),
     }
     if made.protocol != "OpenAI":
@@ -182,7 +182,7 @@ def _ports(transformer: Transformer | None, preset: ServingRuntimeSpec) -> dict[
 
 def step_server_spec(model: ResolvedModel, made: ResolvedBackend) -> dict[str, Any]:
     """The ModelServer of a step. The gateway has repeated what the predictor refuses; once more would multiply it."""
-    step = dict(named_steps(model.spec))[made.backend.name]
+    step = dict(all_steps(model.spec))[made.backend.name]
     return {**server_spec(model, made, {}), "trafficPolicy": {"timeout": str(step.timeout), "retry": {"attempts": 1}}}
 
 
@@ -230,14 +230,14 @@ def _pd_group(preset: Preset, wanted: Disaggregation) -> dict[str, Any]:
         "decodeLabels": {ROLE: "decode"},
         "groupKey": GROUP_REVISION,
     }
-    connector = own_connector(preset.spec.engine, wanted)
+    connector = gateway_connector(preset.spec.engine, wanted)
     if connector is None:
         return {**found, "leg": "Sidecar"}
     found |= {"leg": "Gateway", "connector": connector}
     return found if wanted.on_prefill_failure is None else {**found, "onPrefillFailure": wanted.on_prefill_failure}
 
 
-def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
+def traffic_weights(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
     """Weights by backend. ``ready``: replicas that serve, by backend.
 
     A backend without a ready replica gets no requests while another has one, so that a canary that does not start loses
@@ -248,20 +248,20 @@ def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
     return {name: serving.get(name, 0) for name in written} if serving else written
 
 
-def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+def model_routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
     """ModelRoutes by name: one for the served name and the adapters, one by which steps call the predictor, and one for
     each alias.
     """
     # a request goes to those of its protocol, by their weights among themselves
-    targets = [(model.child(one.backend), weights[one.backend.name]) for one in model.backends]
+    targets = [(model.child_name(one.backend), weights[one.backend.name]) for one in model.backends]
     if model.spec.transformer is None and not model.spec.models:
         targets += [
-            (model.grpc_child(one.backend), weights[one.backend.name])
+            (model.grpc_child_name(one.backend), weights[one.backend.name])
             for one in model.backends
             if one.preset.spec.grpc_protocol is not None
         ]
     predictor = {"targetModels": [{"modelServerName": name, "weight": weight} for name, weight in targets]}
-    steps = {one.backend.name: [{"modelServerName": model.child(one.backend)}] for one in model.steps}
+    steps = {one.backend.name: [{"modelServerName": model.child_name(one.backend)}] for one in model.steps}
     rules: list[dict[str, Any]] = (
         [{"modelMatch": EXPLAIN_MATCH, "targetModels": steps[EXPLAINER]}] if EXPLAINER in steps else []
     )
@@ -269,7 +269,7 @@ def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[s
     shared: dict[str, Any] = {"rules": rules}
     if model.spec.parent_refs:
         shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
-    adapters = [one.name for one in model.spec.declared]
+    adapters = [one.name for one in model.spec.declared_adapters_and_models]
     if model.spec.models:
         yield model.name, {"loraAdapters": adapters, **shared}
         return
@@ -319,7 +319,7 @@ def binding_spec(model: ResolvedModel) -> dict[str, Any] | None:
 def _targets(model: ResolvedModel, backend: Backend) -> Iterator[dict[str, Any]]:
     """Its groups, or its two stages, whose lower bounds hold even at no load, unless both go to zero together."""
     common: dict[str, Any] = {
-        "ref": {"apiVersion": API_VERSION, "kind": "ModelInfer", "name": model.child(backend)},
+        "ref": {"apiVersion": API_VERSION, "kind": "ModelInfer", "name": model.child_name(backend)},
         "cost": backend.cost,
         "spot": backend.spot,
         **({"accelerator": backend.accelerator} if backend.accelerator else {}),
@@ -348,7 +348,7 @@ def _least(model: ResolvedModel) -> int:
     return 0 if model.to_zero is not None or (wanted is not None and wanted.scale_to_zero is not None) else 1
 
 
-class Child(msgspec.Struct, frozen=True):
+class ChildObject(msgspec.Struct, frozen=True):
     """``yields``: fields that others may own."""
 
     resource: Resource
@@ -356,9 +356,9 @@ class Child(msgspec.Struct, frozen=True):
     yields: tuple[tuple[str, ...], ...] = ()
 
 
-def children(
+def child_objects(
     model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int], start_times: Mapping[str, str] = _UNKNOWN
-) -> list[Child]:
+) -> list[ChildObject]:
     """In the order in which they are applied. ``ready``: replicas that serve, by backend; ``start_times``: what starts
     take.
     """
@@ -366,7 +366,9 @@ def children(
     return sorted(found, key=lambda one: CHILDREN.index(one.resource))
 
 
-def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Mapping[str, str]) -> Iterator[Child]:
+def _of_backends(
+    model: ResolvedModel, settings: ModelSettings, start_times: Mapping[str, str]
+) -> Iterator[ChildObject]:
     for made in model.backends:
         # stages are scaled within one group
         is_scaled = not made.backend.scales_stages and (model.spec.autoscaling is not None or not made.says_replicas)
@@ -374,44 +376,46 @@ def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Map
         yield from _of_group(model, made, settings, spec, is_scaled=is_scaled)
         calls = grpc_server_spec(model, made, start_times)
         if calls is not None:
-            called, labels = model.grpc_child(made.backend), {BACKEND: made.backend.name}
-            yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, called, {"spec": calls}, labels))
+            called, labels = model.grpc_child_name(made.backend), {BACKEND: made.backend.name}
+            yield ChildObject(MODEL_SERVERS, _object(model, MODEL_SERVERS, called, {"spec": calls}, labels))
     for made in model.steps:
-        spec = step_server_spec(model.of_steps, made)
-        yield from _of_group(model.of_steps, made, settings, spec, is_scaled=not made.says_replicas)
+        spec = step_server_spec(model.without_engine_fields, made)
+        yield from _of_group(model.without_engine_fields, made, settings, spec, is_scaled=not made.says_replicas)
 
 
 def _of_group(
     model: ResolvedModel, made: ResolvedBackend, settings: ModelSettings, server: Mapping[str, Any], *, is_scaled: bool
-) -> Iterator[Child]:
+) -> Iterator[ChildObject]:
     """What runs a backend or a step, and how gateways see it. ``is_scaled``: others write how many there are."""
-    name, labels = model.child(made.backend), {BACKEND: made.backend.name}
+    name, labels = model.child_name(made.backend), {BACKEND: made.backend.name}
     infer = _object(model, MODEL_INFERS, name, {"spec": model_infer_spec(model, made, settings)}, labels)
     # a stopped Model has no replicas, even if another writer scales it
-    yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled and not model.spec.stop else ())
-    yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": server}, labels))
+    yield ChildObject(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled and not model.spec.stop else ())
+    yield ChildObject(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": server}, labels))
 
 
-def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:
-    if model.spec.declared:
+def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[ChildObject]:
+    if model.spec.declared_adapters_and_models:
         declared: dict[str, dict[str, Any]] = {
-            one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.declared
+            one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.declared_adapters_and_models
         }
         for one in model.spec.models:
-            weights_format = format_of(one.uri, one.format or model.spec.format).name
+            weights_format = model_format(one.uri, one.format or model.spec.format).name
             declared[one.name] |= {"memory": int(one.memory or 0), "format": weights_format}
         text = msgspec.json.format(msgspec.json.encode(declared, order="sorted"), indent=2).decode()
-        yield Child(CONFIG_MAPS, _object(model, CONFIG_MAPS, f"{model.name}-adapters", {"data": {ADAPTERS_FILE: text}}))
-    for resource, name, spec in warmers(model, settings):
-        yield Child(resource, _object(model, resource, name, {"spec": spec}))
-    for name, spec in routes(model, shares(model, ready)):
-        yield Child(MODEL_ROUTES, _object(model, MODEL_ROUTES, name, {"spec": spec}))
+        yield ChildObject(
+            CONFIG_MAPS, _object(model, CONFIG_MAPS, f"{model.name}-adapters", {"data": {ADAPTERS_FILE: text}})
+        )
+    for resource, name, spec in cache_warmers(model, settings):
+        yield ChildObject(resource, _object(model, resource, name, {"spec": spec}))
+    for name, spec in model_routes(model, traffic_weights(model, ready)):
+        yield ChildObject(MODEL_ROUTES, _object(model, MODEL_ROUTES, name, {"spec": spec}))
     for resource, found in (
         (AUTOSCALING_POLICIES, policy_spec(model)),
         (AUTOSCALING_POLICY_BINDINGS, binding_spec(model)),
     ):
         if found is not None:
-            yield Child(resource, _object(model, resource, model.name, {"spec": found}))
+            yield ChildObject(resource, _object(model, resource, model.name, {"spec": found}))
 
 
 def _object(

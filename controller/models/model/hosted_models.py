@@ -23,7 +23,7 @@ _LONGEST: Final = 300
 _MOST_NAMED: Final = 5
 
 
-def pods_with_lists(model: ResolvedModel, pods: Sequence[Object]) -> frozenset[str]:
+def pods_hosting_models(model: ResolvedModel, pods: Sequence[Object]) -> frozenset[str]:
     """The running engines' pods, by key; none if the Model has one model."""
     if not model.spec.models:
         return frozenset()
@@ -31,10 +31,10 @@ def pods_with_lists(model: ResolvedModel, pods: Sequence[Object]) -> frozenset[s
     return frozenset(key_of(one) for one in running if PURPOSE not in (one["metadata"].get("labels") or {}))
 
 
-def hosted_status(model: ResolvedModel, observed: ModelState) -> list[dict[str, Any]]:
+def hosted_models_status(model: ResolvedModel, observed: ModelState) -> list[dict[str, Any]]:
     """As ``status.models`` has it. While there are agents and none has answered, the last status stays."""
     before = {one["name"]: one for one in (observed.thing.get("status") or {}).get("models") or ()}
-    if not pods_with_lists(model, observed.pods):
+    if not pods_hosting_models(model, observed.pods):
         before = {}
     lists = [{one.id: one for one in each} for each in observed.lists.values()]
     found = []

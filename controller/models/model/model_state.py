@@ -25,27 +25,27 @@ from controller.kube.resources import (
 )
 from controller.models.runtimes import presets
 from controller.models.runtimes.layers import LayeredModel, NotMergeable, engine_config, merge_layers
-from controller.models.runtimes.mistakes import (
-    FILE_PATHS,
-    different_blocks,
-    mistakes,
-    unsupported_features,
-)
 from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
 from controller.models.runtimes.settings import (
     BATCHED_PORT,
     EngineSettings,
     Weights,
-    format_of,
-    repository_of,
+    model_format,
+    repository_weights,
     unknown_settings,
-    weights_of,
+    weights_from_uri,
 )
-from controller.models.runtimes.steps import own_steps, step_engine, taken_port
+from controller.models.runtimes.transformer_explainer import port_conflict, step_engine, steps_with_own_pods
+from controller.models.runtimes.validation import (
+    FILE_PATHS,
+    block_size_mismatch,
+    unsupported_features,
+    validation_errors,
+)
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
-    from controller.api.steps import Step
+    from controller.api.transformer_explainer import Step
     from extproc.api.model_server import ServingProtocol
 
 # In the order of application; objects that are no longer desired are deleted in reverse order.
@@ -155,17 +155,17 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[ResolvedBackend, ...] = ()
 
     @property
-    def of_steps(self) -> ResolvedModel:
+    def without_engine_fields(self) -> ResolvedModel:
         """As its steps see it: without weights and adapters."""
         return replace(self, weights=_NO_WEIGHTS, spec=replace(self.spec, adapters=()))
 
-    def child(self, backend: Backend) -> str:
+    def child_name(self, backend: Backend) -> str:
         """The name of what is made for a backend."""
         return f"{self.name}-{backend.name}"
 
-    def grpc_child(self, backend: Backend) -> str:
+    def grpc_child_name(self, backend: Backend) -> str:
         """Of its ModelServer of gRPC; backends have no dots in their names."""
-        return f"{self.child(backend)}.grpc"
+        return f"{self.child_name(backend)}.grpc"
 
 
 class Unresolved(msgspec.Struct, frozen=True):
@@ -183,20 +183,24 @@ def resolve_model(observed: ModelState) -> ResolvedModel | Unresolved:
     except NotMergeable as error:
         return Unresolved("InvalidSpec", str(error))
     spec = layered.spec
-    found = list(mistakes(metadata["name"], spec, observed.settings.file_paths))
+    found = list(validation_errors(metadata["name"], spec, observed.settings.file_paths))
     if found:
         return Unresolved("InvalidSpec", "; ".join(found))
     spec = _of_its_namespace(spec, metadata["namespace"])
     models = _by_format(spec)
     if spec.uri is not None:
-        weights, format_ = weights_of(spec.uri, spec.cache), format_of(spec.uri, spec.format)
+        weights, format_ = weights_from_uri(spec.uri, spec.cache), model_format(spec.uri, spec.format)
     else:
-        weights, format_ = repository_of(spec.cache), next(iter(models))
+        weights, format_ = repository_weights(spec.cache), next(iter(models))
     served_name = spec.served_name or metadata["name"]
-    known = presets.available(observed.runtimes, observed.cluster_runtimes)
+    known = presets.available_presets(observed.runtimes, observed.cluster_runtimes)
     backends = []
     for backend in spec.backends:
-        fitting = presets.for_many(known, [one.name for one in models]) if models and not backend.runtime else known
+        fitting = (
+            presets.multi_model_presets(known, [one.name for one in models])
+            if models and not backend.runtime
+            else known
+        )
         preset = choose_preset(backend, format_, fitting, spec.protocol)
         if isinstance(preset, NotChosen):
             return Unresolved(preset.reason, f"backend '{backend.name}': {preset.message}")
@@ -216,7 +220,9 @@ def resolve_model(observed: ModelState) -> ResolvedModel | Unresolved:
         weights=weights,
         backends=tuple(backends),
         to_zero=_to_zero(spec, observed.policies),
-        steps=tuple(_step(name, step, backends[0], observed.settings.steps) for name, step in own_steps(spec)),
+        steps=tuple(
+            _step(name, step, backends[0], observed.settings.steps) for name, step in steps_with_own_pods(spec)
+        ),
     )
 
 
@@ -265,7 +271,7 @@ def _by_format(spec: ModelSpec) -> dict[ModelFormat, tuple[HostedModel, ...]]:
     """``models``, by the format of each."""
     found: dict[ModelFormat, tuple[HostedModel, ...]] = {}
     for one in spec.models:
-        format_ = format_of(one.uri, one.format or spec.format)
+        format_ = model_format(one.uri, one.format or spec.format)
         found[format_] = (*found.get(format_, ()), one)
     return found
 
@@ -292,8 +298,8 @@ def _backend(
         )
     ]
     if len(roles) > 1:
-        wrong += different_blocks(*(role.engine.config for role in roles))
-    wrong += taken_port(layered.spec, preset)
+        wrong += block_size_mismatch(*(role.engine.config for role in roles))
+    wrong += port_conflict(layered.spec, preset)
     wrong += [
         f"{preset} has a rule with '{one}', which is no setting" for one in unknown_settings(preset.spec.arguments)
     ]

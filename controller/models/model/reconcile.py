@@ -9,11 +9,18 @@ import msgspec
 
 from controller.kube.plan import Apply, Delete, KubeEvent, Plan
 from controller.kube.resources import MODEL_SERVERS, Object, key_of
-from controller.models.model.children import Child, children, digest_of, is_settled, reported_start_times, with_digest
-from controller.models.model.hosted_models import ASK_EACH_S, pods_with_lists
+from controller.models.model.children import (
+    ChildObject,
+    add_digest_annotation,
+    child_objects,
+    digest_of,
+    is_settled,
+    reported_start_times,
+)
+from controller.models.model.hosted_models import ASK_EACH_S, pods_hosting_models
 from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve_model
-from controller.models.model.pods import our_images
-from controller.models.model.status import Owned, Status, replicas_of, status_of, unresolved_status
+from controller.models.model.pod_templates import agent_images
+from controller.models.model.status import Owned, Status, model_status, ready_replicas, unresolved_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,8 +44,8 @@ def reconcile(observed: ModelState, now_s: float) -> Plan:
     taken = [
         f"{one.resource.kind} {name}" for one in wanted if (one.resource.kind, name := _name(one.thing)) in foreign
     ]
-    status = status_of(observed, model, wanted, owned, taken, now_s)
-    asks = pods_with_lists(model, observed.pods)
+    status = model_status(observed, model, wanted, owned, taken, now_s)
+    asks = pods_hosting_models(model, observed.pods)
     return Plan(
         actions=(*_applied(wanted, owned, foreign), *_deleted(wanted, owned)),
         status=status,
@@ -48,25 +55,25 @@ def reconcile(observed: ModelState, now_s: float) -> Plan:
     )
 
 
-def _wanted(model: ResolvedModel, observed: ModelState, owned: Owned) -> list[Child]:
+def _wanted(model: ResolvedModel, observed: ModelState, owned: Owned) -> list[ChildObject]:
     """An upgrade of Attaché alone restarts no engine: pods keep their Attaché image until their spec changes."""
-    ready = replicas_of(owned, model)
+    ready = ready_replicas(owned, model)
     servers = {name: one for (kind, name), one in owned.items() if kind == MODEL_SERVERS.kind}
     starts = reported_start_times(model, observed.thing.get("status") or {}, servers)
-    found = [_stamped(one) for one in children(model, observed.settings, ready, starts)]
-    images = {image for (kind, _), one in owned.items() if kind == "ModelInfer" for image in our_images(one)}
+    found = [_stamped(one) for one in child_objects(model, observed.settings, ready, starts)]
+    images = {image for (kind, _), one in owned.items() if kind == "ModelInfer" for image in agent_images(one)}
     for image in sorted(images - {observed.settings.image}):
         settings = msgspec.structs.replace(observed.settings, image=image)
-        earlier = [_stamped(one) for one in children(model, settings, ready, starts)]
+        earlier = [_stamped(one) for one in child_objects(model, settings, ready, starts)]
         found = [old if _is_applied(old, owned) else new for old, new in zip(earlier, found, strict=True)]
     return found
 
 
-def _stamped(child: Child) -> Child:
-    return Child(child.resource, with_digest(child.thing), child.yields)
+def _stamped(child: ChildObject) -> ChildObject:
+    return ChildObject(child.resource, add_digest_annotation(child.thing), child.yields)
 
 
-def _is_applied(child: Child, owned: Owned) -> bool:
+def _is_applied(child: ChildObject, owned: Owned) -> bool:
     found = owned.get((child.resource.kind, _name(child.thing)))
     return found is not None and digest_of(found) == digest_of(child.thing)
 
@@ -87,7 +94,7 @@ def _sorted_out(observed: ModelState) -> tuple[Owned, Owned]:
     return owned, foreign
 
 
-def _applied(wanted: Sequence[Child], owned: Owned, foreign: Owned) -> Iterator[Apply]:
+def _applied(wanted: Sequence[ChildObject], owned: Owned, foreign: Owned) -> Iterator[Apply]:
     for one in wanted:
         place = one.resource.kind, _name(one.thing)
         found = owned.get(place)
@@ -96,7 +103,7 @@ def _applied(wanted: Sequence[Child], owned: Owned, foreign: Owned) -> Iterator[
         yield Apply(resource=one.resource, thing=one.thing, yields=one.yields)
 
 
-def _deleted(wanted: Sequence[Child], owned: Owned) -> Iterator[Delete]:
+def _deleted(wanted: Sequence[ChildObject], owned: Owned) -> Iterator[Delete]:
     """Objects that requests depend on are deleted last: by then routes no longer name them."""
     kept = {(one.resource.kind, _name(one.thing)) for one in wanted}
     resources = {one.kind: one for one in CHILDREN}

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.kube.resources import key_of
-from controller.models.model.children import is_settled, shares
-from controller.models.model.hosted_models import failed_models, hosted_status
+from controller.models.model.children import is_settled, traffic_weights
+from controller.models.model.hosted_models import failed_models, hosted_models_status
 from controller.models.model.model_state import BACKEND, PURPOSE
-from controller.models.model.pods import DOWNLOAD, ENGINE, cannot_warm, initial_replicas
-from controller.models.runtimes.legs import why_sidecar
+from controller.models.model.pod_templates import DOWNLOAD, ENGINE, initial_replicas, why_no_warming
+from controller.models.runtimes.prefill_connectors import why_sidecar_needed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from controller.kube.resources import Object
-    from controller.models.model.children import Child
+    from controller.models.model.children import ChildObject
     from controller.models.model.model_state import ModelState, ResolvedBackend, ResolvedModel, Unresolved
 
 Condition = dict[str, Any]
@@ -57,14 +57,14 @@ def condition(type_: str, status: bool | None, reason: str, message: str) -> Con
     return {"type": type_, "status": text, "reason": reason, "message": message}
 
 
-def of_children(type_: str, kind: str, things: Sequence[Object]) -> Condition:
+def children_condition(type_: str, kind: str, things: Sequence[Object]) -> Condition:
     """True if all report that they work; False with those that do not; Unknown while one has not reported."""
     if not things:
         return condition(type_, None, "NotMade", f"there is no {kind} yet")
     silent, failing = [], []
     for thing in things:
         name = thing["metadata"]["name"]
-        for found in (condition_of(thing, about) for about in _TOLD_BY[kind]):
+        for found in (current_condition(thing, about) for about in _TOLD_BY[kind]):
             if not found or found.get("status") == "Unknown":
                 silent.append(name)
             elif found.get("status") == "False":
@@ -77,7 +77,7 @@ def of_children(type_: str, kind: str, things: Sequence[Object]) -> Condition:
     return condition(type_, True, f"{kind}Ready", "")
 
 
-def condition_of(thing: Object, type_: str) -> Mapping[str, Any]:
+def current_condition(thing: Object, type_: str) -> Mapping[str, Any]:
     """One condition of an object, of its present generation; empty if it has none."""
     status, generation = thing.get("status") or {}, thing["metadata"].get("generation")
     for one in status.get("conditions") or ():
@@ -116,7 +116,7 @@ class BackendState(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_current and self.there == self.ready == self.updated == self.wanted
 
 
-def phase_of(backends: Sequence[BackendState]) -> Phase:
+def model_phase(backends: Sequence[BackendState]) -> Phase:
     """The best that any backend has reached: requests go where one serves."""
     if any(one.ready for one in backends):
         return "Loaded"
@@ -128,7 +128,7 @@ def phase_of(backends: Sequence[BackendState]) -> Phase:
     return "Loading" if any(one.is_scheduled for one in trying) else "Pending"
 
 
-def transition_of(backends: Sequence[BackendState]) -> Transition:
+def rollout_transition(backends: Sequence[BackendState]) -> Transition:
     """Whether what runs is what is written."""
     if any(one.is_blocked or (one.has_failed and not one.is_settled) for one in backends):
         return "BlockedByFailedLoad"
@@ -162,7 +162,7 @@ class PodFailure(msgspec.Struct, frozen=True):
     message: str
 
 
-def of_backend(pods: Iterable[Object], backend: str) -> list[Object]:
+def backend_pods(pods: Iterable[Object], backend: str) -> list[Object]:
     """The engine pods of one backend that are not being deleted, by name."""
     found = []
     for one in pods:
@@ -172,7 +172,7 @@ def of_backend(pods: Iterable[Object], backend: str) -> list[Object]:
     return sorted(found, key=key_of)
 
 
-def failure_of(pods: Sequence[Object]) -> PodFailure | None:
+def first_pod_failure(pods: Sequence[Object]) -> PodFailure | None:
     """Of the first pod that cannot go on by itself."""
     return next((found for pod in pods for found in _failures(pod)), None)
 
@@ -231,9 +231,9 @@ def _between(start: str | None, end: str | None) -> float | None:
     return max((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds(), 0.0)
 
 
-def replicas_of(owned: Owned, model: ResolvedModel) -> dict[str, int]:
+def ready_replicas(owned: Owned, model: ResolvedModel) -> dict[str, int]:
     """Replicas that serve, by backend."""
-    return {one.backend.name: _count(owned, model.child(one.backend), "readyReplicas") for one in model.backends}
+    return {one.backend.name: _count(owned, model.child_name(one.backend), "readyReplicas") for one in model.backends}
 
 
 def _count(owned: Owned, name: str, field: str) -> int:
@@ -266,10 +266,10 @@ def unresolved_status(observed: ModelState, problem: Unresolved, ready: int, rep
     }
 
 
-def status_of(
+def model_status(
     observed: ModelState,
     model: ResolvedModel,
-    wanted: Sequence[Child],
+    wanted: Sequence[ChildObject],
     owned: Owned,
     taken: Sequence[str],
     now_s: float,
@@ -278,7 +278,7 @@ def status_of(
     before = observed.thing.get("status") or {}
     states = [_state(model, made, wanted, owned, observed.pods) for made in model.backends]
     steps = [_state(model, made, wanted, owned, observed.pods) for made in model.steps]
-    phase = phase_of(states)
+    phase = model_phase(states)
     failure = next((one.failure for one in (*states, *steps) if one.failure is not None), None)
     if taken:
         failure = ("NameTaken", _taken(taken))
@@ -286,11 +286,11 @@ def status_of(
         **phase_fields(phase, before, now_s),
         "replicas": sum(one.there for one in states),
         "readyReplicas": sum(one.ready for one in states),
-        "transitionStatus": "InvalidSpec" if taken else transition_of([*states, *steps]),
+        "transitionStatus": "InvalidSpec" if taken else rollout_transition([*states, *steps]),
         "backends": _backends(model, states, observed, before),
         **_generation(observed.thing),
     }
-    hosted = hosted_status(model, observed)
+    hosted = hosted_models_status(model, observed)
     if hosted:
         found["models"] = hosted
     conditions = _conditions(model, states, steps, owned, taken, phase, failure)
@@ -301,7 +301,7 @@ def status_of(
     found["conditions"] = _of_generation(conditions, observed.thing)
     if failure is not None:
         found["failure"] = {"reason": failure[0], "message": failure[1]}
-    if url := url_of(observed.gateways, _base_path(model)):
+    if url := gateway_url(observed.gateways, _base_path(model)):
         found["url"] = url
     return found
 
@@ -311,17 +311,17 @@ def _taken(names: Sequence[str]) -> str:
 
 
 def _state(
-    model: ResolvedModel, made: ResolvedBackend, wanted: Sequence[Child], owned: Owned, pods: Sequence[Object]
+    model: ResolvedModel, made: ResolvedBackend, wanted: Sequence[ChildObject], owned: Owned, pods: Sequence[Object]
 ) -> BackendState:
-    backend, name = made.backend.name, model.child(made.backend)
+    backend, name = made.backend.name, model.child_name(made.backend)
     infer = owned.get(("ModelInfer", name))
-    mine = of_backend(pods, backend)
-    failed = failure_of(mine)
+    mine = backend_pods(pods, backend)
+    failed = first_pod_failure(mine)
     failure = (failed.reason, failed.message) if failed is not None else None
     if infer is None:
         replicas = 0 if model.spec.stop else initial_replicas(made)
         return BackendState(name=backend, wanted=replicas, is_scheduled=is_scheduled(mine), failure=failure)
-    degraded = condition_of(infer, "Degraded")
+    degraded = current_condition(infer, "Degraded")
     if degraded.get("status") == "True":
         # it has the log of the crashed container, which the status of a pod in back-off lacks
         failure = (str(degraded["reason"]), f"ModelInfer {name}: {degraded.get('message', '')}")
@@ -332,7 +332,9 @@ def _state(
     status = infer.get("status") or {}
     there = int(status.get("replicas") or 0)
     # its group has no pods, and should have none
-    is_at_zero = made.backend.scales_stages and not there and condition_of(infer, "Available").get("status") == "True"
+    is_at_zero = (
+        made.backend.scales_stages and not there and current_condition(infer, "Available").get("status") == "True"
+    )
     has_seen = (status.get("observedGeneration") or 0) >= infer["metadata"].get("generation", 0)
     return BackendState(
         name=backend,
@@ -351,11 +353,11 @@ def _state(
 def _backends(
     model: ResolvedModel, states: Sequence[BackendState], observed: ModelState, before: Mapping[str, Any]
 ) -> list[Status]:
-    weights = shares(model, {one.name: one.ready for one in states})
+    weights = traffic_weights(model, {one.name: one.ready for one in states})
     earlier = {one["name"]: one for one in before.get("backends") or ()}
     found = []
     for made, state in zip(model.backends, states, strict=True):
-        start = start_times(of_backend(observed.pods, state.name)) or earlier.get(state.name, {}).get("start")
+        start = start_times(backend_pods(observed.pods, state.name)) or earlier.get(state.name, {}).get("start")
         line: Status = {
             "name": state.name,
             "runtime": str(made.preset),
@@ -384,27 +386,27 @@ def _conditions(
     resolved = condition("Resolved", True, "Resolved", ", ".join(_resolved(one) for one in model.backends))
     if taken:
         resolved = condition("Resolved", False, "NameTaken", _taken(taken))
-    route = of_children("ModelRoutesReady", "ModelRoute", by_kind.get("ModelRoute", ()))
+    route = children_condition("ModelRoutesReady", "ModelRoute", by_kind.get("ModelRoute", ()))
     found = [
         resolved,
         _infers(states),
-        of_children("ModelServersReady", "ModelServer", by_kind.get("ModelServer", ())),
+        children_condition("ModelServersReady", "ModelServer", by_kind.get("ModelServer", ())),
         route,
     ]
     if bindings := by_kind.get("AutoscalingPolicyBinding"):
-        found.append(of_children("AutoscalingReady", "AutoscalingPolicyBinding", bindings))
+        found.append(children_condition("AutoscalingReady", "AutoscalingPolicyBinding", bindings))
     if model.spec.warm:
         found.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
     reached = {
         one["metadata"]["name"]
         for one in by_kind.get("ModelServer", ())
-        if condition_of(one, "Available").get("status") == "True"
+        if current_condition(one, "Available").get("status") == "True"
     }
     of_steps = [
-        _step(made, one, is_reached=model.child(made.backend) in reached)
+        _step(made, one, is_reached=model.child_name(made.backend) in reached)
         for made, one in zip(model.steps, steps, strict=True)
     ]
-    is_reached = any(model.child(one.backend) in reached for one in model.backends)
+    is_reached = any(model.child_name(one.backend) in reached for one in model.backends)
     # of another owner, if it is not there
     routed = resolved if taken and "ModelRoute" not in by_kind else route
     return [*found, *of_steps, _ready(model, phase, failure, [routed, *of_steps], is_reached=is_reached)]
@@ -413,7 +415,7 @@ def _conditions(
 def _resolved(made: ResolvedBackend) -> str:
     """Its runtime, and what its user still has to do."""
     wanted, found = made.backend.disaggregation, f"{made.backend.name}: {made.preset}"
-    why = why_sidecar(made.preset.spec.engine, wanted) if wanted is not None else ""
+    why = why_sidecar_needed(made.preset.spec.engine, wanted) if wanted is not None else ""
     return f"{found} ({why}; run a sidecar that does)" if why else found
 
 
@@ -462,7 +464,7 @@ def _ready(
 
 
 def _warm(model: ResolvedModel, warming: Sequence[Object]) -> Condition:
-    if why := cannot_warm(model):
+    if why := why_no_warming(model):
         return condition("WeightsWarm", False, "CannotWarm", why)
     done = [_is_done(one.get("kind", ""), one.get("status") or {}) for one in warming]
     if not done or not all(done):
@@ -492,7 +494,7 @@ def _base_path(model: ResolvedModel) -> str:
     return "/v2" if model.backends and model.backends[0].protocol == "V2" else "/v1"
 
 
-def url_of(gateways: Sequence[Object], path: str) -> str | None:
+def gateway_url(gateways: Sequence[Object], path: str) -> str | None:
     """Of the first gateway: its load balancer's address, or else its name in the cluster."""
     for service in gateways:
         ports = service["spec"].get("ports") or [{"port": 80}]

@@ -18,21 +18,21 @@ import msgspec
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, KubeEvent, SetStatus
 from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFER_ROLES, PODS, SERVICES, Object, key_of
 from controller.models.model_infer import names
-from controller.models.model_infer.gang import marks
-from controller.models.model_infer.groups import entries
+from controller.models.model_infer.desired_state import controller_revision, owner_reference
+from controller.models.model_infer.gang import gang_marks
+from controller.models.model_infer.groups import entry_pods
 from controller.models.model_infer.pod_state import is_owned
-from controller.models.model_infer.target import controller_revision, owner_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from controller.api.model_infer import Role
-    from controller.models.model_infer.changes import Changes, MissingPod
+    from controller.models.model_infer.desired_state import DesiredState, Revision, RoleRevision
     from controller.models.model_infer.gang import Form
     from controller.models.model_infer.groups import Group
     from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.model_infer.names import PodPosition
-    from controller.models.model_infer.target import DesiredState, Revision, RoleRevision
+    from controller.models.model_infer.pod_changes import MissingPod, PodChanges
 
 _DEFAULT_GRACE_S: Final = 30
 
@@ -50,7 +50,7 @@ class PodOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_scale_unit: bool = False
 
 
-def pod(place: PodPosition, revision: Revision, role: RoleRevision, ask: PodOptions) -> Object:
+def build_pod(place: PodPosition, revision: Revision, role: RoleRevision, ask: PodOptions) -> Object:
     """A pod to create. Fields of the template that this module does not set pass through unchanged."""
     owner = ask.owner["metadata"]
     template = role.entry if place.index == 0 or role.worker is None else role.worker
@@ -81,7 +81,7 @@ def pod(place: PodPosition, revision: Revision, role: RoleRevision, ask: PodOpti
 
 
 def _spec(template: Mapping[str, Any], place: PodPosition, role: RoleRevision, ask: PodOptions) -> dict[str, Any]:
-    env = environment(place, role, ask.owner["metadata"]["name"], ask.owner["metadata"]["namespace"])
+    env = pod_environment(place, role, ask.owner["metadata"]["name"], ask.owner["metadata"]["namespace"])
     spec = dict(template)
     for name in ("containers", "initContainers"):
         if isinstance(spec.get(name), list):
@@ -117,7 +117,7 @@ def _spread(place: PodPosition, role: RoleRevision, ask: PodOptions) -> dict[str
     }
 
 
-def environment(place: PodPosition, role: RoleRevision, owner: str, namespace: str) -> dict[str, str]:
+def pod_environment(place: PodPosition, role: RoleRevision, owner: str, namespace: str) -> dict[str, str]:
     """Environment variables with a container's place in its group.
 
     The names beginning with ``LWS_`` are those of LeaderWorkerSet, which published start scripts of vLLM and SGLang
@@ -155,7 +155,7 @@ def _with_env(container: object, env: Mapping[str, str]) -> object:
     return {**container, "env": [*({"name": name, "value": value} for name, value in env.items()), *own]}
 
 
-def service(owner: Object, place: PodPosition) -> Object:
+def build_service(owner: Object, place: PodPosition) -> Object:
     """The Service of the replica at ``place``. No ports: it gives names to pods, and nothing is sent through it."""
     metadata = owner["metadata"]
     found = {
@@ -177,7 +177,7 @@ def service(owner: Object, place: PodPosition) -> Object:
     }
 
 
-def to_label(groups: Sequence[Group], missing: Sequence[MissingPod]) -> frozenset[PodPosition]:
+def scale_unit_positions(groups: Sequence[Group], missing: Sequence[MissingPod]) -> frozenset[PodPosition]:
     """Which of the pods that are made carry it: the first entry pod of a group of which no pod does."""
     has_one = {one.ordinal for one in groups if any(pod.is_scale_unit for pod in one.pods)}
     found: dict[int, PodPosition] = {}
@@ -187,11 +187,11 @@ def to_label(groups: Sequence[Group], missing: Sequence[MissingPod]) -> frozense
     return frozenset(found.values())
 
 
-def label_corrections(groups: Sequence[Group], missing: Sequence[MissingPod]) -> Iterator[Annotate]:
+def scale_label_corrections(groups: Sequence[Group], missing: Sequence[MissingPod]) -> Iterator[Annotate]:
     """Pods that get or lose the label, because the one that had it is gone for good, or two have it."""
-    made = {one.group for one in to_label(groups, missing)}
+    made = {one.group for one in scale_unit_positions(groups, missing)}
     for group in groups:
-        live = [one for one in entries(group.replicas) if not one.is_going]
+        live = [one for one in entry_pods(group.replicas) if not one.is_going]
         has = [one for one in live if one.is_scale_unit]
         for one in has[1:]:
             yield Annotate(PODS, one.key, one.uid, labels={names.SCALE_UNIT: None})
@@ -242,13 +242,13 @@ def _scale(name: str, role: Role, target: DesiredState) -> Object:
 
 def _status(role: Role, groups: Sequence[Group], target: DesiredState, old: Object) -> dict[str, Any]:
     staying = [one for one in groups if not one.is_going]
-    counts = [[each for each in one.of_role(role.name) if not each.is_going] for one in staying]
+    counts = [[each for each in one.replicas_of_role(role.name) if not each.is_going] for one in staying]
     first = staying[0].ordinal if staying else 0
     return {
         "observedGeneration": old["metadata"].get("generation", 0),
         "replicas": len(counts[0]) if counts else 0,
         "readyReplicas": min((len([each for each in one if each.is_ready]) for one in counts), default=0),
-        "labelSelector": names.selector(target.name, GROUP=str(first), ROLE=role.name, ENTRY="true"),
+        "labelSelector": names.label_selector(target.name, GROUP=str(first), ROLE=role.name, ENTRY="true"),
     }
 
 
@@ -271,7 +271,7 @@ def old_revisions(groups: Sequence[Group], target: DesiredState) -> Iterator[Del
         yield Delete(CONTROLLER_REVISIONS, one.key, one.uid)
 
 
-def relabelled_pods(groups: Sequence[Group], wanted: Changes) -> Iterator[Annotate]:
+def relabelled_pods(groups: Sequence[Group], wanted: PodChanges) -> Iterator[Annotate]:
     """Pods whose role has not changed are relabelled with the new revision. They form pairs with the engines of another
     role that has changed once no more of these serve in the old revision than in the new one.
     """
@@ -299,7 +299,7 @@ def _has_partners(group: Group, revision: str, renamed: Mapping[str, str]) -> bo
     return min(surplus.values(), default=0) >= 0
 
 
-def revisions_wanted(groups: Sequence[Group], wanted: Changes) -> Mapping[int, Revision]:
+def revisions_wanted(groups: Sequence[Group], wanted: PodChanges) -> Mapping[int, Revision]:
     """Of the groups that there are to be, made or not; those that go are not among them."""
     found = {one.place.group: one.revision for one in wanted.missing}
     for group in groups:
@@ -309,7 +309,7 @@ def revisions_wanted(groups: Sequence[Group], wanted: Changes) -> Mapping[int, R
 
 
 def new_services(
-    groups: Sequence[Group], wanted: Changes, target: DesiredState, observed: ModelInferState
+    groups: Sequence[Group], wanted: PodChanges, target: DesiredState, observed: ModelInferState
 ) -> Iterator[Create]:
     """Services of replicas with more than one pod, created before the pods, which resolve their entry at once."""
     there = {one["metadata"]["name"] for one in observed.services}
@@ -317,11 +317,11 @@ def new_services(
         name = names.service_name(target.name, place)
         if name not in there:
             there.add(name)
-            yield Create(SERVICES, service(target.owner, place))
+            yield Create(SERVICES, build_service(target.owner, place))
 
 
 def unused_services(
-    groups: Sequence[Group], wanted: Changes, target: DesiredState, observed: ModelInferState
+    groups: Sequence[Group], wanted: PodChanges, target: DesiredState, observed: ModelInferState
 ) -> Iterator[Delete]:
     """Of replicas of which nothing is left."""
     there = [one.place for group in groups for one in group.replicas if max(one.size, len(one.pods)) > 1]
@@ -331,7 +331,7 @@ def unused_services(
             yield Delete(SERVICES, key_of(one), one["metadata"].get("uid", ""))
 
 
-def _with_service(groups: Sequence[Group], wanted: Changes) -> Iterator[PodPosition]:
+def _with_service(groups: Sequence[Group], wanted: PodChanges) -> Iterator[PodPosition]:
     for group in groups:
         yield from (one.place for one in group.replicas if one.size > 1 and one.place not in wanted.unwanted)
     yield from (one.place for one in wanted.missing if one.role.workers)
@@ -341,9 +341,9 @@ def new_pods(
     missing: Sequence[MissingPod], target: DesiredState, groups: Sequence[Group], form: Form | None
 ) -> Iterator[Create]:
     """In the order in which they are missing."""
-    counted = to_label(groups, missing)
+    counted = scale_unit_positions(groups, missing)
     for one in missing:
-        marked = marks(one.place, one.revision, target, form)
+        marked = gang_marks(one.place, one.revision, target, form)
         ask = PodOptions(
             owner=target.owner,
             labels=marked.labels,
@@ -352,7 +352,7 @@ def new_pods(
             drain_s=target.spec.template.drain_timeout,
             is_scale_unit=one.place in counted,
         )
-        yield Create(PODS, pod(one.place, one.revision, one.role, ask))
+        yield Create(PODS, build_pod(one.place, one.revision, one.role, ask))
 
 
 def group_events(
@@ -377,6 +377,6 @@ def _listed(ordinals: Sequence[int]) -> str:
     return f"group{'s' if len(ordinals) > 1 else ''} {', '.join(map(str, ordinals[:10]))}{more}"
 
 
-def once(deletions: Sequence[Delete]) -> Iterator[Delete]:
+def deduplicate_deletions(deletions: Sequence[Delete]) -> Iterator[Delete]:
     """A pod may have to go for several reasons: for the first of them."""
     yield from {one.uid: one for one in reversed(deletions)}.values()

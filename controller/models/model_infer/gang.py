@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.api.pod_shapes import requests_of
+from controller.api.pod_spec_checks import resource_requests
 from controller.kube.plan import Apply, Create, Delete, KubeEvent
 from controller.kube.resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, key_of
 from controller.models.model_infer import names
-from controller.models.model_infer.changes import MissingPod
+from controller.models.model_infer.desired_state import owner_reference
+from controller.models.model_infer.pod_changes import MissingPod
 from controller.models.model_infer.pod_state import is_owned
-from controller.models.model_infer.recovery import FORGOTTEN_AFTER_S, NO_ROOM, Attempt, attempts_of
+from controller.models.model_infer.recovery import FORGOTTEN_AFTER_S, NO_ROOM, RecoveryAttempt, recorded_attempts
 from controller.models.model_infer.removal import deletion
 from controller.models.model_infer.status import DegradedReason
-from controller.models.model_infer.target import owner_reference
 from extproc.api.spec import requirement_holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from controller.kube.resources import Object, Resource
+    from controller.models.model_infer.desired_state import DesiredState, Revision
     from controller.models.model_infer.groups import Group
     from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity
     from controller.models.model_infer.names import PodPosition
-    from controller.models.model_infer.target import DesiredState, Revision
 
 # Of a bound in a node affinity.
 _MOST_DIGITS: Final = 18
@@ -41,11 +41,11 @@ _VOLCANO: Final = "volcano"
 _LOOK_EACH_S: Final = 15.0
 
 
-def total(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def total_requests(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Of several pods, as Kubernetes writes quantities."""
     sums: dict[str, float] = {}
     for spec in specs:
-        for name, amount in requests_of(spec).items():
+        for name, amount in resource_requests(spec).items():
             sums[name] = sums.get(name, 0.0) + amount
     return {name: _written(amount) for name, amount in sorted(sums.items()) if amount}
 
@@ -55,7 +55,7 @@ def _written(amount: float) -> str:
     return str(thousandths // 1000) if thousandths % 1000 == 0 else f"{thousandths}m"
 
 
-class Places:
+class NodePlacement:
     """Free resources of nodes, minus those of placed pods. Pods are placed largest first, each on the first node that
     fits.
     """
@@ -64,7 +64,7 @@ class Places:
         self._nodes = sorted(nodes, key=lambda one: one.name)
         self._free = {one.name: dict(one.free) for one in nodes}
 
-    def place(self, specs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def place_all(self, specs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The first that finds no place, and then none of them is placed; None if all have one."""
         before = {name: dict(free) for name, free in self._free.items()}
         for spec in sorted(specs, key=_size, reverse=True):
@@ -74,11 +74,11 @@ class Places:
         return None
 
     def _place(self, spec: Mapping[str, Any]) -> bool:
-        requests = {**requests_of(spec), "pods": 1.0}
+        requests = {**resource_requests(spec), "pods": 1.0}
         for node in self._nodes:
             free = self._free[node.name]
             fits = all(free.get(name, 0.0) >= amount for name, amount in requests.items() if amount)
-            if fits and takes(node, spec):
+            if fits and is_schedulable(node, spec):
                 for name, amount in requests.items():
                     free[name] = free.get(name, 0.0) - amount
                 return True
@@ -87,12 +87,12 @@ class Places:
 
 def _size(spec: Mapping[str, Any]) -> tuple[float, float, float]:
     """Accelerators decide, then cores, then memory."""
-    requests = requests_of(spec)
+    requests = resource_requests(spec)
     devices = sum(amount for name, amount in requests.items() if "/" in name)
     return devices, requests.get("cpu", 0.0), requests.get("memory", 0.0)
 
 
-def takes(node: NodeCapacity, spec: Mapping[str, Any]) -> bool:
+def is_schedulable(node: NodeCapacity, spec: Mapping[str, Any]) -> bool:
     """Whether a node may run a pod, room aside."""
     selector = spec.get("nodeSelector") or {}
     tolerations = spec.get("tolerations") or ()
@@ -140,7 +140,7 @@ class GangMarks(msgspec.Struct, frozen=True):
     annotations: Mapping[str, str] = {}
 
 
-def form_of(target: DesiredState, observed: ModelInferState) -> Form | None:
+def gang_scheduler(target: DesiredState, observed: ModelInferState) -> Form | None:
     """None without ``gang``. A PodGroup has an effect only with a scheduler that reads it, so one must be named."""
     if target.spec.template.gang is None:
         return None
@@ -158,12 +158,12 @@ def _queue(target: DesiredState) -> str:
     return str((target.owner["metadata"].get("labels") or {}).get(_KUEUE_QUEUE, ""))
 
 
-def marks(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMarks:
+def gang_marks(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMarks:
     """Of one pod."""
     name = names.pod_group_name(target.name, place.group)
     match form:
         case "Kueue":
-            count = len(specs(revision, target, everything=True))
+            count = len(gang_pod_specs(revision, target, everything=True))
             return GangMarks(
                 {_KUEUE_QUEUE: _queue(target), "kueue.x-k8s.io/pod-group-name": name},
                 {"kueue.x-k8s.io/pod-group-total-count": str(count), "kueue.x-k8s.io/pod-group-serving": "true"},
@@ -176,7 +176,7 @@ def marks(place: PodPosition, revision: Revision, target: DesiredState, form: Fo
     return GangMarks()
 
 
-def specs(revision: Revision, target: DesiredState, *, everything: bool = False) -> list[Mapping[str, Any]]:
+def gang_pod_specs(revision: Revision, target: DesiredState, *, everything: bool = False) -> list[Mapping[str, Any]]:
     """PodSpecs of a group: of those that must start together, or of all. Roles that start after others cannot be waited
     for: they are made only when the first ones are ready.
     """
@@ -193,7 +193,7 @@ def specs(revision: Revision, target: DesiredState, *, everything: bool = False)
     return found
 
 
-def pod_groups(
+def pod_group_actions(
     wanted: Mapping[int, Revision], target: DesiredState, observed: ModelInferState, form: Form | None
 ) -> Iterator[Create | Apply]:
     """PodGroups that are missing or differ. ``wanted``: revisions of the groups that should exist."""
@@ -210,7 +210,7 @@ def pod_groups(
             yield Apply(kind, thing)
 
 
-def unused_pod_groups(
+def pod_group_deletions(
     wanted: Mapping[int, Revision], target: DesiredState, observed: ModelInferState, form: Form | None
 ) -> Iterator[Delete]:
     """Of groups that are no more, or of another kind than is used now."""
@@ -232,9 +232,9 @@ def _is_of(thing: Object, kind: Resource) -> bool:
 
 
 def _pod_group(ordinal: int, revision: Revision, target: DesiredState, kind: Resource) -> Object:
-    together = specs(revision, target)
+    together = gang_pod_specs(revision, target)
     spec: dict[str, Any] = {"minMember": len(together)}
-    resources = total(together)
+    resources = total_requests(together)
     if resources:
         spec["minResources"] = resources
     gang = target.spec.template.gang
@@ -266,7 +266,7 @@ class GangResult(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[MissingPod, ...] = ()
     problems: tuple[DegradedReason, ...] = ()
     deleted: tuple[Delete, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[RecoveryAttempt, ...] = ()
     events: tuple[KubeEvent, ...] = ()
     requeue_at_s: float | None = None
 
@@ -280,12 +280,12 @@ class _Held(msgspec.Struct, frozen=True, kw_only=True):
 class _GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     groups: frozenset[int] = frozenset()
     deleted: tuple[Delete, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[RecoveryAttempt, ...] = ()
     events: tuple[KubeEvent, ...] = ()
     requeue_at_s: float | None = None
 
 
-def gang_of(
+def schedule_gangs(
     missing: Sequence[MissingPod],
     groups: Sequence[Group],
     target: DesiredState,
@@ -293,7 +293,7 @@ def gang_of(
     now_s: float,
 ) -> GangResult:
     """Gang schedulers need only the marks."""
-    form = form_of(target, observed)
+    form = gang_scheduler(target, observed)
     if form != "Hold":
         return GangResult(form=form, missing=tuple(missing))
     known = _known(target, now_s)
@@ -314,13 +314,13 @@ def gang_of(
     )
 
 
-def _known(target: DesiredState, now_s: float) -> list[Attempt]:
+def _known(target: DesiredState, now_s: float) -> list[RecoveryAttempt]:
     """Groups that were given up, until they have had time to try again and to run for a while."""
-    found = attempts_of(target.owner.get("status") or {})
+    found = recorded_attempts(target.owner.get("status") or {})
     return [one for one in found if one.reason == NO_ROOM and now_s < _forgotten_s(one, target)]
 
 
-def _forgotten_s(attempt: Attempt, target: DesiredState) -> float:
+def _forgotten_s(attempt: RecoveryAttempt, target: DesiredState) -> float:
     gang = target.spec.template.gang
     return attempt.at_s + FORGOTTEN_AFTER_S + (gang.timeout if gang is not None else 0.0)
 
@@ -330,7 +330,7 @@ def _held(
     groups: Sequence[Group],
     target: DesiredState,
     observed: ModelInferState,
-    attempts: Sequence[Attempt],
+    attempts: Sequence[RecoveryAttempt],
     now_s: float,
 ) -> _Held:
     """Of the ``missing`` pods, those of groups for which there is room."""
@@ -338,10 +338,10 @@ def _held(
     for one in missing:
         by_group[one.place.group].append(one)
     waits = {one.name: one.at_s + one.wait_s for one in attempts}
-    places = None if observed.node_capacities is None else Places(observed.node_capacities)
+    places = None if observed.node_capacities is None else NodePlacement(observed.node_capacities)
     if places is not None:
         for pod in (pod for group in groups for pod in group.pods if pod.is_waiting):
-            places.place([pod.thing.get("spec") or {}])
+            places.place_all([pod.thing.get("spec") or {}])
     begun = {one.ordinal for one in groups if not one.is_going}
     # what an autoscaler adds to a group that serves waits for nothing else, and nothing for it
     growing = {one.ordinal for one in groups if one.is_serving and not one.is_ready}
@@ -350,8 +350,8 @@ def _held(
     times: list[float] = []
     for ordinal, found in sorted(by_group.items()):
         until_s = waits.get(_name(ordinal), 0.0)
-        pods = [_spec(one) for one in found] if ordinal in begun else specs(found[0].revision, target)
-        left_over = None if places is None or now_s < until_s or ordinal in growing else places.place(pods)
+        pods = [_spec(one) for one in found] if ordinal in begun else gang_pod_specs(found[0].revision, target)
+        left_over = None if places is None or now_s < until_s or ordinal in growing else places.place_all(pods)
         if now_s < until_s:
             problems.append(DegradedReason(NO_ROOM, f"group {ordinal} was given up for want of room, and waits"))
             times.append(until_s)
@@ -364,7 +364,11 @@ def _held(
 
 
 def _given_up(
-    groups: Sequence[Group], target: DesiredState, observed: ModelInferState, known: Sequence[Attempt], now_s: float
+    groups: Sequence[Group],
+    target: DesiredState,
+    observed: ModelInferState,
+    known: Sequence[RecoveryAttempt],
+    now_s: float,
 ) -> _GivenUp:
     """Delete the pods of groups that hold nodes but cannot start, so that others get the capacity. The retry is later
     each time.
@@ -373,7 +377,7 @@ def _given_up(
     before = {one.name: one for one in known}
     ordinals: set[int] = set()
     deleted: list[Delete] = []
-    attempts: list[Attempt] = []
+    attempts: list[RecoveryAttempt] = []
     events: list[KubeEvent] = []
     times: list[float] = []
     for group in groups:
@@ -387,7 +391,7 @@ def _given_up(
         deleted += [deletion(one, observed.lost_nodes) for one in group.pods if not one.is_going]
         old = before.get(_name(group.ordinal))
         attempts.append(
-            Attempt(name=_name(group.ordinal), count=old.count + 1 if old else 1, at_s=now_s, reason=NO_ROOM)
+            RecoveryAttempt(name=_name(group.ordinal), count=old.count + 1 if old else 1, at_s=now_s, reason=NO_ROOM)
         )
         message = (
             f"group {group.ordinal} found no room for all of its pods within {gang.timeout}, and gives up what it has"
@@ -414,7 +418,9 @@ def _incomplete_since(group: Group, target: DesiredState) -> float | None:
     for role in group.revision.roles:
         count = target.replicas_of(group.revision, role.name)
         needed = 0 if role.name in later else min(count, gang.min_role_replicas.get(role.name, count))
-        placed = [one for one in group.of_role(role.name) if one.live and not any(pod.is_waiting for pod in one.live)]
+        placed = [
+            one for one in group.replicas_of_role(role.name) if one.live and not any(pod.is_waiting for pod in one.live)
+        ]
         if len(placed) < needed:
             return min(waiting)
     return None
@@ -426,7 +432,7 @@ def _spec(missing: MissingPod) -> Mapping[str, Any]:
 
 
 def _no_capacity_message(ordinal: int, count: int, spec: Mapping[str, Any]) -> str:
-    message = ", ".join(f"{amount} {name}" for name, amount in total([spec]).items()) or "a place"
+    message = ", ".join(f"{amount} {name}" for name, amount in total_requests([spec]).items()) or "a place"
     return f"group {ordinal} waits until its {count} pods find room together; one of them asks for {message}"
 
 

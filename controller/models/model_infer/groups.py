@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from controller.models.model_infer.desired_state import Revision
 from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.pod_state import Pod
-from controller.models.model_infer.target import Revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from controller.models.model_infer.desired_state import DesiredState
     from controller.models.model_infer.model_infer_state import PodLoad
-    from controller.models.model_infer.target import DesiredState
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class RemovalCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """``is_ready``: it serves, and no part of it drains or is being deleted. ``is_outdated``: it is to become another
     revision. ``is_draining``: it gets no more requests. ``is_going``: all of its pods are being deleted.
     ``is_protected``: removed last among equals. ``cost``: the user's deletion cost. ``in_flight`` and
@@ -80,7 +80,7 @@ class GroupChanges(msgspec.Struct, frozen=True, kw_only=True):
     chosen: frozenset[int] = frozenset()
 
 
-def group_changes(members: Sequence[Member], size: SizeBounds) -> GroupChanges:
+def group_changes(members: Sequence[RemovalCandidate], size: SizeBounds) -> GroupChanges:
     """These changes never exceed ``wanted`` plus the surge, and never leave fewer ready members than ``wanted -
     max_unavailable``: members that are not ready are removed first, and count as unavailable.
     """
@@ -98,7 +98,7 @@ def group_changes(members: Sequence[Member], size: SizeBounds) -> GroupChanges:
     )
 
 
-def _extra(members: Sequence[Member], size: SizeBounds) -> int:
+def _extra(members: Sequence[RemovalCandidate], size: SizeBounds) -> int:
     """Members in excess. While the rollout pauses, those of the new revision stay in addition to the old."""
     old = [one for one in members if one.is_outdated and not one.is_leaving]
     if not old:
@@ -108,7 +108,7 @@ def _extra(members: Sequence[Member], size: SizeBounds) -> int:
     return min(size.max_surge, len([one for one in members if not one.is_outdated and not one.is_leaving]))
 
 
-def harm(member: Member) -> tuple[object, ...]:
+def removal_order(member: RemovalCandidate) -> tuple[object, ...]:
     """Sort key of removal, least harm first: being deleted already, serving nothing, outdated, then the user's deletion
     cost, running requests, cached tokens; at last the highest ordinal.
     """
@@ -125,18 +125,18 @@ def harm(member: Member) -> tuple[object, ...]:
     )
 
 
-def _victims(members: Sequence[Member], count: int) -> list[Member]:
-    return sorted(members, key=harm)[:count] if count > 0 else []
+def _victims(members: Sequence[RemovalCandidate], count: int) -> list[RemovalCandidate]:
+    return sorted(members, key=removal_order)[:count] if count > 0 else []
 
 
-def _chosen(members: Sequence[Member], victims: Sequence[Member]) -> frozenset[int]:
+def _chosen(members: Sequence[RemovalCandidate], victims: Sequence[RemovalCandidate]) -> frozenset[int]:
     """The ready ones among which the load decides: empty where all or none are removed, or others were chosen."""
     fresh = [one for one in victims if one.is_ready]
     equals = [one for one in members if one.is_ready]
     return frozenset(one.ordinal for one in equals) if fresh and len(fresh) < len(equals) else frozenset()
 
 
-def _replaced(members: Sequence[Member], size: SizeBounds, total: int) -> tuple[frozenset[int], int]:
+def _replaced(members: Sequence[RemovalCandidate], size: SizeBounds, total: int) -> tuple[frozenset[int], int]:
     """The outdated members that are removed and recreated in place, and how many more changes may be in progress."""
     old = [one for one in members if one.is_outdated]
     fresh = [one for one in members if not one.is_outdated]
@@ -157,7 +157,7 @@ def _replaced(members: Sequence[Member], size: SizeBounds, total: int) -> tuple[
 
 
 def _made(
-    members: Sequence[Member], total: int, slots: int, size: SizeBounds
+    members: Sequence[RemovalCandidate], total: int, slots: int, size: SizeBounds
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lowest free ordinals. Beside old members, no more new ones than may be under way: a revision that never
     becomes ready must not take the place of all that fails meanwhile.
@@ -249,12 +249,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         live = [one for one in self.replicas if not one.is_going]
         return bool(live) and all(one.is_draining for one in live)
 
-    def of_role(self, role: str) -> list[Replica]:
+    def replicas_of_role(self, role: str) -> list[Replica]:
         """Replicas of one role, by number."""
         return [one for one in self.replicas if one.place.role == role]
 
 
-def groups_of(pods: Sequence[Pod], target: DesiredState) -> tuple[Group, ...]:
+def group_pods(pods: Sequence[Pod], target: DesiredState) -> tuple[Group, ...]:
     """By ordinal."""
     by_group: dict[int, list[Pod]] = defaultdict(list)
     for one in pods:
@@ -310,9 +310,11 @@ def _serves(replicas: Sequence[Replica], wanted: Mapping[str, int]) -> bool:
     return any(wanted.values()) and all(ready.count(role) >= count for role, count in wanted.items())
 
 
-def member_of(group: Group, loads: Mapping[str, PodLoad], *, is_outdated: bool, is_protected: bool) -> Member:
+def group_candidate(
+    group: Group, loads: Mapping[str, PodLoad], *, is_outdated: bool, is_protected: bool
+) -> RemovalCandidate:
     """A group as input for the choice of members to remove."""
-    return Member(
+    return RemovalCandidate(
         ordinal=group.ordinal,
         is_ready=group.is_ready and not group.is_draining,
         is_outdated=is_outdated,
@@ -320,15 +322,15 @@ def member_of(group: Group, loads: Mapping[str, PodLoad], *, is_outdated: bool, 
         is_going=group.is_going,
         is_protected=is_protected,
         cost=sum(one.deletion_cost for one in group.pods),
-        in_flight=_sum([loads.get(one.key) for one in entries(group.replicas)], "in_flight"),
-        cached_tokens=_sum([loads.get(one.key) for one in entries(group.replicas)], "cached_tokens"),
+        in_flight=_sum([loads.get(one.key) for one in entry_pods(group.replicas)], "in_flight"),
+        cached_tokens=_sum([loads.get(one.key) for one in entry_pods(group.replicas)], "cached_tokens"),
     )
 
 
-def replica_as_member(replica: Replica, loads: Mapping[str, PodLoad], *, is_outdated: bool) -> Member:
+def replica_candidate(replica: Replica, loads: Mapping[str, PodLoad], *, is_outdated: bool) -> RemovalCandidate:
     """The same of one replica of a role."""
-    found = [loads.get(one.key) for one in entries([replica])]
-    return Member(
+    found = [loads.get(one.key) for one in entry_pods([replica])]
+    return RemovalCandidate(
         ordinal=replica.place.replica,
         is_ready=replica.is_ready,
         is_outdated=is_outdated,
@@ -340,7 +342,7 @@ def replica_as_member(replica: Replica, loads: Mapping[str, PodLoad], *, is_outd
     )
 
 
-def entries(replicas: Iterable[Replica]) -> list[Pod]:
+def entry_pods(replicas: Iterable[Replica]) -> list[Pod]:
     """The pods that requests are sent to."""
     return [pod for one in replicas for pod in one.pods if pod.place.index == 0]
 

@@ -98,7 +98,7 @@ def role_scale_name(owner: str, role: str) -> str:
     return f"{owner}-{role}"
 
 
-def selector(owner: str, **more: str) -> str:
+def label_selector(owner: str, **more: str) -> str:
     """A label selector as text. ``more``: values by names of constants above."""
     wanted = {MODEL_INFER: owner, **{globals()[name]: value for name, value in more.items()}}
     return ",".join(f"{name}={value}" for name, value in wanted.items())

@@ -73,7 +73,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         yield from self.status.get("containerStatuses") or ()
 
 
-def pods_of(things: Sequence[Object], owner_uid: str, lost_nodes: Collection[str] = ()) -> tuple[Pod, ...]:
+def parse_owned_pods(things: Sequence[Object], owner_uid: str, lost_nodes: Collection[str] = ()) -> tuple[Pod, ...]:
     """In order of their places. Pods of an earlier owner of the same name, and pods without our labels, are left out.
     No pod on ``lost_nodes`` is ready, whatever its condition.
     """
@@ -137,7 +137,7 @@ class PodFailure(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = False
 
 
-def failure_of(pod: Pod, observed: ModelInferState, unresponsive_s: float) -> PodFailure | None:
+def pod_failure(pod: Pod, observed: ModelInferState, unresponsive_s: float) -> PodFailure | None:
     """None for a pod that runs, starts or terminates. ``unresponsive_s``: how long an engine that was ready may be
     unready; 0: for ever.
     """

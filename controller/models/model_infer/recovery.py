@@ -13,16 +13,16 @@ import msgspec
 from controller.kube.plan import Delete, KubeEvent
 from controller.kube.resources import seconds_of, timestamp_of
 from controller.models.model_infer.names import PodPosition
-from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailure, failure_of
+from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailure, pod_failure
 from controller.models.model_infer.removal import deletion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from controller.kube.resources import Object
+    from controller.models.model_infer.desired_state import DesiredState, Revision
     from controller.models.model_infer.groups import Group, Replica
     from controller.models.model_infer.model_infer_state import ModelInferState
-    from controller.models.model_infer.target import DesiredState, Revision
 
 _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 300.0
@@ -33,7 +33,7 @@ _MOST: Final = 256
 NO_ROOM: Final = "NoRoom"
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """``name``: of the recreated unit: its group, then role, replica and pod if only those were recreated. ``count``:
     consecutive recreations. ``at_s``: time of the last one.
     """
@@ -49,7 +49,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(self.count - 1, 10))
 
 
-class Scope(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryScope(msgspec.Struct, frozen=True, kw_only=True):
     """Pods that are recreated together. ``pods``: those that do not terminate yet. ``places``: of replicas."""
 
     name: str
@@ -63,7 +63,7 @@ class RecoveryResult(msgspec.Struct, frozen=True, kw_only=True):
 
     deleted: tuple[Delete, ...] = ()
     places: frozenset[PodPosition] = frozenset()
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[RecoveryAttempt, ...] = ()
     events: tuple[KubeEvent, ...] = ()
     requeue_at_s: float | None = None
 
@@ -76,12 +76,12 @@ def recover(
     now_s: float,
 ) -> RecoveryResult:
     """``unwanted``: replicas that go anyway."""
-    known = {one.name: one for one in attempts_of(target.owner.get("status") or {}) if one.reason != NO_ROOM}
+    known = {one.name: one for one in recorded_attempts(target.owner.get("status") or {}) if one.reason != NO_ROOM}
     deleted: list[Delete] = list(_forced(groups, observed, now_s))
     places: set[PodPosition] = set()
     events: list[KubeEvent] = []
     times: list[float] = []
-    attempts: list[Attempt] = []
+    attempts: list[RecoveryAttempt] = []
     for scope, failure in _failing(groups, target, observed, unwanted, now_s):
         before = known.pop(scope.name, None)
         if failure is None:
@@ -113,15 +113,15 @@ def recover(
     )
 
 
-def attempts_of(status: Object) -> Iterator[Attempt]:
+def recorded_attempts(status: Object) -> Iterator[RecoveryAttempt]:
     """As the status has them."""
     for one in status.get("recoveries") or ():
         at_s = seconds_of(one.get("at"))
         if at_s is not None:
-            yield Attempt(name=one["name"], count=one["count"], at_s=at_s, reason=one.get("reason", ""))
+            yield RecoveryAttempt(name=one["name"], count=one["count"], at_s=at_s, reason=one.get("reason", ""))
 
 
-def as_status(attempts: Iterable[Attempt]) -> list[Mapping[str, Any]]:
+def attempts_status(attempts: Iterable[RecoveryAttempt]) -> list[Mapping[str, Any]]:
     """For the status, which has room for so many: the latest."""
     latest = sorted(attempts, key=lambda one: -one.at_s)[:_MOST]
     return [
@@ -130,14 +130,14 @@ def as_status(attempts: Iterable[Attempt]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _remembered_attempts(scope: Scope, before: Attempt | None, now_s: float) -> list[Attempt]:
+def _remembered_attempts(scope: RecoveryScope, before: RecoveryAttempt | None, now_s: float) -> list[RecoveryAttempt]:
     """Until it has been well for long enough."""
     if before is None or (scope.is_ready and now_s >= before.at_s + FORGOTTEN_AFTER_S):
         return []
     return [before]
 
 
-def _due_s(failure: PodFailure, before: Attempt | None, target: DesiredState) -> float | None:
+def _due_s(failure: PodFailure, before: RecoveryAttempt | None, target: DesiredState) -> float | None:
     """The time at which to recreate; None: never."""
     if target.spec.recovery == "None":
         return None
@@ -146,10 +146,10 @@ def _due_s(failure: PodFailure, before: Attempt | None, target: DesiredState) ->
     return at_s if before is None else max(at_s, before.at_s + before.wait_s)
 
 
-def _next(name: str, before: Attempt | None, failure: PodFailure, now_s: float) -> Attempt:
+def _next(name: str, before: RecoveryAttempt | None, failure: PodFailure, now_s: float) -> RecoveryAttempt:
     is_in_a_row = before is not None and failure.at_s - before.at_s < FORGOTTEN_AFTER_S
     count = before.count + 1 if before is not None and is_in_a_row else 1
-    return Attempt(name=name, count=count, at_s=now_s, reason=failure.reason)
+    return RecoveryAttempt(name=name, count=count, at_s=now_s, reason=failure.reason)
 
 
 def _forced(groups: Sequence[Group], observed: ModelInferState, now_s: float) -> Iterator[Delete]:
@@ -167,13 +167,13 @@ def _failing(
     observed: ModelInferState,
     unwanted: Collection[PodPosition],
     now_s: float,
-) -> Iterator[tuple[Scope, PodFailure | None]]:
+) -> Iterator[tuple[RecoveryScope, PodFailure | None]]:
     """Each scope with the failure that is due first, if it has one."""
     unresponsive_s = target.spec.template.unresponsive_timeout
     revisions = {one.ordinal: one.revision for one in groups}
     for scope, replicas in _scopes(groups, target, unwanted):
         size = sum(one.size for one in replicas)
-        found = [failure_of(one, observed, unresponsive_s) for one in scope.pods]
+        found = [pod_failure(one, observed, unresponsive_s) for one in scope.pods]
         if len(scope.pods) == 1 and size == 1 and target.spec.recovery != "None":
             # its kubelet restarts the only container in place, with the downloaded weights
             found = [one for one in found if one is not None and not one.is_restarted]
@@ -207,7 +207,7 @@ def _is_intended(replica: Replica, revision: Revision) -> bool:
 
 def _scopes(
     groups: Sequence[Group], target: DesiredState, unwanted: Collection[PodPosition]
-) -> Iterator[tuple[Scope, list[Replica]]]:
+) -> Iterator[tuple[RecoveryScope, list[Replica]]]:
     """Pods that are recreated together. A group that serves without the failed replica, which is one of a rollout's
     surplus, continues to serve: only that replica is recreated.
     """
@@ -228,8 +228,8 @@ def _scopes(
                         yield _scope(name, [alone], is_ready=pod.is_ready), [alone]
 
 
-def _scope(name: str, replicas: Sequence[Replica], *, is_ready: bool) -> Scope:
-    return Scope(
+def _scope(name: str, replicas: Sequence[Replica], *, is_ready: bool) -> RecoveryScope:
+    return RecoveryScope(
         name=name,
         pods=tuple(pod for one in replicas for pod in one.live),
         places=frozenset(one.place for one in replicas),

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.drain_mark import DRAINING, drained_or_when
+from controller.api.drain_mark import DRAINING, drain_recheck_at
 from controller.kube.plan import Annotate, Delete
 from controller.kube.resources import PODS, timestamp_of
-from controller.models.model_infer.groups import entries
+from controller.models.model_infer.groups import entry_pods
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -83,8 +83,8 @@ def _scopes(leaving: Sequence[Replica], groups: Sequence[Group]) -> Iterator[lis
 
 def _scope(replicas: Sequence[Replica], observed: ModelInferState, now_s: float, drain_s: float) -> DrainResult:
     live = [pod for one in replicas for pod in one.live]
-    serving = [one for one in entries(replicas) if not one.is_going and _may_serve(one, observed)]
-    again_s = drained_or_when(
+    serving = [one for one in entry_pods(replicas) if not one.is_going and _may_serve(one, observed)]
+    again_s = drain_recheck_at(
         [one.draining_at_s for one in serving],
         is_idle=_is_idle(serving, observed),
         now_s=now_s,

@@ -10,14 +10,14 @@ import msgspec
 from controller.kube.plan import Annotate, KubeEvent
 from controller.kube.resources import CONTROLLER_REVISIONS, seconds_of, timestamp_of
 from controller.models.model_infer import names
-from controller.models.model_infer.changes import is_outdated
-from controller.models.model_infer.recovery import attempts_of
+from controller.models.model_infer.pod_changes import is_outdated
+from controller.models.model_infer.recovery import recorded_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from controller.models.model_infer.desired_state import DesiredState
     from controller.models.model_infer.groups import Group
-    from controller.models.model_infer.target import DesiredState
 
 PAUSED: Final = "Paused"
 BLOCKED: Final = "BlockedByFailedLoad"
@@ -38,7 +38,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     requeue_at_s: float | None = None
 
 
-def rollout_of(groups: Sequence[Group], target: DesiredState, now_s: float) -> Rollout:
+def rollout_state(groups: Sequence[Group], target: DesiredState, now_s: float) -> Rollout:
     """Deadlines count only while an older revision can serve instead."""
     update, settings = target.history.update, target.spec.rollout
     old = {one.ordinal for one in groups if is_outdated(one, target)}
@@ -81,8 +81,8 @@ def _was_blocked(target: DesiredState) -> bool:
 
 def _done(target: DesiredState) -> str:
     update = target.history.update
-    if target.first_moving and update.hash != target.current.hash:
-        return f"groups from {target.first_moving} on have revision {update.hash}, the others {target.current.hash}"
+    if target.first_updated and update.hash != target.current.hash:
+        return f"groups from {target.first_updated} on have revision {update.hash}, the others {target.current.hash}"
     return f"all groups have revision {update.hash}"
 
 
@@ -116,7 +116,7 @@ def _last_progress_s(groups: Sequence[Group], target: DesiredState) -> float:
     """When the rollout began, or when a group of the new revision was last made for the first time, or became ready. A
     group that was recreated after a failure is no progress.
     """
-    failed = {one.name.partition("/")[0] for one in attempts_of(target.owner.get("status") or {})}
+    failed = {one.name.partition("/")[0] for one in recorded_attempts(target.owner.get("status") or {})}
     times: list[float | None] = [target.history.update.since_s]
     for group in groups:
         new = [one for one in group.pods if one.revision == target.goal.hash]
@@ -133,7 +133,7 @@ def _notes(target: DesiredState, now_s: float, *, is_done: bool) -> Iterator[Ann
         return
     if target.is_restarted:
         yield _note(target, {names.ROLLED_OUT_SINCE: timestamp_of(now_s), names.FAILED: None, names.REACHED: None})
-    elif is_done and update.hash != target.current.hash and target.first_moving and not update.reached:
+    elif is_done and update.hash != target.current.hash and target.first_updated and not update.reached:
         yield _note(target, {names.REACHED: timestamp_of(now_s)})
 
 

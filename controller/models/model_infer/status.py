@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.models.model_infer import names
-from controller.models.model_infer.pod_state import PodFailure, failure_of, stuck_reason
+from controller.models.model_infer.desired_state import round_percent_down
+from controller.models.model_infer.pod_state import PodFailure, pod_failure, stuck_reason
 from controller.models.model_infer.rollout import BLOCKED
-from controller.models.model_infer.target import round_down
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from controller.kube.resources import Object
+    from controller.models.model_infer.desired_state import DesiredState
     from controller.models.model_infer.groups import Group
     from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.model_infer.rollout import Rollout
-    from controller.models.model_infer.target import DesiredState
 
 _LONGEST: Final = 2000
 _MOST_NAMED: Final = 3
@@ -43,14 +43,14 @@ class DegradedReason(msgspec.Struct, frozen=True):
     message: str
 
 
-def conditions_of(
+def model_infer_conditions(
     groups: Sequence[Group], target: DesiredState, rollout: Rollout, problems: Sequence[DegradedReason]
 ) -> list[Condition]:
     """In the order in which people read them."""
     return [
         Condition("Accepted", "True", "Accepted", "it has no mistake"),
-        available(groups, target),
-        progressing(rollout),
+        available_condition(groups, target),
+        progressing_condition(rollout),
         degraded_condition(problems),
     ]
 
@@ -60,18 +60,18 @@ def refused_condition(mistakes: Sequence[str]) -> Condition:
     return Condition("Accepted", "False", "InvalidSpec", "; ".join(mistakes)[:_LONGEST])
 
 
-def available(groups: Sequence[Group], target: DesiredState) -> Condition:
+def available_condition(groups: Sequence[Group], target: DesiredState) -> Condition:
     """Enough groups serve: as many as the rollout's ``maxUnavailable`` leaves, and one at least."""
     wanted = target.groups
     ready = len([one for one in groups if one.is_serving])
-    needed = max(min(1, wanted), wanted - round_down(target.spec.rollout.max_unavailable, wanted))
+    needed = max(min(1, wanted), wanted - round_percent_down(target.spec.rollout.max_unavailable, wanted))
     message = f"{ready} of {wanted} groups are ready"
     if ready < needed:
         return Condition("Available", "False", "NotEnoughGroups", message)
     return Condition("Available", "True", "AllGroupsReady" if ready >= wanted else "EnoughGroupsReady", message)
 
 
-def progressing(rollout: Rollout) -> Condition:
+def progressing_condition(rollout: Rollout) -> Condition:
     """True while a change is in progress that may still succeed."""
     status: Literal["True", "False", "Unknown"] = "True" if rollout.phase == "InProgress" else "False"
     return Condition("Progressing", "Unknown" if rollout.phase == "Paused" else status, rollout.phase, rollout.message)
@@ -86,7 +86,7 @@ def degraded_condition(problems: Sequence[DegradedReason]) -> Condition:
     return Condition("Degraded", "True", problems[0].reason, named[:_LONGEST] + more)
 
 
-def problems_of(
+def degraded_reasons(
     groups: Sequence[Group],
     target: DesiredState,
     observed: ModelInferState,
@@ -106,7 +106,7 @@ def failed_groups(groups: Sequence[Group], target: DesiredState, observed: Model
 
 def _failures(group: Group, target: DesiredState, observed: ModelInferState) -> Iterator[PodFailure]:
     for pod in group.pods:
-        found = failure_of(pod, observed, target.spec.template.unresponsive_timeout) or (
+        found = pod_failure(pod, observed, target.spec.template.unresponsive_timeout) or (
             None if pod.is_ready else stuck_reason(pod, observed)
         )
         if found is not None:
@@ -121,7 +121,7 @@ def _as_problem(failure: PodFailure, target: DesiredState) -> DegradedReason:
     return DegradedReason(reason, f"pod {failure.pod.key.partition('/')[2]}: {failure.message}")
 
 
-def status_of(
+def model_infer_status(
     groups: Sequence[Group],
     target: DesiredState,
     rollout: Rollout,
@@ -143,7 +143,7 @@ def status_of(
         "updatedReplicas": len(updated),
         "currentRevision": _current_after(target, rollout),
         "updateRevision": update.hash,
-        "labelSelector": names.selector(target.name, SCALE_UNIT="true"),
+        "labelSelector": names.label_selector(target.name, SCALE_UNIT="true"),
         "summary": _summary(conditions),
         "groups": dict(sorted((states + Counter({"Missing": max(0, missing)})).items())),
         "roles": [_role(one.name, groups, target) for one in target.spec.template.roles],
@@ -164,7 +164,7 @@ def refused_status(thing: Object, mistakes: Sequence[str]) -> Mapping[str, Any]:
 
 def _current_after(target: DesiredState, rollout: Rollout) -> str:
     """The new revision is the current one as soon as all groups serve with it, none kept back."""
-    is_done = rollout.phase == "UpToDate" and target.first_moving == 0
+    is_done = rollout.phase == "UpToDate" and target.first_updated == 0
     return target.goal.hash if is_done else target.current.hash
 
 
@@ -179,7 +179,7 @@ def _state(group: Group, failed: Collection[int]) -> str:
 
 
 def _role(name: str, groups: Sequence[Group], target: DesiredState) -> Mapping[str, Any]:
-    found = [one for group in groups for one in group.of_role(name) if not one.is_going]
+    found = [one for group in groups for one in group.replicas_of_role(name) if not one.is_going]
     role = target.history.update.role(name)
     return {
         "name": name,
@@ -189,7 +189,7 @@ def _role(name: str, groups: Sequence[Group], target: DesiredState) -> Mapping[s
     }
 
 
-def summarized(status: Mapping[str, Any]) -> Mapping[str, Any]:
+def add_summary(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """A status whose conditions have changed, with their summary."""
     conditions = msgspec.convert(status["conditions"], list[Condition])
     return {**status, "summary": _summary(conditions)}

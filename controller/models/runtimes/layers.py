@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from controller.api.model import ModelSpec
-from controller.api.pod_shapes import wrong_shapes
+from controller.api.pod_spec_checks import pod_spec_type_errors
 from controller.api.serving_runtime import EngineConfig
 from extproc.api.errors import to_text
 from extproc.api.quantities import decode_quantity
@@ -60,7 +60,7 @@ def collect_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return _all(layers, _TYPED_KEYS)
 
 
-def strategic(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def strategic_merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Partial PodSpecs, the lowest first."""
     return _all(layers, _POD_KEYS)
 
@@ -76,26 +76,26 @@ def fold_layers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """The result of ``collect_layers`` as documents have it: one PodSpec where it has collected several."""
     if isinstance(value, Mapping):
         return {
-            name: strategic(*pod_layers(one)) if name in _POD_FIELDS else fold_layers(one)
+            name: strategic_merge(*pod_spec_layers(one)) if name in _POD_FIELDS else fold_layers(one)
             for name, one in value.items()
         }
     return [fold_layers(one) for one in value] if isinstance(value, list) else value
 
 
-def pods_in(value: object, where: str = "spec") -> Iterator[tuple[str, object]]:
+def pod_specs_in(value: object, where: str = "spec") -> Iterator[tuple[str, object]]:
     """The partial PodSpecs of a typed layer, each with the field that it stands in."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             if name in _POD_FIELDS:
                 yield f"{where}.{name}", one or {}
             else:
-                yield from pods_in(one, f"{where}.{name}")
+                yield from pod_specs_in(one, f"{where}.{name}")
     elif isinstance(value, list):
         for number, one in enumerate(value):
-            yield from pods_in(one, f"{where}[{number}]")
+            yield from pod_specs_in(one, f"{where}[{number}]")
 
 
-def pod_layers(value: object) -> list[Mapping[str, Any]]:
+def pod_spec_layers(value: object) -> list[Mapping[str, Any]]:
     """The partial PodSpecs of a field, the lowest first."""
     if isinstance(value, list):
         return value
@@ -114,7 +114,7 @@ def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any], keyed: Mapping[s
             found.pop(name, None)
             continue
         if name in _POD_FIELDS and keyed is _TYPED_KEYS:
-            found[name] = [*pod_layers(found.get(name)), *pod_layers(value)]
+            found[name] = [*pod_spec_layers(found.get(name)), *pod_spec_layers(value)]
         else:
             found[name] = _value(name, found.get(name), value, keyed)
     return found
@@ -197,7 +197,7 @@ def merge_layers(
         raise NotMergeable(f"there is no ModelTemplate {', '.join(missing)}, here or in the manager's namespace")
     layers = [templates[name].get("spec") or {} for name in raw.get("baseRefs") or ()]
     for name, layer in (*zip(raw.get("baseRefs") or (), layers, strict=True), ("", raw)):
-        if wrong := [one for field, pod in pods_in(layer) for one in wrong_shapes(pod, field)]:
+        if wrong := [one for field, pod in pod_specs_in(layer) for one in pod_spec_type_errors(pod, field)]:
             raise NotMergeable((f"ModelTemplate {name}: " if name else "") + "; ".join(wrong))
     found = collect_layers(*layers, raw)
     folded = fold_layers(found)
@@ -223,4 +223,4 @@ def engine_config(*layers: Mapping[str, Any]) -> ConfigLayers:
         config = msgspec.convert(fold_layers(found), EngineConfig, dec_hook=decode_quantity)
     except (msgspec.ValidationError, ValueError) as error:
         raise NotMergeable(f"the config over the runtime's has a mistake: {error}") from None
-    return ConfigLayers(config, tuple(pod_layers(found.get("pod"))))
+    return ConfigLayers(config, tuple(pod_spec_layers(found.get("pod"))))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import msgspec
 import yaml
 
-from controller.api.pod_shapes import wrong_resources, wrong_shapes
+from controller.api.pod_spec_checks import pod_spec_type_errors, resources_type_errors
 from controller.api.serving_runtime import ServingRuntimeSpec
 from extproc.api.documents import Loader
 from extproc.api.model_server import ServingProtocol
@@ -27,7 +27,7 @@ Reason = Literal[
 ]
 
 
-class Scope(IntEnum):
+class PresetScope(IntEnum):
     """The source of a preset; a source nearer to the Model is higher."""
 
     BUILT_IN = 0
@@ -41,7 +41,7 @@ class Preset(msgspec.Struct, frozen=True):
     """
 
     name: str
-    scope: Scope
+    scope: PresetScope
     spec: ServingRuntimeSpec
     raw_config: Mapping[str, Any] = {}
     problem: str = ""
@@ -53,19 +53,19 @@ class Preset(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """For people: ``ServingRuntime llama``, ``ClusterServingRuntime vllm``, ``built-in runtime vllm``."""
-        kinds = {Scope.NAMESPACE: "ServingRuntime", Scope.CLUSTER: "ClusterServingRuntime"}
+        kinds = {PresetScope.NAMESPACE: "ServingRuntime", PresetScope.CLUSTER: "ClusterServingRuntime"}
         return f"{kinds.get(self.scope, 'built-in runtime')} {self.name}"
 
 
-def available(own: Iterable[Mapping[str, Any]], cluster: Iterable[Mapping[str, Any]]) -> dict[str, Preset]:
+def available_presets(own: Iterable[Mapping[str, Any]], cluster: Iterable[Mapping[str, Any]]) -> dict[str, Preset]:
     """By name. ``own``: ServingRuntimes of the Model's namespace. ``cluster``: ClusterServingRuntimes."""
-    found = dict(built_in())
-    for things, scope in ((cluster, Scope.CLUSTER), (own, Scope.NAMESPACE)):
+    found = dict(built_in_presets())
+    for things, scope in ((cluster, PresetScope.CLUSTER), (own, PresetScope.NAMESPACE)):
         found.update({one.name: one for one in (preset_of(thing, scope) for thing in things)})
     return found
 
 
-def preset_of(thing: Mapping[str, Any], scope: Scope) -> Preset:
+def preset_of(thing: Mapping[str, Any], scope: PresetScope) -> Preset:
     """An object that this release cannot read is there all the same: another preset must not take its place."""
     name, raw = thing["metadata"]["name"], thing.get("spec") or {}
     try:
@@ -74,32 +74,32 @@ def preset_of(thing: Mapping[str, Any], scope: Scope) -> Preset:
         return _unusable(name, scope, str(error))
     config = raw.get("config") or {}
     written = (("pod", spec.pod), ("spotPod", spec.spot_pod), ("config.pod", config.get("pod") or {}))
-    wrong = [mistake for field, pod in written for mistake in wrong_shapes(pod, field)]
-    wrong += wrong_resources(config.get("resources"), "config.resources")
+    wrong = [mistake for field, pod in written for mistake in pod_spec_type_errors(pod, field)]
+    wrong += resources_type_errors(config.get("resources"), "config.resources")
     if wrong:
         return _unusable(name, scope, "; ".join(wrong))
     return Preset(name, scope, spec, config)
 
 
-def _unusable(name: str, scope: Scope, mistake: str) -> Preset:
+def _unusable(name: str, scope: PresetScope, mistake: str) -> Preset:
     return Preset(name, scope, ServingRuntimeSpec(engine="Custom"), problem=f"it has a mistake: {mistake}")
 
 
 @cache
-def built_in() -> Mapping[str, Preset]:
+def built_in_presets() -> Mapping[str, Preset]:
     """Those that every release brings, the same as in manifests/runtimes."""
-    found = (preset_of(thing, Scope.BUILT_IN) for thing in objects())
+    found = (preset_of(thing, PresetScope.BUILT_IN) for thing in built_in_objects())
     return {one.name: one for one in found}
 
 
-def objects() -> list[dict[str, Any]]:
+def built_in_objects() -> list[dict[str, Any]]:
     """The built-in presets as ClusterServingRuntimes."""
     folder = resources.files("controller.models.runtimes") / "builtin"
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".yaml")), key=lambda one: one.name)
     return [yaml.load(one.read_text(), Loader) for one in files]  # noqa: S506 - a safe one
 
 
-def for_many(presets: Mapping[str, Preset], formats: Iterable[str]) -> Mapping[str, Preset]:
+def multi_model_presets(presets: Mapping[str, Preset], formats: Iterable[str]) -> Mapping[str, Preset]:
     """Those that load many models, of all these formats; if there are none, any that loads many."""
     many = {name: one for name, one in presets.items() if one.spec.multi_model}
     wanted = set(formats)

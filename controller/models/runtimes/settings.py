@@ -86,21 +86,21 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     has_models: bool = False
 
 
-def gpus_of(config: EngineConfig) -> int | None:
+def gpus_per_pod(config: EngineConfig) -> int | None:
     """GPUs of one pod; None if they cannot be shared out evenly."""
     total = config.parallelism.tensor * config.parallelism.pipeline * config.parallelism.data
     each, rest = divmod(total, config.nodes)
     return None if rest else each
 
 
-def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
+def engine_settings(engine: EngineSettings, node: Node) -> Mapping[str, str]:
     """By name."""
     config, spread, lora = engine.config, engine.config.parallelism, engine.config.lora
     degrees = {"tensor": spread.tensor, "pipeline": spread.pipeline, "data": spread.data, "nodes": config.nodes}
     numbers = {
         "port": engine.port,
         "grpcPort": engine.grpc_port,
-        "gpus": gpus_of(config),
+        "gpus": gpus_per_pod(config),
         **{name: degree for name, degree in degrees.items() if degree > 1},
         "maxLength": config.max_length,
         "maxLoras": lora.max_loaded,
@@ -137,7 +137,7 @@ class CommandLine(NamedTuple):
     env: list[dict[str, Any]]
 
 
-def words(rules: Sequence[Arguments], settings: Mapping[str, str]) -> CommandLine:
+def build_command_line(rules: Sequence[Arguments], settings: Mapping[str, str]) -> CommandLine:
     """What the rules that hold add, in their order."""
     holding = [one for one in rules if _holds(one.when, settings)]
     env = [msgspec.to_builtins(one) for rule in holding for one in rule.env]
@@ -183,12 +183,12 @@ class Weights(msgspec.Struct, frozen=True):
     is_downloaded: bool
 
 
-def format_of(uri: str, written: ModelFormat | None) -> ModelFormat:
+def model_format(uri: str, written: ModelFormat | None) -> ModelFormat:
     """The format in the spec, or else by the file's suffix."""
     return written or ModelFormat(name=_FORMATS.get(_name(uri).suffix, _DEFAULT_FORMAT))
 
 
-def weights_of(uri: str, cache: WeightsCache) -> Weights:
+def weights_from_uri(uri: str, cache: WeightsCache) -> Weights:
     """``pvc://CLAIM/PATH`` and ``file:///PATH`` are mounted where they are, all else is downloaded."""
     scheme, _, place = uri.partition("://")
     if scheme not in _MOUNTED:
@@ -210,7 +210,7 @@ def weights_of(uri: str, cache: WeightsCache) -> Weights:
     return Weights(_file_in(MODEL_PATH, uri), (volume,), (mount,), is_downloaded=False)
 
 
-def repository_of(cache: WeightsCache) -> Weights:
+def repository_weights(cache: WeightsCache) -> Weights:
     """Of many models: a directory of the pod, which the agent fills."""
     volumes = ({"name": MODELS, "emptyDir": {}}, cache_volume(cache))
     mounts = (

@@ -14,15 +14,15 @@ import msgspec
 
 from controller.api.autoscaling import GATEWAY_METRICS, schedule_mistakes
 from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicySpec
-from controller.api.common import is_of_kind
-from controller.api.model_infer import mistakes as model_infer_mistakes
+from controller.api.common import matches_accelerator
+from controller.api.model_infer import validation_errors as model_infer_mistakes
 from controller.api.serving_runtime import ServingRuntimeSpec
-from controller.gateway.compile.pools import PREFIX
-from controller.gateway.compile.servers import LABEL, compile_picker
-from controller.gateway.compile.sources import source_of
+from controller.gateway.compile.inference_pools import PREFIX
+from controller.gateway.compile.model_servers import LABEL, compile_picker
+from controller.gateway.compile.source_objects import decode_source
 from controller.kube.kinds import GATEWAY_KINDS, KINDS
-from controller.models.runtimes.mistakes import mistakes as model_mistakes
 from controller.models.runtimes.settings import NAMES, unknown_settings
+from controller.models.runtimes.validation import validation_errors as model_mistakes
 from extproc.api.quantities import decode_quantity
 from extproc.api.spec import namespace_of, object_key
 
@@ -125,9 +125,9 @@ def _servers_of(route: Object) -> Iterator[str]:
 
 
 def _contested(key: str, route: Object, known: Known) -> Iterator[str]:
-    names = set(names_of(route))
+    names = set(route_model_names(route))
     for other, thing in known.get("ModelRoute", {}).items():
-        shared = sorted(names & set(names_of(thing)))
+        shared = sorted(names & set(route_model_names(thing)))
         if other == key or not shared:
             continue
         quoted = ", ".join(f"'{name}'" for name in shared)
@@ -175,7 +175,7 @@ def policy_warnings(namespace: str, policy: Object, known: Known) -> Iterator[st
             yield f"there is no {kind} '{name}' in this namespace yet; the policy has no effect on it until there is"
 
 
-def without_policy(namespace: str, name: object, known: Known) -> Iterator[str]:
+def missing_policy_warnings(namespace: str, name: object, known: Known) -> Iterator[str]:
     """An AutoscalingPolicy that is not there."""
     if isinstance(name, str) and object_key(namespace, name) not in known.get("AutoscalingPolicy", {}):
         yield f"there is no AutoscalingPolicy '{name}' in this namespace yet; nothing is scaled until there is"
@@ -189,18 +189,22 @@ def budget_warnings(binding: Object) -> Iterator[str]:
     budget = spec.get("budget")
     limits = budget.get("accelerators") if isinstance(budget, Mapping) else None
     for limited in limits if isinstance(limits, Mapping) else ():
-        vague = [name for name, kind in kinds.items() if is_of_kind(limited, kind) and not is_of_kind(kind, limited)]
+        vague = [
+            name
+            for name, kind in kinds.items()
+            if matches_accelerator(limited, kind) and not matches_accelerator(kind, limited)
+        ]
         for name in vague:
             yield (
                 f"the budget for '{limited}' does not count target '{name}', whose accelerator is '{kinds[name]}';"
                 f" write '{limited}' there if it is one"
             )
-        if not vague and not any(is_of_kind(kind, limited) for kind in kinds.values()):
+        if not vague and not any(matches_accelerator(kind, limited) for kind in kinds.values()):
             named = ", ".join(f"'{one}'" for one in sorted(set(kinds.values()))) or "none"
             yield f"the budget for '{limited}' limits nothing: no target is of that kind (they name {named})"
 
 
-def users_of(kind: str, key: str, known: Known) -> Iterator[str]:
+def referring_objects(kind: str, key: str, known: Known) -> Iterator[str]:
     """Objects that still refer to the object to be deleted."""
     namespace, _, name = key.partition("/")
     if kind == "ModelServer":
@@ -213,7 +217,7 @@ def users_of(kind: str, key: str, known: Known) -> Iterator[str]:
                 yield f"AutoscalingPolicyBinding {other} still names it; its targets are not scaled any more"
 
 
-def counted_as(kind: str) -> str:
+def metric_kind(kind: str) -> str:
     """``kind`` in metrics. Requests may contain any kind: unknown kinds share one name."""
     return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
 
@@ -221,7 +225,7 @@ def counted_as(kind: str) -> str:
 def review_object(review: Review, known: Known, check_picker: PickerCheck) -> AdmissionVerdict:
     """``known``: the informers' copies of the cluster's objects, by kind and key."""
     if review.new is None:
-        return AdmissionVerdict(warnings=tuple(users_of(review.kind.kind, review.key, known)))
+        return AdmissionVerdict(warnings=tuple(referring_objects(review.kind.kind, review.key, known)))
     mistakes = list(_mistakes(review, review.new, known, check_picker))
     warnings = list(_warnings(review.kind.kind, review.key, review.new, known, check_picker))
     if mistakes and _asks_for_something_new(review):
@@ -242,7 +246,7 @@ def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerC
     if kind in _DOCUMENTS:
         # a name from ``generateName`` does not exist yet
         named = {**thing, "metadata": {"name": "generated", "namespace": review.namespace, **thing["metadata"]}}
-        yield from (one for one in [source_of(named).complaint()] if one)
+        yield from (one for one in [decode_source(named).mistakes_text()] if one)
     elif kind in _OTHERS:
         yield from _wrong(kind, review.name or "generated", thing)
     elif kind == "ConfigMap":
@@ -280,12 +284,12 @@ def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
 
 
 def _repeated_names(route: Object) -> Iterator[str]:
-    names = names_of(route)
+    names = route_model_names(route)
     for name in sorted({one for one in names if names.count(one) > 1}):
         yield f"'{name}' is there twice among modelName and loraAdapters; write it once"
 
 
-def names_of(route: Object) -> list[str]:
+def route_model_names(route: Object) -> list[str]:
     """The model names of a ModelRoute."""
     spec = route.get("spec") or {}
     own = [spec["modelName"]] if isinstance(spec.get("modelName"), str) else []
@@ -326,7 +330,7 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
         "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
         "AutoscalingPolicy": lambda: metric_warnings(thing.get("spec") or {}),
         "AutoscalingPolicyBinding": lambda: _binding_warnings(namespace, thing, known),
-        "Model": lambda: without_policy(
+        "Model": lambda: missing_policy_warnings(
             namespace, ((thing.get("spec") or {}).get("autoscaling") or {}).get("policyRef"), known
         ),
     }
@@ -335,7 +339,7 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
 
 
 def _binding_warnings(namespace: str, binding: Object, known: Known) -> Iterator[str]:
-    yield from without_policy(namespace, (binding.get("spec") or {}).get("policyRef"), known)
+    yield from missing_policy_warnings(namespace, (binding.get("spec") or {}).get("policyRef"), known)
     yield from budget_warnings(binding)
 
 

@@ -11,20 +11,20 @@ from rich.console import Console
 from bench.__main__ import main
 from bench.autoscale.command import kept_results, run_grid
 from bench.autoscale.fleet import ONE, Fleet
-from bench.autoscale.load_profiles import Half
+from bench.autoscale.load_profiles import DataSplit
 from bench.autoscale.policies import POLICIES
 from bench.autoscale.trial import Trial, run_trial
-from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
+from bench.workload.sessions import Session, SessionTurn, Workload, single_piece
 
 
 def workload(count: int, *, every_s: float) -> Workload:
-    turns = [(SessionTurn(one_piece(f"{number}", 500), 200),) for number in range(count)]
+    turns = [(SessionTurn(single_piece(f"{number}", 500), 200),) for number in range(count)]
     return Workload("test", tuple(Session(number * every_s, turn) for number, turn in enumerate(turns)))
 
 
 def test_a_replica_serves_its_start_time_after_the_order_and_not_before() -> None:
     fleet = Fleet(ONE, {"a100": 1}, seed=0)
-    fleet.simulation.at(10.0, lambda now: fleet.order({"a100": 3}, now))
+    fleet.simulation.schedule_at(10.0, lambda now: fleet.order({"a100": 3}, now))
     results = fleet.simulation.run(workload(400, every_s=0.5))
     for new in fleet.replicas[1:]:
         assert new.ready_at_s is not None
@@ -41,10 +41,10 @@ def test_draining_loses_no_request_and_is_paid_until_the_last_one_ends() -> None
     def collect(now: float) -> None:
         fleet.collect(now)
         if now < 200.0:
-            fleet.simulation.at(now + 1.0, collect)
+            fleet.simulation.schedule_at(now + 1.0, collect)
 
-    fleet.simulation.at(20.0, lambda now: fleet.order({"a100": 1}, now))
-    fleet.simulation.at(0.0, collect)
+    fleet.simulation.schedule_at(20.0, lambda now: fleet.order({"a100": 1}, now))
+    fleet.simulation.schedule_at(0.0, collect)
     results = fleet.simulation.run(sent)
     assert len(results) == sent.requests
     assert not any(one.error for one in results)
@@ -61,8 +61,8 @@ def test_draining_loses_no_request_and_is_paid_until_the_last_one_ends() -> None
 
 def test_an_order_taken_back_ends_what_was_starting() -> None:
     fleet = Fleet(ONE, {"a100": 1}, seed=0)
-    fleet.simulation.at(10.0, lambda now: fleet.order({"a100": 2}, now))
-    fleet.simulation.at(20.0, lambda now: fleet.order({"a100": 1}, now))
+    fleet.simulation.schedule_at(10.0, lambda now: fleet.order({"a100": 2}, now))
+    fleet.simulation.schedule_at(20.0, lambda now: fleet.order({"a100": 1}, now))
     fleet.simulation.run(workload(20, every_s=5.0))
     assert fleet.replicas[1].ready_at_s is None
     assert fleet.replicas[1].gone_at_s == 20.0
@@ -71,7 +71,7 @@ def test_an_order_taken_back_ends_what_was_starting() -> None:
 
 def test_more_engines_meet_the_targets_more_often_and_cost_more() -> None:
     few, many = (
-        run_trial(Trial("ramps", Half.TUNING, "fixed", count, 0, duration_s=110.0), Path()) for count in (1.0, 4.0)
+        run_trial(Trial("ramps", DataSplit.TUNING, "fixed", count, 0, duration_s=110.0), Path()) for count in (1.0, 4.0)
     )
     assert few.attainment < many.attainment
     assert few.bill.cost < many.bill.cost
@@ -95,7 +95,7 @@ def test_an_unknown_policy_or_load_is_told(tmp_path: Path) -> None:
 
 
 def test_finished_trials_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> None:
-    trials = [Trial("ramps", Half.TUNING, "fixed", knob, 0, duration_s=80.0) for knob in (2.0, 3.0)]
+    trials = [Trial("ramps", DataSplit.TUNING, "fixed", knob, 0, duration_s=80.0) for knob in (2.0, 3.0)]
     file = tmp_path / "trials.jsonl"
     console = Console(quiet=True)
     first = run_grid(trials, file, Path(), console, jobs=1)
@@ -112,7 +112,7 @@ def test_finished_trials_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> 
 def test_every_policy_plays_within_its_bounds_and_loses_nobody(policy: str) -> None:
     grid = POLICIES[policy].grid
     assert len(grid) == 5
-    trial = Trial("noise", Half.HELD, policy, grid[2], 0, start_s=5.0, duration_s=75.0)
+    trial = Trial("noise", DataSplit.HELD, policy, grid[2], 0, start_s=5.0, duration_s=75.0)
     found = run_trial(trial, Path())
     assert found.requests > 30
     assert not found.lost
@@ -122,9 +122,9 @@ def test_every_policy_plays_within_its_bounds_and_loses_nobody(policy: str) -> N
 
 def test_a_fleet_without_replicas_holds_its_requests_until_one_has_started() -> None:
     fleet = Fleet(ONE, {"a100": 1}, seed=0)
-    late = Workload("test", (Session(50.0, (SessionTurn(one_piece("late", 500), 20),)),))
-    fleet.simulation.at(10.0, lambda now: fleet.order({"a100": 0}, now))
-    fleet.simulation.at(51.0, lambda now: fleet.order({"a100": 1}, now))
+    late = Workload("test", (Session(50.0, (SessionTurn(single_piece("late", 500), 20),)),))
+    fleet.simulation.schedule_at(10.0, lambda now: fleet.order({"a100": 0}, now))
+    fleet.simulation.schedule_at(51.0, lambda now: fleet.order({"a100": 1}, now))
     (result,) = fleet.simulation.run(late)
     first, second = fleet.replicas
     assert first.gone_at_s == 10.0

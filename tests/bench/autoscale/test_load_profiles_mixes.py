@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from bench.autoscale.fleet import Variant
-from bench.autoscale.load_profiles import LOADS, VariantMixes, cheapest_plan, variant_mixes, worths
+from bench.autoscale.load_profiles import LOADS, VariantMixes, cheapest_plan, relative_capacities, variant_mixes
 from bench.autoscale.policies import POLICIES, SECONDS, policies_for
-from bench.autoscale.trial import kind_first
+from bench.autoscale.trial import with_first_variant
 
 SMALL = (Variant("a", "a100x2", cost=1.0, max_replicas=3), Variant("b", "h100x2", cost=2.2, max_replicas=2))
 
@@ -61,11 +61,11 @@ def test_a_plan_keeps_a_replica_over_a_gap_that_is_shorter_than_a_start() -> Non
 
 def test_the_second_kind_carries_more_and_can_come_first() -> None:
     load = LOADS["kinds"]
-    assert worths(load)["h100"] == pytest.approx(2.7, abs=0.1)
-    turned = kind_first(load, 1)
+    assert relative_capacities(load)["h100"] == pytest.approx(2.7, abs=0.1)
+    turned = with_first_variant(load, 1)
     assert [one.name for one in turned.variants] == ["h100", "a100"]
     assert variant_mixes(turned, 1).counts[:, 0].min() == 1
-    assert kind_first(load, 0) == load
+    assert with_first_variant(load, 0) == load
 
 
 def test_only_loads_with_several_kinds_have_the_second_forms() -> None:

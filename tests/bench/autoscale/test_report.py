@@ -14,11 +14,11 @@ from rich.console import Console
 
 from bench.__main__ import main
 from bench.autoscale.command import code_fingerprint, kept_results, run_grid
-from bench.autoscale.fleet import Bill
-from bench.autoscale.load_profiles import Half
+from bench.autoscale.fleet import FleetCost
+from bench.autoscale.load_profiles import DataSplit
 from bench.autoscale.policies import POLICIES, policy_named
 from bench.autoscale.report import NothingToReport, extra_interval, report_of, write_report
-from bench.autoscale.trial import Trial, TrialResult, Window, tune_policies
+from bench.autoscale.trial import Trial, TrialResult, WindowAttainment, tune_policies
 from bench.reporting.results import distribution
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def result(
     cost: float,
     *,
     load: str = "steps",
-    half: Half = Half.HELD,
+    half: DataSplit = DataSplit.HELD,
     period_s: float = 5.0,
 ) -> TrialResult:
     """Of 100 requests in each window ``met`` were in target, one more and one fewer in turn."""
@@ -43,10 +43,10 @@ def result(
         requests=1200,
         refused=0,
         lost=0,
-        windows=[Window(100, min(100, round(met) + (1 if number % 2 else -1))) for number in range(12)],
+        windows=[WindowAttainment(100, min(100, round(met) + (1 if number % 2 else -1))) for number in range(12)],
         ttft_s=distribution([0.5, 1.0]),
         tpot_s=distribution([0.03, 0.05]),
-        bill=Bill(cost, cost, 3600.0),
+        bill=FleetCost(cost, cost, 3600.0),
         reversals=1,
         orders=4,
         to_order_s=[2.0, 9.0],
@@ -60,7 +60,7 @@ def trials() -> list[TrialResult]:
     """Ours at 96% for 8; one baseline needs 10 for as much, the other never has as much; the oracle was not tuned."""
     ours = [("attache", 1.5, 96.0, 8.0), ("attache", 1.25, 90.0, 7.0)]
     baselines = [("kpa", 10.0, 98.0, 12.0), ("kpa", 16.0, 94.0, 8.0), ("wva-v1", 0.4, 60.0, 4.0)]
-    found = [result(*one, half=half) for half in Half for one in ours + baselines]
+    found = [result(*one, half=half) for half in DataSplit for one in ours + baselines]
     return [*found, result("oracle", 0.8, 97.0, 6.0), result("oracle", 1.1, 92.0, 5.0)]
 
 
@@ -97,7 +97,7 @@ def test_what_was_not_run_is_told() -> None:
 
 
 def test_a_dominating_baseline_and_a_dearer_trial_fail_the_verdict() -> None:
-    better = [result("kthena", 8.0, 97.0, 7.0, half=half) for half in Half]
+    better = [result("kthena", 8.0, 97.0, 7.0, half=half) for half in DataSplit]
     said = report_of([*trials(), *better]).said
     assert any(one.startswith("FAILS on steps: kthena") for one in said)
     assert any("At most 3% more on any load: FAILS: steps +14.3%" in one for one in said)
@@ -128,7 +128,7 @@ def test_without_ours_it_says_that_nothing_can_be_said() -> None:
 
 def test_without_a_held_half_there_is_no_report() -> None:
     with pytest.raises(NothingToReport):
-        report_of([one for one in trials() if one.trial.half is Half.TUNING])
+        report_of([one for one in trials() if one.trial.half is DataSplit.TUNING])
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_refused_and_lost_requests_are_told() -> None:
 
 
 def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
-    whole = [result("kpa", 10.0, 96.0, 12.0, load=load, half=Half.TUNING) for load in ("steps", "sines")]
-    partly = [result("kpa", 16.0, 99.0, 5.0, half=Half.TUNING)]
+    whole = [result("kpa", 10.0, 96.0, 12.0, load=load, half=DataSplit.TUNING) for load in ("steps", "sines")]
+    partly = [result("kpa", 16.0, 99.0, 5.0, half=DataSplit.TUNING)]
     found = tune_policies([*whole, *partly])["kpa"]
     assert (found.knob, found.tried) == (10.0, 1)
 
@@ -159,12 +159,14 @@ def test_the_interval_holds_the_estimate_and_reaches_beyond_a_baseline_that_may_
     low, high = extra_interval(ours, baseline)
     assert low <= -0.2 <= high
     assert -0.35 < low < high < 0
-    uneven = msgspec.structs.replace(baseline[1][0], windows=[Window(100, 100)] * 11 + [Window(100, 55)])
+    uneven = msgspec.structs.replace(
+        baseline[1][0], windows=[WindowAttainment(100, 100)] * 11 + [WindowAttainment(100, 55)]
+    )
     assert extra_interval(ours, [baseline[0], [uneven]])[0] == -math.inf
 
 
 def test_a_trial_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path) -> None:
-    file, trial = tmp_path / "trials.jsonl", Trial("ramps", Half.TUNING, "fixed", 2.0, 0, duration_s=70.0)
+    file, trial = tmp_path / "trials.jsonl", Trial("ramps", DataSplit.TUNING, "fixed", 2.0, 0, duration_s=70.0)
     (made,) = run_grid([trial], file, Path(), Console(quiet=True), jobs=1).values()
     assert made.code == code_fingerprint()
     line = msgspec.json.decode(msgspec.json.encode(made))
@@ -174,13 +176,13 @@ def test_a_trial_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path)
 
 
 def test_the_fingerprint_follows_what_decides_and_not_what_reports(tmp_path: Path) -> None:
-    for name in ("controller/autoscaler/decision/stage.py", "bench/autoscale/report.py"):
+    for name in ("controller/autoscaler/decision/decide_stage.py", "bench/autoscale/report.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
     first = code_fingerprint(tmp_path)
     (tmp_path / "bench/autoscale/report.py").write_text("two\n")
     assert code_fingerprint(tmp_path) == first
-    (tmp_path / "controller/autoscaler/decision/stage.py").write_text("two\n")
+    (tmp_path / "controller/autoscaler/decision/decide_stage.py").write_text("two\n")
     assert code_fingerprint(tmp_path) != first
 
 
@@ -227,7 +229,7 @@ def test_the_report_of_a_quick_run_is_written_again_from_its_trials(tmp_path: Pa
 
 def test_who_waits_for_the_first_trial_is_told_how_many_there_are(tmp_path: Path) -> None:
     said = Console(record=True, file=io.StringIO(), width=160)
-    trials = [Trial("ramps", Half.TUNING, "fixed", 2.0, seed, duration_s=70.0) for seed in range(2)]
+    trials = [Trial("ramps", DataSplit.TUNING, "fixed", 2.0, seed, duration_s=70.0) for seed in range(2)]
     run_grid(trials[:1], tmp_path / "trials.jsonl", Path(), said, jobs=1)
     assert said.export_text().startswith("1 trial to run, a line for each when it has ended: seconds to minutes")
     run_grid(trials, tmp_path / "trials.jsonl", Path(), said, jobs=1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.autoscale.fleet import Replica, bill, victims
-from bench.autoscale.report import Spot, cost_at, dominates, extra_cost
-from bench.autoscale.trial import Window, met_by_window, overload_to_order_s, reversals
+from bench.autoscale.fleet import Replica, choose_replicas_to_remove, fleet_cost
+from bench.autoscale.report import PolicyPoint, cost_at, dominates, extra_cost
+from bench.autoscale.trial import WindowAttainment, direction_changes, met_by_window, overload_to_order_s
 from bench.lab.measures import LatencyObjective
 from bench.reporting.results import RequestResult
 
@@ -18,22 +18,22 @@ def replica(name: str, created_at_s: float, **times: float) -> Replica:
 
 def test_a_replica_costs_from_its_order_to_its_end_and_only_serving_is_not_wasted() -> None:
     served = replica("one", 100.0, ready_at_s=160.0, draining_at_s=3600.0, gone_at_s=3700.0)
-    found = bill([served], 0.0, 10_000.0)
+    found = fleet_cost([served], 0.0, 10_000.0)
     assert found.replica_hours == pytest.approx(1.0)
     assert found.cost == pytest.approx(2.0)
     assert found.wasted_gpu_s == pytest.approx(4 * (60 + 100))
 
 
 def test_a_replica_that_never_served_is_wasted_whole() -> None:
-    assert bill([replica("one", 0.0, gone_at_s=30.0)], 0.0, 100.0).wasted_gpu_s == pytest.approx(120.0)
+    assert fleet_cost([replica("one", 0.0, gone_at_s=30.0)], 0.0, 100.0).wasted_gpu_s == pytest.approx(120.0)
 
 
 def test_what_comes_after_the_run_is_not_paid() -> None:
-    assert bill([replica("one", 50.0, ready_at_s=60.0)], 0.0, 86.0).replica_hours == pytest.approx(0.01)
+    assert fleet_cost([replica("one", 50.0, ready_at_s=60.0)], 0.0, 86.0).replica_hours == pytest.approx(0.01)
 
 
 def test_what_comes_before_the_count_is_not_paid() -> None:
-    found = bill([replica("one", 0.0, ready_at_s=50.0)], 40.0, 400.0)
+    found = fleet_cost([replica("one", 0.0, ready_at_s=50.0)], 40.0, 400.0)
     assert found.replica_hours == pytest.approx(0.1)
     assert found.wasted_gpu_s == pytest.approx(40.0)
 
@@ -41,13 +41,13 @@ def test_what_comes_before_the_count_is_not_paid() -> None:
 def test_those_that_start_go_first_the_newest_before_older_ones_then_the_least_busy() -> None:
     old, new = replica("old", 10.0), replica("new", 20.0)
     busy, idle = replica("busy", 0.0, ready_at_s=0.0), replica("idle", 0.0, ready_at_s=0.0)
-    chosen = victims([busy, old, idle, new], 3, {"busy": 3, "idle": 1})
+    chosen = choose_replicas_to_remove([busy, old, idle, new], 3, {"busy": 3, "idle": 1})
     assert [one.name for one in chosen] == ["new", "old", "idle"]
 
 
 def test_reversals_count_turns_and_not_steps() -> None:
-    assert reversals([2, 3, 5, 4, 3, 6]) == 2
-    assert reversals([2, 2, 3]) == 0
+    assert direction_changes([2, 3, 5, 4, 3, 6]) == 2
+    assert direction_changes([2, 2, 3]) == 0
 
 
 def test_overload_ends_with_a_larger_order_or_by_itself() -> None:
@@ -71,11 +71,11 @@ def test_refused_lost_and_slow_requests_are_missed() -> None:
     )
     assert sum(one.due for one in found) == 5
     assert sum(one.met for one in found) == 1
-    assert found[0] == Window(1, 1)
+    assert found[0] == WindowAttainment(1, 1)
 
 
-def spot(attainment: float, cost: float, policy: str = "baseline") -> Spot:
-    return Spot(policy, "load", 1.0, attainment, attainment, attainment, cost)
+def spot(attainment: float, cost: float, policy: str = "baseline") -> PolicyPoint:
+    return PolicyPoint(policy, "load", 1.0, attainment, attainment, attainment, cost)
 
 
 def test_equal_attainment_is_interpolated_on_the_settings_that_none_surpasses() -> None:

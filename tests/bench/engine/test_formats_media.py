@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import tracemalloc
 
-from bench.engine.formats import Block, MessageParam, MessagesRequest, messages_job
+from bench.engine.formats import ContentBlock, MessageParam, MessagesRequest, messages_job
 
 
 def test_a_picture_of_megabytes_takes_no_more_memory_than_a_small_one() -> None:
-    large = MessageParam(role="user", content=[Block(type="image", source={"data": "A" * 2**20})])
+    large = MessageParam(role="user", content=[ContentBlock(type="image", source={"data": "A" * 2**20})])
     body = MessagesRequest(model="m", max_tokens=1, messages=[large])
     tracemalloc.start()
     try:

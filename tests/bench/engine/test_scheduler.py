@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.engine.fake_tokenizer import Message, answer_text, render_chat
 from bench.engine.hardware import PRESETS
 from bench.engine.request import Request, Token
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline
-from bench.engine.text import Message, answer_text, render_chat
 from bench.virtual.engines import EngineKind, VirtualEngine
 from bench.virtual.event_queue import EventQueue
 from tests.examples import examples
@@ -170,7 +170,7 @@ def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
             now += pause
             answer = answer_text(random.Random(key), output)
             request = Request(key, prompt(tokens, text), answer, model="m", block_size=16)
-            events.at(now, lambda later, request=request: machine.add(request, later))
+            events.schedule_at(now, lambda later, request=request: machine.add(request, later))
         events.run()
         assert machine.scheduler.pool.in_use == 0
         return ends

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.engine.adapters import AdapterLimits
 from bench.engine.hardware import PRESETS
+from bench.engine.lora_adapters import AdapterLimits
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
 from bench.stack.processes import free_ports

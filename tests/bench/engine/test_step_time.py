@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.engine.hardware import GPUS, LINKS, MODELS, PRESETS, Gpu, Hardware, Link, ModelShape
-from bench.engine.step_time import Roofline, StepBatch, Work, prefill_s, step_seconds
+from bench.engine.hardware import GPUS, LINKS, MODELS, PRESETS, Gpu, GpuLink, Hardware, ModelShape
+from bench.engine.step_time import Roofline, StepBatch, StepWork, prefill_s, step_seconds
 
 # Round numbers: 1e9 parameters, 2e9 bytes; 10 layers; 2 * 10 * 1 * 50 * 2 = 2,000 bytes of KV a token.
 SHAPE = ModelShape(parameters=1e9, layers=10, hidden=100, heads=2, kv_heads=1, head_dim=50)
-LINK = Link(bandwidth=100e9, latency_s=10e-6)
+LINK = GpuLink(bandwidth=100e9, latency_s=10e-6)
 ONE = Hardware(SHAPE, Gpu(flops=100e12, bandwidth=1e12, memory=10e9, link=LINK))
 OVERHEAD = 10 * 32e-6 + 126e-6
 
@@ -19,32 +19,32 @@ OVERHEAD = 10 * 32e-6 + 126e-6
 def test_one_decode_waits_for_the_weights_and_its_history() -> None:
     # 2e9 bytes at 0.75e12/s; 1,000 tokens * 2,000 bytes at 0.5e12/s
     expected = 2e9 / 0.75e12 + 2e6 / 0.5e12 + OVERHEAD + 4.4e-6
-    assert step_seconds(ONE, [Work(1, 1000)]) == pytest.approx(expected)
+    assert step_seconds(ONE, [StepWork(1, 1000)]) == pytest.approx(expected)
 
 
 def test_a_large_prefill_is_computation() -> None:
     # 2 * 1e9 * 8,000 at 65e12/s; pairs 8,000 * 4,000, each 4 * 10 * 2 * 50 FLOPs, at 40e12/s
     expected = 16e12 / 65e12 + 32e6 * 4000 / 40e12 + OVERHEAD + 4.4e-6
-    assert step_seconds(ONE, [Work(8000, 0)]) == pytest.approx(expected)
+    assert step_seconds(ONE, [StepWork(8000, 0)]) == pytest.approx(expected)
 
 
 def test_history_makes_a_chunk_slower_and_several_gpus_make_it_faster_less_what_they_exchange() -> None:
-    assert step_seconds(ONE, [Work(1000, 50_000)]) > step_seconds(ONE, [Work(1000, 0)])
+    assert step_seconds(ONE, [StepWork(1000, 50_000)]) > step_seconds(ONE, [StepWork(1000, 0)])
     two = Hardware(SHAPE, ONE.gpu, gpus=2)
     # twice in each of 10 layers: 10 us, and 8,000 tokens of 200 bytes, of which each GPU sends and gets a half twice
     exchange = 2 * 10 * (10e-6 + 2 * 1 / 2 * 8000 * 100 * 2 / 100e9)
-    alone = step_seconds(ONE, [Work(8000, 0)]) - OVERHEAD - 4.4e-6
-    assert step_seconds(two, [Work(8000, 0)]) == pytest.approx(alone / 2 + exchange + OVERHEAD + 4.4e-6)
+    alone = step_seconds(ONE, [StepWork(8000, 0)]) - OVERHEAD - 4.4e-6
+    assert step_seconds(two, [StepWork(8000, 0)]) == pytest.approx(alone / 2 + exchange + OVERHEAD + 4.4e-6)
 
 
 def test_a_decode_on_two_gpus_waits_twice_a_layer_for_the_latency_of_the_link() -> None:
-    slow = msgspec.structs.replace(ONE.gpu, link=Link(bandwidth=100e9, latency_s=110e-6))
-    longer = step_seconds(Hardware(SHAPE, slow, 2), [Work(1, 0)]) - step_seconds(
-        Hardware(SHAPE, ONE.gpu, 2), [Work(1, 0)]
+    slow = msgspec.structs.replace(ONE.gpu, link=GpuLink(bandwidth=100e9, latency_s=110e-6))
+    longer = step_seconds(Hardware(SHAPE, slow, 2), [StepWork(1, 0)]) - step_seconds(
+        Hardware(SHAPE, ONE.gpu, 2), [StepWork(1, 0)]
     )
     assert longer == pytest.approx(2 * 10 * 100e-6)
     # one GPU sums nothing up
-    assert step_seconds(Hardware(SHAPE, slow, 1), [Work(1, 0)]) == step_seconds(ONE, [Work(1, 0)])
+    assert step_seconds(Hardware(SHAPE, slow, 1), [StepWork(1, 0)]) == step_seconds(ONE, [StepWork(1, 0)])
 
 
 def test_gpus_without_nvlink_are_linked_by_pcie() -> None:
@@ -56,20 +56,20 @@ def test_gpus_without_nvlink_are_linked_by_pcie() -> None:
     }
     # 128 all-reduces of 2,048 tokens of 10,240 bytes: 17 us and 0.7 ms each
     of_32b = Hardware(MODELS["32b"], GPUS["rtxpro6000"], 2)
-    assert of_32b.exchange_s(2048) == pytest.approx(128 * (17e-6 + 2048 * 10_240 / 30e9))
+    assert of_32b.all_reduce_s(2048) == pytest.approx(128 * (17e-6 + 2048 * 10_240 / 30e9))
 
 
 @pytest.mark.parametrize(
     ("preset", "batch", "measured_s"),
     [
         # Vidur's kernels of Llama-3-8B on an A100, attention left out: decode of 1 and 64, prefill of 512 and 2,048
-        ("a100-llama-3.1-8b", [Work(1, 0)], 9.8e-3),
-        ("a100-llama-3.1-8b", [Work(1, 0)] * 64, 11.4e-3),
-        ("a100-llama-3.1-8b", [Work(512, 0)], 35.5e-3),
-        ("a100-llama-3.1-8b", [Work(2048, 0)], 150e-3),
+        ("a100-llama-3.1-8b", [StepWork(1, 0)], 9.8e-3),
+        ("a100-llama-3.1-8b", [StepWork(1, 0)] * 64, 11.4e-3),
+        ("a100-llama-3.1-8b", [StepWork(512, 0)], 35.5e-3),
+        ("a100-llama-3.1-8b", [StepWork(2048, 0)], 150e-3),
     ],
 )
-def test_published_kernel_times_are_met_within_a_fifth(preset: str, batch: list[Work], measured_s: float) -> None:
+def test_published_kernel_times_are_met_within_a_fifth(preset: str, batch: list[StepWork], measured_s: float) -> None:
     assert step_seconds(PRESETS[preset], batch) == pytest.approx(measured_s, rel=0.2)
 
 
@@ -81,7 +81,7 @@ def test_kv_capacities_are_those_that_memory_leaves() -> None:
 
 def test_a_long_prefill_goes_in_chunks_of_the_budget_beside_decodes() -> None:
     speed = Roofline(ONE)
-    alone = [Work(400, 100), Work(400, 500), Work(200, 900)]
+    alone = [StepWork(400, 100), StepWork(400, 500), StepWork(200, 900)]
     expected = sum(step_seconds(ONE, [chunk]) for chunk in alone)
     assert prefill_s(speed, 1000, 100, budget=400) == pytest.approx(expected)
     # two decodes take two tokens of each step's budget, and read 300 tokens of history again in each

@@ -10,7 +10,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.lab.figures import sweeps_of, write_figures
-from bench.lab.trial import Conditions, Trial, TrialReport, run
+from bench.lab.trial import Trial, TrialConditions, TrialReport, run
 from bench.reporting.pages import Table, figure
 from bench.reporting.results import mean_interval
 
@@ -21,7 +21,7 @@ CHAT = "chat:sessions=6,turns=2,system_tokens=600"
 
 
 def play(policy: str, rate_scale: float, seed: int = 0) -> TrialReport:
-    conditions = Conditions(CHAT, engines=2, hardware="h100", model="8b", rate_scale=rate_scale, seed=seed)
+    conditions = TrialConditions(CHAT, engines=2, hardware="h100", model="8b", rate_scale=rate_scale, seed=seed)
     return run(Trial(policy, conditions), lambda: 0.0)
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from bench.__main__ import main
 from bench.lab.hardware import engine_kinds, hardware_files, read_gpu, read_model
-from bench.lab.runner import condition_files, key_of
-from bench.lab.trial import Conditions, Trial
+from bench.lab.runner import condition_files, trial_cache_key
+from bench.lab.trial import Trial, TrialConditions
 from extproc.api.errors import ConfigInvalid
 from tests.plugin_package import HEAD, install_plugin
 
@@ -118,7 +118,7 @@ def test_two_policies_with_neighbours_of_the_same_name_do_not_mix() -> None:
 
 def trial(policy: str = "attache", **conditions: str) -> Trial:
     return Trial(
-        policy, msgspec.convert({"trace": "chat", "hardware": "h100", "model": "8b", **conditions}, Conditions)
+        policy, msgspec.convert({"trace": "chat", "hardware": "h100", "model": "8b", **conditions}, TrialConditions)
     )
 
 
@@ -138,7 +138,7 @@ def test_contents_of_files_make_the_key(name: str, policy: str, conditions: dict
         Path(name).write_text(text)
         # neither the size nor the time of the change tells them apart
         os.utime(name, (1, 1))
-        keys.append(key_of(trial(policy, **conditions)))
+        keys.append(trial_cache_key(trial(policy, **conditions)))
     assert keys[0] == keys[2] != keys[1]
 
 
@@ -158,16 +158,16 @@ def test_installed_plugins_make_the_key_of_what_may_use_them(tmp_path: Path, mon
     (info / "RECORD").write_text("theirs-1.0.dist-info/METADATA,,\n")
     (tmp_path / "their_plugin.py").write_text("WEIGHT = 1\n")
     Path("picker.yaml").write_text("a: 1")
-    plain, ours = key_of(trial("picker.yaml")), key_of(trial())
+    plain, ours = trial_cache_key(trial("picker.yaml")), trial_cache_key(trial())
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [one.name for one in metadata.entry_points(group="attache.scheduling")] == ["ours"]
-    first = key_of(trial("picker.yaml"))
+    first = trial_cache_key(trial("picker.yaml"))
     (tmp_path / "their_plugin.py").write_text("WEIGHT = 2\n")
-    second = key_of(trial("picker.yaml"))
+    second = trial_cache_key(trial("picker.yaml"))
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.1\n")
-    assert len({plain, first, second, key_of(trial("picker.yaml"))}) == 4
+    assert len({plain, first, second, trial_cache_key(trial("picker.yaml"))}) == 4
     # a policy of ours takes no plugins
-    assert key_of(trial()) == ours
+    assert trial_cache_key(trial()) == ours
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_mistake_in_a_policys_file_comes_whole(
     said = capsys.readouterr().err
     assert all(message in said for message in messages), said
     # frames of the lab do not help
-    assert "own_file.py" not in said
+    assert "policy_file.py" not in said
 
 
 def test_a_policy_may_ask_for_what_a_router_sees() -> None:

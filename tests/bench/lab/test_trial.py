@@ -9,9 +9,9 @@ import pytest
 
 from bench.lab.hardware import HardwareUnknown, engine_kinds
 from bench.lab.measures import LatencyObjective, measure
-from bench.lab.policies.own_file import PolicyFailed
+from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import POLICIES
-from bench.lab.trial import Conditions, Trial, TrialReport, check_trials, run
+from bench.lab.trial import Trial, TrialConditions, TrialReport, check_trials, run
 
 CHAT = "chat:sessions=60,sessions_per_s=12,system_prompts=6,system_tokens=3000,turns=2"
 SHORT = CHAT.replace("sessions=60", "sessions=20")
@@ -21,7 +21,7 @@ def play(policy: str, trace: str = CHAT, **conditions: object) -> TrialReport:
     known = {"engines": 3, "hardware": "h100", "model": "8b", "block_size": 16, **conditions}
     if policy.startswith("pd-"):
         known = {"prefill": 1, "decode": 2, **known}
-    return run(Trial(policy, Conditions(trace, **known)), time.perf_counter)  # type: ignore[arg-type]
+    return run(Trial(policy, TrialConditions(trace, **known)), time.perf_counter)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -71,7 +71,7 @@ def test_expected_seconds_lose_less_than_a_rule_by_length_where_prefill_engines_
 
 def test_pairs_need_roles() -> None:
     with pytest.raises(PolicyFailed, match="--prefill N and --decode N"):
-        check_trials([Trial("pd-attache", Conditions(SHORT))])
+        check_trials([Trial("pd-attache", TrialConditions(SHORT))])
 
 
 def test_unequal_engines_are_told_apart_without_a_word() -> None:
@@ -108,9 +108,9 @@ def test_engines_by_words(words: str, count: int, gpus: list[int]) -> None:
 
 def test_dynamos_mocked_engines_take_its_polynomials_times() -> None:
     (kind,) = engine_kinds("dynamo-mocker", "8b", count=1, block_size=64)
-    from bench.engine.step_time import Work, batch_of  # noqa: PLC0415
+    from bench.engine.step_time import StepWork, step_batch  # noqa: PLC0415
 
     # 16.5 + 15.18 + 0.421 ms; and half of the cache in use: 5.74 + 27.005 - 6.435 ms
-    assert kind.speed.seconds(batch_of([Work(1000, 0)])) == pytest.approx(0.032101)
-    assert kind.speed.seconds(batch_of([Work(1, 16_384 * 32)])) == pytest.approx(0.02631)
+    assert kind.speed.seconds(step_batch([StepWork(1000, 0)])) == pytest.approx(0.032101)
+    assert kind.speed.seconds(step_batch([StepWork(1, 16_384 * 32)])) == pytest.approx(0.02631)
     assert kind.limits.num_gpu_blocks == 16_384

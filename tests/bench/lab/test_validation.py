@@ -10,8 +10,15 @@ import pytest
 
 from bench.engine.hardware import PER_REQUEST_S, PER_STEP_S
 from bench.engine.scheduler import EngineLimits
-from bench.engine.step_time import Work, batch_of
-from bench.lab.validation import Curve, MeasuredKernels, RecordedRequest, Surface, real, simulate_latencies
+from bench.engine.step_time import StepWork, step_batch
+from bench.lab.validation import (
+    InterpolatedCurve,
+    InterpolatedSurface,
+    MeasuredKernels,
+    RecordedRequest,
+    measured_latencies,
+    simulate_latencies,
+)
 from bench.virtual.engines import EngineKind
 
 if TYPE_CHECKING:
@@ -19,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def test_between_measurements_a_line_and_beyond_the_last_one_the_same_line() -> None:
-    curve = Curve([(10, 1.0), (20, 3.0), (40, 4.0)])
+    curve = InterpolatedCurve([(10, 1.0), (20, 3.0), (40, 4.0)])
     assert [curve.at(x) for x in (10, 15, 20, 30, 60)] == [1.0, 2.0, 3.0, 3.5, 5.0]
-    assert Curve([(5, 2.0)]).at(99) == 2.0
-    surface = Surface([(0, 0, 0.0), (0, 10, 10.0), (10, 0, 100.0), (10, 10, 110.0)])
+    assert InterpolatedCurve([(5, 2.0)]).at(99) == 2.0
+    surface = InterpolatedSurface([(0, 0, 0.0), (0, 10, 10.0), (10, 0, 100.0), (10, 10, 110.0)])
     assert surface.at(5, 5) == 55.0
 
 
@@ -46,24 +53,24 @@ def profiles(tmp_path: Path) -> Path:
 def test_a_step_is_its_kernels_layer_by_layer_and_once(profiles: Path) -> None:
     model = MeasuredKernels(profiles, "x", layers=2)
     # 8 dense kernels a layer and 2 once, each tokens + 9 us; lm_head and sampler; attention of two layers
-    decodes = model.seconds(batch_of([Work(1, 500)] * 10))
+    decodes = model.seconds(step_batch([StepWork(1, 500)] * 10))
     assert decodes == pytest.approx((18 * 19 + 509 + 20 + 2 * 50) / 1e6 + PER_STEP_S + 10 * PER_REQUEST_S)
-    chunk = model.seconds(batch_of([Work(400, 600)]))
+    chunk = model.seconds(step_batch([StepWork(400, 600)]))
     assert chunk == pytest.approx((18 * 409 + 500 + 20 + 2 * 1000) / 1e6 + PER_STEP_S + PER_REQUEST_S)
-    mixed = model.seconds(batch_of([Work(391, 600), *[Work(1, 500)] * 9]))
+    mixed = model.seconds(step_batch([StepWork(391, 600), *[StepWork(1, 500)] * 9]))
     assert mixed == pytest.approx((18 * 409 + 509 + 20 + 2 * 1.5 * (991 + 45)) / 1e6 + PER_STEP_S + 10 * PER_REQUEST_S)
 
 
 def test_chunks_of_several_requests_are_taken_one_by_one(profiles: Path) -> None:
     model = MeasuredKernels(profiles, "x", layers=1)
-    two = model.seconds(batch_of([Work(200, 0), Work(200, 0)]))
+    two = model.seconds(step_batch([StepWork(200, 0), StepWork(200, 0)]))
     # the kernel of 200 twice: 2 * 200 us
     assert two == pytest.approx((10 * 409 + 501 + 20 + 400) / 1e6 + PER_STEP_S + 2 * PER_REQUEST_S)
 
 
 def test_a_run_is_played_at_its_own_times(profiles: Path) -> None:
     run = [RecordedRequest(100, 5, 50.0, 50.2, 51.0), RecordedRequest(300, 3, 60.0, 60.5, 62.5)]
-    was = real(run)
+    was = measured_latencies(run)
     assert was.ttft_s.mean == pytest.approx(0.35)
     assert was.tpot_s.mean == pytest.approx((0.2 + 1.0) / 2)
     assert was.makespan_s == 12.5

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from bench.live.client import LoadClient, read_stream
-from bench.workload.sessions import Session, SessionTurn, Workload, one_piece, text_of
+from bench.workload.sessions import Session, SessionTurn, Workload, single_piece, text_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -63,7 +63,8 @@ async def stand_in() -> AsyncIterator[tuple[StandIn, LoadClient, list[RequestRes
 
 def talk(*texts: str) -> Workload:
     return Workload(
-        "w", (Session(0.0, tuple(SessionTurn(one_piece(text, 2), 5) for text in texts), one_piece("be brief", 2)),)
+        "w",
+        (Session(0.0, tuple(SessionTurn(single_piece(text, 2), 5) for text in texts), single_piece("be brief", 2)),),
     )
 
 

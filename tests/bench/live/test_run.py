@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.live.run import Comparison, PolicyRun, main, table, write_report
-from bench.reporting.pages import MadeBy
+from bench.reporting.pages import Provenance
 from bench.reporting.results import RequestResult, summarize
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def test_what_it_cannot_do_it_says(arguments: list[str], said: str, capsys: pyte
 def test_failed_requests_are_counted_and_kept_out_of_the_times(tmp_path: Path) -> None:
     results = (RequestResult(0, 0.5, 1.0, 10, 5, 3), RequestResult(0, 0, 0, 0, 0, 0, error="503 no"))
     run = PolicyRun("PrefixAware", summarize(results), (1, 0), 0.5, {"envoy": 1.5}, results)
-    made = MadeBy("attache run --limit 2", {"Python": "3.11"})
+    made = Provenance("attache run --limit 2", {"Python": "3.11"})
     comparison = Comparison("w", "2 engines", 1.0, (run,), made)
     rows = {name: values for name, *values in table(comparison).rows}
     assert rows["failed"] == ["1"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.micro.batching import CLIENTS, WAYS, Load, Report, figures_of, markdown, measure
+from bench.micro.batching import CLIENTS, WAYS, BatchingLoad, Report, figures_of, markdown, measure
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ROUNDS = [
-    {"direct": Load(100, 10, 20, 1.0, 0), "joined": Load(400, 5, 8, 0.25, 300)},
-    {"direct": Load(200, 10, 20, 1.0, 0), "joined": Load(400, 8, 8, 0.25, 100)},
-    {"direct": Load(100, 20, 20, 1.0, 0), "joined": Load(1000, 5, 8, 0.1, 200)},
+    {"direct": BatchingLoad(100, 10, 20, 1.0, 0), "joined": BatchingLoad(400, 5, 8, 0.25, 300)},
+    {"direct": BatchingLoad(200, 10, 20, 1.0, 0), "joined": BatchingLoad(400, 8, 8, 0.25, 100)},
+    {"direct": BatchingLoad(100, 20, 20, 1.0, 0), "joined": BatchingLoad(1000, 5, 8, 0.1, 200)},
 ]
 
 

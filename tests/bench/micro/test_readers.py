@@ -21,8 +21,8 @@ def test_samples_count_for_the_innermost_function_of_extproc_and_within_all_arou
     text = "uvloop:run;extproc.a:f;extproc.b:g;numpy:full 3\nuvloop:run;extproc.a:f 2\nuvloop:run 1\n"
     stacks = read_stacks(text)
     assert stacks.total == 6
-    assert stacks.own() == {"extproc.b:g": 3, "extproc.a:f": 2, "outside": 1}
-    assert stacks.within() == {"extproc.a:f": 5, "extproc.b:g": 3}
+    assert stacks.exclusive_samples() == {"extproc.b:g": 3, "extproc.a:f": 2, "outside": 1}
+    assert stacks.inclusive_samples() == {"extproc.a:f": 5, "extproc.b:g": 3}
 
 
 def test_a_process_has_threads_memory_and_time() -> None:

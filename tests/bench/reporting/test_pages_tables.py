@@ -26,10 +26,10 @@ def test_html_escapes_what_it_shows() -> None:
 
 def test_the_terminal_shows_the_title_and_every_cell() -> None:
     out = io.StringIO()
-    Console(file=out, width=60).print(TABLE.on_terminal())
+    Console(file=out, width=60).print(TABLE.as_rich_table())
     assert all(text in out.getvalue() for text in ("title", "policy", "TTFT, s", "a<b", "1.5", "ours", "1.0"))
 
 
 def test_rows_and_styles_must_match() -> None:
     with pytest.raises(ValueError, match="zip"):
-        Table("t", ["a"], [["1"], ["2"]], row_styles=["bold"]).on_terminal()
+        Table("t", ["a"], [["1"], ["2"]], row_styles=["bold"]).as_rich_table()

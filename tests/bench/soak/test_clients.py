@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.soak.clients import Audience, RequestOutcome, SoakRequest, response_error, result_of
+from bench.soak.clients import Audience, RequestOutcome, SoakRequest, classify_outcome, response_error
 
 ASKED = SoakRequest("honest", "m1.0", 1, echoes=frozenset({"a.0"}), hosts=frozenset({"127.1.0.1"}))
 WHOLE = b'data: {"model":"a.0","choices":[]}\n\ndata: [DONE]\n\n'
@@ -46,4 +46,4 @@ def test_a_request_whose_name_goes_on_its_way_may_be_unknown(
 ) -> None:
     outcome = RequestOutcome(1.0, 0.1, status, "" if status == 200 else "refused")
 
-    assert result_of(SoakRequest(audience, "m7.0", 1), outcome, is_gone=is_gone) == result
+    assert classify_outcome(SoakRequest(audience, "m7.0", 1), outcome, is_gone=is_gone) == result

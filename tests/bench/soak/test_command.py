@@ -9,9 +9,9 @@ import pytest
 
 from bench.soak import __main__ as report
 from bench.soak.__main__ import choose_engines
-from bench.soak.hostile import HOSTILE, hostile_host
-from bench.soak.run import bad_lines, sum_series
-from bench.soak.verdict import Latency, Limits, ProcessSample, Sample, SoakRecord, verdict
+from bench.soak.hostile_engines import HOSTILE, hostile_host
+from bench.soak.run import log_errors, sum_series
+from bench.soak.verdict import Latency, ProcessSample, Sample, SoakLimits, SoakRecord, judge
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_traceback_is_told_by_its_error_with_a_count(tmp_path: Path) -> None:
     for name in ("extproc", "bundle", "envoy"):
         (tmp_path / f"{name}.log").write_text(2 * trace if name == "extproc" else "KeyError: in a sentence\n")
 
-    assert bad_lines(tmp_path) == ["extproc.log: KeyError: 7 (2 times)"]
+    assert log_errors(tmp_path) == ["extproc.log: KeyError: 7 (2 times)"]
 
 
 def test_series_are_summed_up() -> None:
@@ -51,7 +51,7 @@ def test_the_report_has_the_verdict_and_a_picture(tmp_path: Path) -> None:
         for at_s in (10.0, 20.0)
     ]
     record = SoakRecord(1, 20.0, (), samples=samples)
-    checks = verdict(record, Limits())
+    checks = judge(record, SoakLimits())
 
     report.write(record, checks, tmp_path)
 

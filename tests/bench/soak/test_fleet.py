@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.soak.fleet import BROKEN, CHANGES, apply_change, content, first_fleet, hosts, next_change, spare
-from bench.soak.run import names_of
+from bench.soak.fleet import (
+    BROKEN,
+    CHANGES,
+    apply_change,
+    engine_hosts,
+    first_fleet,
+    model_file_content,
+    next_change,
+    spare_numbers,
+)
+from bench.soak.run import probe_targets
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import ConfigDirectory
 
@@ -23,18 +32,18 @@ SIZE = 12
 def test_whatever_changes_the_directory_is_valid_and_of_its_size(tmp_path: Path) -> None:
     rng, fleet, kinds = random.Random(1), first_fleet(SIZE, len(PORTS)), set()
     for model in fleet.values():
-        (tmp_path / model.file).write_text(content(model, PORTS))
+        (tmp_path / model.file).write_text(model_file_content(model, PORTS))
     directory = ConfigDirectory(tmp_path)
     for _ in range(150):
         change = next_change(fleet, rng, size=SIZE, engines=len(PORTS))
         kinds.add(change.name)
         fleet = apply_change(fleet, change)
         if change.after is not None:
-            (tmp_path / change.after.file).write_text(content(change.after, PORTS))
+            (tmp_path / change.after.file).write_text(model_file_content(change.after, PORTS))
         elif change.before is not None:
             (tmp_path / change.before.file).unlink()
         assert len(directory.read().routes) == len(fleet)
-        assert SIZE - 1 <= len(fleet) <= SIZE + spare(SIZE)
+        assert SIZE - 1 <= len(fleet) <= SIZE + spare_numbers(SIZE)
     assert kinds == set(CHANGES)
 
 
@@ -46,7 +55,7 @@ def test_every_change_changes_its_file() -> None:
         assert (
             before is None
             or after is None
-            or content(before, PORTS) != content(after, PORTS)
+            or model_file_content(before, PORTS) != model_file_content(after, PORTS)
             or (
                 # of a model with one ModelServer the weights say nothing
                 change.name == "weight"
@@ -56,7 +65,7 @@ def test_every_change_changes_its_file() -> None:
 
 
 def test_no_two_model_servers_share_an_address() -> None:
-    assert len(set(hosts(1100))) == len(hosts(1100))
+    assert len(set(engine_hosts(1100))) == len(engine_hosts(1100))
 
 
 @pytest.mark.parametrize("what", list(BROKEN))
@@ -76,5 +85,5 @@ def test_until_a_change_is_used_the_engine_may_get_the_name_of_before() -> None:
     )
     assert change.after is not None
 
-    assert names_of(change.after)["m0.0"].echoes == {"model-0000-a.1", "model-0000-b.1"}
-    assert names_of(change.after, model)["m0.0"].echoes > names_of(change.after)["m0.0"].echoes
+    assert probe_targets(change.after)["m0.0"].echoes == {"model-0000-a.1", "model-0000-b.1"}
+    assert probe_targets(change.after, model)["m0.0"].echoes > probe_targets(change.after)["m0.0"].echoes

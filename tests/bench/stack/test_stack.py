@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.stack.processes import StartFailed
-from bench.stack.stack import Stack, is_port_taken, started_again_on_other_ports
+from bench.stack.stack import Stack, is_port_taken, retry_on_other_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -55,7 +55,7 @@ class Starts:
 
 async def test_a_start_whose_port_was_taken_is_followed_by_one_more(tmp_path: Path) -> None:
     starts = Starts(TAKEN, None)
-    async with started_again_on_other_ports(starts.run)(tmp_path, "a.yaml"):
+    async with retry_on_other_ports(starts.run)(tmp_path, "a.yaml"):
         assert (tmp_path / "config" / "a.yaml").is_file()
         assert starts.ended == 1
     assert (starts.failures, starts.ended) == ([], 2)
@@ -69,7 +69,7 @@ async def test_other_failures_and_a_second_one_are_failures(
 ) -> None:
     starts = Starts(*failures)
     with pytest.raises(StartFailed):
-        async with started_again_on_other_ports(starts.run)(tmp_path, "a.yaml"):
+        async with retry_on_other_ports(starts.run)(tmp_path, "a.yaml"):
             pass
     assert len(starts.failures) == left
 
@@ -77,6 +77,6 @@ async def test_other_failures_and_a_second_one_are_failures(
 async def test_what_fails_once_it_runs_is_not_started_again(tmp_path: Path) -> None:
     starts = Starts(None, None)
     with pytest.raises(StartFailed):
-        async with started_again_on_other_ports(starts.run)(tmp_path, "a.yaml"):
+        async with retry_on_other_ports(starts.run)(tmp_path, "a.yaml"):
             raise TAKEN
     assert (len(starts.failures), starts.ended) == (1, 1)

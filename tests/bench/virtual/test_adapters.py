@@ -53,7 +53,7 @@ def loads_at_random(workload: Workload) -> int:
 
 
 def test_ten_adapters_on_two_engines_of_two_slots_are_all_served_with_few_loads() -> None:
-    workload = Workload("lora", tuple(MIX.play(0)))
+    workload = Workload("lora", tuple(MIX.generate_sessions(0)))
     simulation, results = play(workload)
     assert [one.error for one in results if one.error] == []
     assert len(results) == 600
@@ -64,12 +64,12 @@ def test_ten_adapters_on_two_engines_of_two_slots_are_all_served_with_few_loads(
 
 
 def test_a_queue_in_front_of_the_engines_refuses_nobody_for_an_adapter() -> None:
-    _, results = play(Workload("lora", tuple(MIX.play(1))), flow_control=True)
+    _, results = play(Workload("lora", tuple(MIX.generate_sessions(1))), flow_control=True)
     assert [one.error for one in results if one.error] == []
 
 
 def test_adapters_that_all_fit_are_loaded_once_and_a_second_time_where_that_pays() -> None:
     few = LoraMix(requests=200, rate=2.0, adapters=4, output=60)
-    simulation, results = play(Workload("lora", tuple(few.play(0))))
+    simulation, results = play(Workload("lora", tuple(few.generate_sessions(0))))
     assert [one.error for one in results if one.error] == []
     assert simulation.adapters.loads["loaded"] == 4

@@ -10,7 +10,7 @@ from bench.engine.scheduler import EngineLimits
 from bench.reporting.results import Summary, summarize
 from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
-from bench.virtual.simulation import Pairing, Simulation
+from bench.virtual.simulation import DisaggregationSettings, Simulation
 from bench.workload.generators import Conversations, conversations
 from extproc.api.load import load_snapshot
 
@@ -44,7 +44,7 @@ def pair_of(leg: str, *, engine: str = "vLLM", connector: str = "NixlConnector")
     }
     snapshot = load_snapshot({"all.yaml": documents([*engines], gateway={}, more=more).encode()})
     kind = roofline_engine(PRESETS["h100-llama-3.1-8b"], EngineLimits(num_gpu_blocks=3000))
-    return Simulation(snapshot, dict.fromkeys(engines, kind), pairing=Pairing(pushes=engine == "SGLang"))
+    return Simulation(snapshot, dict.fromkeys(engines, kind), pairing=DisaggregationSettings(pushes=engine == "SGLang"))
 
 
 def test_a_leg_beside_its_request_takes_as_long_as_a_sidecars_and_its_end_is_known() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from bench.lab.workload_command import statistics
 from bench.workload.generators import GENERATORS, generate
-from bench.workload.sessions import join, text_of, with_rate_scale
-from bench.workload.traces import Excerpt, TraceInvalid, read_trace, runs_of
+from bench.workload.sessions import join_pieces, text_of, with_rate_scale
+from bench.workload.traces import Excerpt, TraceInvalid, consecutive_runs, read_trace
 from extproc.protocol import TENANT
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def test_any_place_of_a_text_is_the_same_from_wherever_it_is_read() -> None:
 
 
 def test_ids_that_follow_each_other_are_runs() -> None:
-    assert list(runs_of([5, 6, 7, 2, 9, 10])) == [(5, 3), (2, 1), (9, 2)]
-    assert list(runs_of([])) == []
+    assert list(consecutive_runs([5, 6, 7, 2, 9, 10])) == [(5, 3), (2, 1), (9, 2)]
+    assert list(consecutive_runs([])) == []
 
 
 def test_burstgpt_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
@@ -120,7 +120,9 @@ def test_equal_seeds_give_equal_traffic_in_the_order_of_time(name: str) -> None:
     assert one.sessions != other.sessions
     begins = [session.begins_at_s for session in one.sessions]
     assert begins == sorted(begins)
-    assert all(turn.output_tokens > 0 and join(turn.pieces) for session in one.sessions for turn in session.turns)
+    assert all(
+        turn.output_tokens > 0 and join_pieces(turn.pieces) for session in one.sessions for turn in session.turns
+    )
 
 
 def test_numbers_of_a_generator_can_be_set() -> None:

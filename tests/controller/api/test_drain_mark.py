@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.api.drain_mark import HEARD_S, drained_or_when
+from controller.api.drain_mark import HEARD_S, drain_recheck_at
 
 NOW_S = 1_000.0
 
@@ -31,8 +31,8 @@ NOW_S = 1_000.0
     ],
 )
 def test_pods_go_once_the_last_of_them_may(marked_s: list[float | None], is_idle: bool, again_s: float | None) -> None:
-    assert drained_or_when(marked_s, is_idle=is_idle, now_s=NOW_S, drain_s=60.0, each_s=2.0) == again_s
+    assert drain_recheck_at(marked_s, is_idle=is_idle, now_s=NOW_S, drain_s=60.0, each_s=2.0) == again_s
 
 
 def test_nothing_is_marked_or_awaited_without_a_time_to_drain() -> None:
-    assert drained_or_when([None], is_idle=False, now_s=NOW_S, drain_s=0.0, each_s=2.0) is None
+    assert drain_recheck_at([None], is_idle=False, now_s=NOW_S, drain_s=0.0, each_s=2.0) is None

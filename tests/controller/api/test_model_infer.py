@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.api.model_infer import ModelInfer, mistakes
+from controller.api.model_infer import ModelInfer, validation_errors
 from controller.kube.resources import MODEL_INFER_ROLES
 from extproc.api.quantities import decode_quantity
 from tests.model_infer_cluster import Cluster, model_infer, role, template
@@ -20,7 +20,7 @@ def found(*roles: dict[str, Any], name: str = "llama", **spec: Any) -> list[str]
     """Mistakes of such a ModelInfer."""
     thing = model_infer(*roles, name=name, **spec)
     document = {"metadata": {"name": name}, "spec": thing["spec"]}
-    return list(mistakes(msgspec.convert(document, ModelInfer, dec_hook=decode_quantity)))
+    return list(validation_errors(msgspec.convert(document, ModelInfer, dec_hook=decode_quantity)))
 
 
 def test_a_plain_one_has_none() -> None:

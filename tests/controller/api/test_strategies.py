@@ -12,7 +12,7 @@ import pytest
 from controller.api import strategies
 from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicySpec, Strategy
 from controller.api.strategies import StrategyType, installed_strategies
-from controller.autoscaler.decision.decide import strategies_of
+from controller.autoscaler.decision.decide import make_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def test_other_packages_bring_strategies_but_take_no_name_of_ours(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_strategy_is_made_from_a_policy_that_names_it_alone(name: str) -> None:
-    (made,) = strategies_of(AutoscalingPolicySpec(strategies=(Strategy(name=name),)))
+    (made,) = make_strategies(AutoscalingPolicySpec(strategies=(Strategy(name=name),)))
     assert made.name == name
 
 

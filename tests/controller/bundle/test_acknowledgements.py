@@ -22,13 +22,13 @@ from bench.stack.stack import documents
 from controller.bundle.acknowledgements import (
     PATIENCE_S,
     Acknowledgements,
-    subscriptions_of,
-    version_of,
-    versions_of,
+    bundle_versions,
+    file_version,
+    subscription_names,
 )
-from controller.bundle.admin import EnvoyState, read_state
-from controller.bundle.metrics import BundleSeries, serve_metrics
-from controller.bundle.sync import BundleSync, write_once
+from controller.bundle.envoy_admin import EnvoyState, read_envoy_state
+from controller.bundle.metrics import BundleMetrics, serve_metrics
+from controller.bundle.sync import BundleSync, write_bundle_once
 from controller.commands.bundle import main
 from controller.gateway.statuses import read_report
 from extproc.api.load import ConfigDirectory, load_snapshot
@@ -49,7 +49,7 @@ ENGINES = "cluster.server/default/llama"
 def snapshot(tmp_path: Path) -> Snapshot:
     """Its bundle is in ``tmp_path``."""
     found = load_snapshot({"a.yaml": documents(["127.0.0.1:8000"], gateway={}).encode()})
-    write_once(found, tmp_path, str(tmp_path))
+    write_bundle_once(found, tmp_path, str(tmp_path))
     return found
 
 
@@ -66,7 +66,7 @@ class Envoys:
 
 
 def taking(snapshot: Snapshot, out: Path) -> EnvoyState:
-    versions, subscriptions = versions_of(out, snapshot), subscriptions_of(snapshot)
+    versions, subscriptions = bundle_versions(out, snapshot), subscription_names(snapshot)
     used = {subscriptions[name]: version for name, version in versions.items()}
     return EnvoyState(bootstrap=f"{out}/bootstrap.json", versions=used, refused={})
 
@@ -138,7 +138,7 @@ def test_a_refused_file_is_said_at_once_with_the_reason_and_when_it_is_well_agai
 
     # it stays refused while other files change
     moved = load_snapshot({"a.yaml": documents(["127.0.0.1:8001"], gateway={}).encode()})
-    write_once(moved, tmp_path, str(tmp_path))
+    write_bundle_once(moved, tmp_path, str(tmp_path))
     acknowledgements.expect(moved, tmp_path, 200.0)
     verdict = acknowledgements.poll(201.0)
     assert (verdict.status, verdict.files) == ("Refused", ("cds.json",))
@@ -146,7 +146,7 @@ def test_a_refused_file_is_said_at_once_with_the_reason_and_when_it_is_well_agai
     # the next one is not refused because the last one was
     policy = {"trafficPolicy": {"connectTimeout": "2s"}}
     other = load_snapshot({"a.yaml": documents(["127.0.0.1:8000"], gateway={}, more=policy).encode()})
-    write_once(other, tmp_path, str(tmp_path))
+    write_bundle_once(other, tmp_path, str(tmp_path))
     acknowledgements.expect(other, tmp_path, 201.0)
     assert acknowledgements.poll(202.0).status == "Behind"
     good = taking(other, tmp_path)
@@ -160,9 +160,9 @@ def test_a_file_that_is_refused_while_others_are_still_written_is_refused(snapsh
     envoys.states[ADMIN] = good
     acknowledgements = started(envoys, snapshot, tmp_path)
     assert acknowledgements.poll(101.0).status == "Taken"
-    acknowledgements.begin_write()
+    acknowledgements.on_write_started()
     moved = load_snapshot({"a.yaml": documents(["127.0.0.1:8000"], gateway={"listen": "127.0.0.1:1"}).encode()})
-    write_once(moved, tmp_path, str(tmp_path))
+    write_bundle_once(moved, tmp_path, str(tmp_path))
     after = taking(moved, tmp_path)
     versions = {**after.versions, "listener_manager.lds": good.versions["listener_manager.lds"]}
     envoys.states[ADMIN] = msgspec.structs.replace(after, versions=versions, refused={"listener_manager.lds": 1})
@@ -200,7 +200,7 @@ def test_until_envoy_is_restarted_its_former_admin_address_is_asked_too(snapshot
 
 
 def test_who_answers_and_is_no_envoy_is_none() -> None:
-    assert read_state("127.0.0.1:1") is None
+    assert read_envoy_state("127.0.0.1:1") is None
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_who_answers_what_nobody_can_read_is_none(body: bytes) -> None:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            assert read_state(f"127.0.0.1:{server.server_port}") is None
+            assert read_envoy_state(f"127.0.0.1:{server.server_port}") is None
             assert read_report(f"127.0.0.1:{server.server_port}") is None
         finally:
             server.shutdown()
@@ -233,7 +233,7 @@ def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None
     envoys.states[ADMIN] = msgspec.structs.replace(good, versions={}, refused={CLUSTERS: 2})
     acknowledgements = started(envoys, snapshot, tmp_path)
     registry = CollectorRegistry()
-    registry.register(BundleSeries(BundleSync(ConfigDirectory(tmp_path), tmp_path, str(tmp_path), acknowledgements)))
+    registry.register(BundleMetrics(BundleSync(ConfigDirectory(tmp_path), tmp_path, str(tmp_path), acknowledgements)))
     acknowledgements.poll(101.0)
     page = generate_latest(registry).decode()
     assert 'attache_bundle_acknowledgement{status="Refused"} 1.0' in page
@@ -293,7 +293,7 @@ def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) 
     read_late, routes_meanwhile = [], []
 
     def version(name: str) -> str:
-        return version_of((out / name).read_bytes())
+        return file_version((out / name).read_bytes())
 
     def read(_: str) -> EnvoyState:
         """An Envoy that uses what is there at once, but for new clusters: these take it two looks more."""
@@ -308,7 +308,7 @@ def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) 
 
     acknowledgements = Acknowledgements(read, f"{out}/bootstrap.json")
     follower = BundleSync(ConfigDirectory(config), out, str(out), acknowledgements)
-    follower.start(lambda: 0.0)
+    follower.write_first_bundle(lambda: 0.0)
     used, routes = version("cds.json"), version("rds.json")
     acknowledgements.poll(math.inf)
     assert acknowledgements.has_acknowledged
@@ -320,7 +320,7 @@ def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) 
 
 
 def test_an_envoy_that_never_answered_is_not_waited_for(snapshot: Snapshot, tmp_path: Path) -> None:
-    envoys, files = Envoys(), {"cds.json": version_of((tmp_path / "cds.json").read_bytes())}
+    envoys, files = Envoys(), {"cds.json": file_version((tmp_path / "cds.json").read_bytes())}
     acknowledgements = started(envoys, snapshot, tmp_path)
     taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
     assert acknowledgements.is_used(files, snapshot) is None
@@ -338,7 +338,7 @@ def test_an_envoy_that_never_answered_is_not_waited_for(snapshot: Snapshot, tmp_
 
 def test_endpoints_on_their_way_make_nothing_new(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys, good = Envoys(), taking(snapshot, tmp_path)
-    (endpoints,) = (name for file, name in subscriptions_of(snapshot).items() if file.startswith("eds/"))
+    (endpoints,) = (name for file, name in subscription_names(snapshot).items() if file.startswith("eds/"))
     envoys.states[ADMIN] = msgspec.structs.replace(good, versions={**good.versions, endpoints: "the one before"})
     acknowledgements = started(envoys, snapshot, tmp_path)
     assert acknowledgements.poll(101.0).status == "Behind"
@@ -360,7 +360,7 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
     config.mkdir()
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={}))
     follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
-    follower.start(lambda: 0.0)
+    follower.write_first_bundle(lambda: 0.0)
     serve_metrics(follower, ("127.0.0.1", port), CollectorRegistry())
     assert read_report(f"127.0.0.1:{port}") == ConfigReport(files=snapshot.digests)
     (config / "b.yaml").write_text("kind: Nonsense")
@@ -421,7 +421,7 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
             return answer.status, answer.read().decode()
 
     assert probe() == (503, "no bundle is written yet")
-    follower.start(lambda: 0.0)
+    follower.write_first_bundle(lambda: 0.0)
     assert probe() == (503, "Envoy says PRE_INITIALIZING")
     for missing in ("routes", "listeners"):
         status, said = probe()

@@ -19,10 +19,10 @@ from controller.bundle.envoy.secrets import Authorities, AwsCredentials, Certifi
 from controller.bundle.secret_files import SIGNS_NOTHING, KeyFiles, SecretFiles
 from controller.bundle.sync import (
     BundleSync,
+    publish_steps,
     remove_orphans,
     remove_unused_secrets,
-    steps,
-    write_once,
+    write_bundle_once,
     write_secrets,
     write_step,
 )
@@ -213,7 +213,7 @@ def with_key(**fields: object) -> Snapshot:
 
 def filled(files: KeyFiles, snapshot: Snapshot, now: datetime = NOW) -> dict[str, str | None]:
     """Digests by name."""
-    authentication = files.fill(snapshot, now).gateway.authentication
+    authentication = files.fill_keys(snapshot, now).gateway.authentication
     assert authentication is not None
     assert not [one for one in authentication.api_keys if one.key or one.key_file or one.key_env]
     return {one.name: one.key_sha256 for one in authentication.api_keys}
@@ -246,7 +246,7 @@ def test_names_of_files_are_relative_to_the_configuration_wherever_the_writer_ru
     ]
     assert filled(KeyFiles({}, config), with_key(keyFile="../key")) == {"a": digest(KEY)}
     given = configured(json.dumps({"jwt": issuers}))
-    authentication = KeyFiles({}, config).fill(given, NOW).gateway.authentication
+    authentication = KeyFiles({}, config).fill_keys(given, NOW).gateway.authentication
     assert authentication is not None
     local, fetched = authentication.jwt
     assert local.jwks == JWKS
@@ -255,14 +255,14 @@ def test_names_of_files_are_relative_to_the_configuration_wherever_the_writer_ru
 
 def test_an_unchanged_configuration_gives_the_same_object() -> None:
     files, snapshot = KeyFiles({}), with_key(key=KEY)
-    assert files.fill(snapshot, NOW).gateway is files.fill(snapshot, NOW).gateway
+    assert files.fill_keys(snapshot, NOW).gateway is files.fill_keys(snapshot, NOW).gateway
 
 
 def test_a_key_is_left_out_from_the_moment_it_expires_and_its_file_need_not_stay() -> None:
     files = KeyFiles({})
     snapshot = with_key(keyFile="/nowhere", expiresAt="2029-12-31T23:59:59Z")
     assert filled(files, snapshot) == {}
-    text = build_bundle(files.fill(snapshot, NOW), "/x")["keys.json"]
+    text = build_bundle(files.fill_keys(snapshot, NOW), "/x")["keys.json"]
     assert "local CLIENTS = {}" in text
 
 
@@ -318,7 +318,7 @@ def test_a_file_that_everybody_can_read_is_warned_of_once(tmp_path: Path, caplog
 def test_a_key_that_cannot_be_had_is_a_mistake_that_does_not_repeat_it(given: dict[str, str], said: str) -> None:
     environment = {"TWO_LINES": f"{KEY}\n{KEY}", "NO_TEXT": f"{KEY}\udcff"}
     with pytest.raises(ConfigInvalid) as caught:
-        KeyFiles(environment).fill(with_key(**given), NOW)
+        KeyFiles(environment).fill_keys(with_key(**given), NOW)
     assert said in str(caught.value)
     assert no_secret_in(str(caught.value))
 
@@ -327,12 +327,12 @@ def test_a_key_that_is_not_there_is_left_out_until_it_comes(tmp_path: Path) -> N
     file = tmp_path / "key"
     keys = [{"name": "late", "tenant": "t", "keyFile": str(file)}, {"name": "here", "tenant": "t", "key": KEY}]
     snapshot, files = configured(json.dumps({"apiKeys": keys})), KeyFiles({})
-    found, mistakes = files.fill_available(snapshot, NOW)
+    found, mistakes = files.fill_available_keys(snapshot, NOW)
     assert [one.file for one in mistakes] == [str(file)]
     assert found.gateway.authentication is not None
     assert [one.name for one in found.gateway.authentication.api_keys] == ["here"]
     file.write_text("sk-9876543210")
-    assert files.fill_available(snapshot, NOW)[1] == []
+    assert files.fill_available_keys(snapshot, NOW)[1] == []
     assert filled(files, snapshot) == {"late": digest("sk-9876543210"), "here": digest(KEY)}
 
 
@@ -342,7 +342,7 @@ def test_an_issuer_without_its_key_set_stays_and_none_of_its_tokens_is_good(tmp_
         json.dumps({"jwt": [{"name": "l", "issuer": "i", "audiences": ["a"], "jwksFile": str(file)}]})
     )
     files = KeyFiles({})
-    found, mistakes = files.fill_available(snapshot, NOW)
+    found, mistakes = files.fill_available_keys(snapshot, NOW)
     assert [one.file for one in mistakes] == [str(file)]
     assert found.gateway.authentication is not None
     (issuer,) = found.gateway.authentication.jwt
@@ -350,7 +350,7 @@ def test_an_issuer_without_its_key_set_stays_and_none_of_its_tokens_is_good(tmp_
     assert has_usable_key(SIGNS_NOTHING)
     assert "signs-nothing" in build_bundle(found, "/x")["tokens.json"]
     file.write_text(JWKS)
-    found, mistakes = files.fill_available(snapshot, NOW)
+    found, mistakes = files.fill_available_keys(snapshot, NOW)
     assert mistakes == []
     assert "signs-nothing" not in build_bundle(found, "/x")["tokens.json"]
 
@@ -362,7 +362,7 @@ def test_a_missing_key_keeps_no_pod_from_being_served(tmp_path: Path, caplog: py
     head = "apiVersion: attache.dev/v1alpha1\nmetadata: {name: g}\n"
     (config / "gateway.yaml").write_text(f"{head}kind: GatewayConfig\nspec: {gateway}\n")
     follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
-    follower.start(lambda: next(now))
+    follower.write_first_bundle(lambda: next(now))
     assert [one.file for one in follower.missing_keys] == [str(file)]
     assert "local CLIENTS = {}" in (tmp_path / "out" / "keys.json").read_text(), "everybody is refused"
     (config / "server.yaml").write_text(f"{head}kind: ModelServer\nspec: {{model: m, endpoints: []}}\n")
@@ -380,7 +380,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(ConfigInvalid) as caught:
-        KeyFiles({}).fill(with_key(keyFile=str(pipe)), NOW)
+        KeyFiles({}).fill_keys(with_key(keyFile=str(pipe)), NOW)
     assert "is not a regular file; name a file that holds one key" in str(caught.value)
 
 
@@ -428,7 +428,7 @@ def test_files_with_credentials_are_their_owners_alone(tmp_path: Path) -> None:
         ),
     ):
         out = tmp_path / secret.copy().pop()
-        write_once(configured(authentication), out, str(out))
+        write_bundle_once(configured(authentication), out, str(out))
         files = [file for file in out.rglob("*") if file.is_file()]
         assert {file.name for file in files if file.stat().st_mode & 0o077 == 0} == secret
         assert no_secret_in(*(file.read_text() for file in files))
@@ -445,10 +445,10 @@ def test_files_of_credentials_that_are_not_used_any_more_go(tmp_path: Path) -> N
         (keys, tokens, {"tokens", "callers"}),
         (tokens, without, set()),
     ):
-        for step in steps(before, after, writer):
+        for step in publish_steps(before, after, writer):
             write_step(tmp_path, step)
         assert {file.stem for file in tmp_path.glob("*.json")} == {"bootstrap", "cds", "lds", "rds", *present}
-    write_step(tmp_path, steps(None, keys, writer)[0])
+    write_step(tmp_path, publish_steps(None, keys, writer)[0])
     remove_orphans(tmp_path, without)
     assert not (tmp_path / "keys.json").exists()
 
@@ -518,7 +518,7 @@ def test_half_a_certificate_keeps_no_other_listener_from_being_served(
     caplog.set_level("INFO")
     pair = AUTHORITY.issue(dns=["a.example"])
     (written.config / "api.crt").write_bytes(pair.cert)
-    written.follower.start(clock)
+    written.follower.write_first_bundle(clock)
     assert written.listeners() == {8080}
     assert written.follower.secrets.stale == 1
     for _ in range(3):
@@ -534,7 +534,7 @@ def test_half_a_certificate_keeps_no_other_listener_from_being_served(
 
 def test_a_server_whose_authority_is_missing_has_no_endpoints_and_no_plain_cluster_has_them(written: Written) -> None:
     written.put(gateway=GATEWAY.partition("  - name: api")[0], one=server("one", TLS), two=server("two"))
-    written.follower.start(clock)
+    written.follower.write_first_bundle(clock)
     assert (written.engines("one"), written.engines("two")) == (0, 1)
     (written.config / "one.pem").write_bytes(AUTHORITY.cert)
     written.follow()
@@ -547,13 +547,13 @@ def test_without_any_good_listener_nothing_is_written(written: Written) -> None:
     plain = '  - {name: plain, address: "127.0.0.1:8080"}\n'
     written.put(gateway=GATEWAY.replace(plain, ""), one=server("one"))
     with pytest.raises(ConfigInvalid, match=r"api\.crt"):
-        written.follower.start(clock)
+        written.follower.write_first_bundle(clock)
     assert not written.out.exists()
 
 
 def test_other_changes_are_taken_while_a_certificate_is_waited_for(written: Written) -> None:
     written.put(gateway=GATEWAY, one=server("one"))
-    written.follower.start(clock)
+    written.follower.write_first_bundle(clock)
     written.put(two=server("two"))
     written.follow()
     assert written.follower.is_valid
@@ -563,7 +563,7 @@ def test_other_changes_are_taken_while_a_certificate_is_waited_for(written: Writ
 def test_what_is_served_is_not_replaced_by_what_cannot_be(written: Written) -> None:
     AUTHORITY.issue(dns=["a.example"]).write(written.config, "api")
     written.put(gateway=GATEWAY, one=server("one"))
-    written.follower.start(clock)
+    written.follower.write_first_bundle(clock)
     before = (written.out / "lds.json").read_text()
     written.put(gateway=GATEWAY.replace("api.crt", "new.crt"))
     written.follow()

@@ -19,10 +19,10 @@ from controller.__main__ import main
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build_bundle
 from controller.bundle.envoy.clusters import backend_cluster, backend_resource
 from controller.bundle.envoy.envoy_json import to_json
+from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER
 from controller.bundle.envoy.filters import BODY_FILTERS
 from controller.bundle.envoy.local_replies import local_replies
-from controller.bundle.envoy.without_extproc import CHANGES_FILTER
-from controller.bundle.sync import GOLDEN_PATH, BundleSync, PublishStep, remove_orphans, steps, write_step
+from controller.bundle.sync import GOLDEN_PATH, BundleSync, PublishStep, publish_steps, remove_orphans, write_step
 from extproc.api.http_route import Backend, BackendSpec
 from extproc.api.load import ConfigDirectory, load_directory, load_snapshot
 from extproc.api.make_before_break import DrainingServers, with_servers
@@ -32,7 +32,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
     from extproc.api.snapshot import Snapshot
 
 GATEWAY = GatewayPorts(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)
@@ -389,7 +389,7 @@ def names_by_step(planned: list[PublishStep], file: str) -> list[set[str]]:
 
 def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> None:
     before, after = snapshot_of("one", "two"), snapshot_of("one", "three", second="three")
-    planned = steps(before, after, BundleWriter("/x"))
+    planned = publish_steps(before, after, BundleWriter("/x"))
     assert [sorted(step.files) for step in planned] == [
         ["cds.json", "eds/default/one.json", "eds/default/three.json", "eds/default/two.json"],
         ["bootstrap.json", "lds.json", "rds.json"],
@@ -415,7 +415,7 @@ def test_servers_that_become_few_or_many_have_their_endpoints_at_every_step(
     """In files or in their clusters; Envoy refuses a cluster whose file is not there."""
     old, new = numbered(*range(before)), numbered(*range(1, after + 1))
     writer = BundleWriter(str(tmp_path))
-    for step in [*steps(None, old, writer), *steps(old, new, writer)]:
+    for step in [*publish_steps(None, old, writer), *publish_steps(old, new, writer)]:
         write_step(tmp_path, step)
         for cluster in resources({"cds.json": (tmp_path / "cds.json").read_text()}, "cds.json"):
             if "eds_cluster_config" in cluster:
@@ -446,7 +446,7 @@ TLS = "{tls: {caFile: ca.pem, serverName: a.b}}"
 )
 def test_no_cluster_ever_reads_endpoints_that_are_reached_in_another_way(before: Snapshot, after: Snapshot) -> None:
     """Not even for the moment in which clusters and endpoints change."""
-    planned = steps(before, after, BundleWriter("/x"))
+    planned = publish_steps(before, after, BundleWriter("/x"))
     (old,), (new,) = (endpoints_in(build_bundle(one, "/x")) for one in (before, after))
     assert old != new
     assert all(old not in step.files for step in planned)
@@ -475,7 +475,7 @@ spec: {{rules: [{{backendRefs: [{{group: attache.dev, kind: Backend, name: {name
 
 
 def test_clusters_of_backends_come_before_their_routes_and_go_after_them() -> None:
-    planned = steps(with_backend("old"), with_backend("new"), BundleWriter("/x"))
+    planned = publish_steps(with_backend("old"), with_backend("new"), BundleWriter("/x"))
     assert [sorted(step.files) for step in planned] == [
         ["cds.json", "eds/_backends/default/new.json", "eds/_backends/default/old.json"],
         ["bootstrap.json", "lds.json", "rds.json"],
@@ -530,7 +530,7 @@ def test_a_server_that_left_stays_while_the_directory_is_broken_as_extproc_may_n
     one, two = (SERVER.replace("NAME", name) for name in ("one", "two"))
     servers.write_text(one + two + route)
     sync = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
-    sync.start(lambda: 0.0)
+    sync.write_first_bundle(lambda: 0.0)
 
     def stays(now: float, text: str) -> bool:
         servers.write_text(text)
@@ -601,7 +601,7 @@ def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsy
 
 
 async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last_good_one(
-    tmp_path: Path, guard: Guard
+    tmp_path: Path, guard: ProcessGuard
 ) -> None:
     config, out, log = tmp_path / "config", tmp_path / "out", tmp_path / "log"
     config.mkdir()

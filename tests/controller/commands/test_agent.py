@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.agents.runtime.settings import settings_of
+from controller.agents.runtime.settings import parse_settings
 from controller.commands.agent import main, parser
 from tests.controller.agents.runtime.doubles import free_port
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def settings(*words: str) -> AgentSettings:
-    return settings_of(parser().parse_args(list(words)))
+    return parse_settings(parser().parse_args(list(words)))
 
 
 @pytest.mark.parametrize(

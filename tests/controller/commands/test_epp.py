@@ -14,10 +14,10 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from controller.commands.epp import EppPlan, LaunchContext, for_conformance, main, plan_launch
+from controller.commands.epp import EppPlan, LaunchContext, conformance_plan, main, plan_launch
 from controller.commands.epp_flags import _SUITES, _SUITES_OF_TLS_13, FLAGS, FlagInvalid, read_flags
-from controller.gateway.compile.pools import server_of
-from controller.gateway.compile.sources import source_of
+from controller.gateway.compile.inference_pools import server_from_pool
+from controller.gateway.compile.source_objects import decode_source
 from extproc.api.picker_config import check_shape_alone
 from extproc.cli.serve import parser
 from extproc.metrics.registry import TlsMetrics
@@ -234,7 +234,7 @@ async def test_no_version_of_tls_is_older_than_the_oldest_that_is_asked_for(vers
 def test_pods_may_be_selected_without_a_pool() -> None:
     found = planned("--endpoint-selector", "app=llama,env==prod", "--endpoint-target-ports", "8000,8001,8000")
     assert found.fixed_pool is not None
-    server = server_of(found.fixed_pool, prefix="").server
+    server = server_from_pool(found.fixed_pool, prefix="").server
     assert server is not None
     assert server["spec"]["workloadSelector"] == {"matchLabels": {"app": "llama", "env": "prod"}}
     assert server["spec"]["workloadPort"] == {"port": 8000, "rankPorts": [8001]}
@@ -339,7 +339,7 @@ def test_a_refused_flag_may_ask_for_nothing() -> None:
 
 
 def test_for_the_conformance_suite_extproc_obeys_a_header_and_reads_no_plugins() -> None:
-    found = for_conformance(planned(*CHART))
+    found = conformance_plan(planned(*CHART))
     assert found.picker_file is None
     assert parser().parse_args(["--config", "x", *found.extproc]).conformance
 
@@ -349,16 +349,16 @@ def test_the_annotation_on_the_page_about_moving_is_valid() -> None:
     (text,) = re.findall(r"```yaml\n(apiVersion: inference\S+\nkind: InferencePool\n[^`]*)```", page)
     spec = {"selector": {"matchLabels": {"app": "llama"}}, "targetPorts": [{"number": 8000}]}
     metadata = {"name": "llama", "namespace": "team", **yaml.safe_load(text)["metadata"]}
-    found = server_of({"metadata": metadata, "spec": spec}, prefix="")
+    found = server_from_pool({"metadata": metadata, "spec": spec}, prefix="")
     assert found.server is not None, found.complaint
-    assert source_of(found.server).complaint() == ""
+    assert decode_source(found.server).mistakes_text() == ""
 
 
 def test_every_pool_among_the_manifests_can_be_served() -> None:
     (pool,) = yaml.safe_load_all((ROOT / "manifests" / "picker" / "base" / "pool.yaml").read_text())
-    found = server_of({**pool, "metadata": {**pool["metadata"], "namespace": "team"}}, prefix="")
+    found = server_from_pool({**pool, "metadata": {**pool["metadata"], "namespace": "team"}}, prefix="")
     assert found.server is not None, found.complaint
-    assert source_of(found.server).complaint() == ""
+    assert decode_source(found.server).mistakes_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from controller.commands.manager import _innermost, parser
-from controller.kube.kopf_thread import HandlersEnded
+from controller.kube.kopf_thread import KopfEnded
 
 
 def test_help_loads_neither_kopf_nor_the_client() -> None:
@@ -30,7 +30,7 @@ def test_numbers_that_make_no_sense_are_refused(words: list[str], capsys: pytest
 
 
 def test_an_error_is_found_inside_groups() -> None:
-    ended = HandlersEnded("ended")
+    ended = KopfEnded("ended")
     assert _innermost(ExceptionGroup("a", [ExceptionGroup("b", [ended])])) is ended
 
 

@@ -27,7 +27,7 @@ async def test_a_cancellation_that_comes_with_a_change_is_not_lost() -> None:
     asking.is_settled = True
     task = asyncio.create_task(asking.run())
     await asyncio.sleep(0.5)  # it waits for a change by now
-    asking.ask_soon()
+    asking.poll_soon()
     task.cancel()
     await asyncio.wait([task], timeout=120)
     assert task.cancelled()

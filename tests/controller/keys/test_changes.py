@@ -11,7 +11,7 @@ import pytest
 
 from controller.bundle.secret_files import KeyFiles
 from controller.keys import changes
-from controller.keys.changes import KeyRefused, NewKey, key_request, key_update, shown
+from controller.keys.changes import KeyRefused, NewKey, key_for_display, key_request, key_update
 from extproc.api import key_store
 from extproc.api.authentication import Authentication, VirtualKeys
 from extproc.api.gateway_config import GatewayConfigSpec
@@ -39,7 +39,7 @@ def usable(store: KeyStoreSpec, now: datetime = NOW) -> dict[str, ApiKey]:
     """What the bundle's writer gives Envoy, by digest."""
     gateway = GatewayConfigSpec(authentication=Authentication(virtual_keys=VirtualKeys()))
     snapshot = Snapshot(version="", routes=(), servers=(), gateway=with_virtual_keys(gateway, store))
-    filled = KeyFiles({}).fill(snapshot, now).gateway.authentication
+    filled = KeyFiles({}).fill_keys(snapshot, now).gateway.authentication
     assert filled is not None
     return {one.digest or "": one for one in filled.api_keys}
 
@@ -49,7 +49,7 @@ def test_a_key_is_valid_until_it_expires() -> None:
     assert key.expires_at == NOW + HOUR
     assert list(usable(store, NOW + HOUR - timedelta(seconds=1))) == [digest(1)]
     assert usable(store, NOW + HOUR) == {}
-    assert [changes.status(key, when) for when in (NOW, NOW + HOUR)] == ["active", "expired"]
+    assert [changes.key_status(key, when) for when in (NOW, NOW + HOUR)] == ["active", "expired"]
 
 
 def test_a_rotated_key_overlaps_with_the_last_one_and_never_outlives_its_end() -> None:
@@ -74,7 +74,7 @@ def test_a_revoked_key_is_listed_and_refused_with_the_one_before_it() -> None:
     store, _ = changes.rotate(store, "key-1", digest(2), NOW, overlap_s=3600.0)
     store, key = changes.revoke(store, "key-1", NOW + HOUR / 2)
     assert usable(store, NOW + HOUR / 2) == {}
-    assert shown(key, NOW) | {"status": ""} == {
+    assert key_for_display(key, NOW) | {"status": ""} == {
         "id": f"{1:012x}",
         "name": "key-1",
         "tenant": "acme",
@@ -129,14 +129,14 @@ def test_what_is_left_out_of_an_update_stays() -> None:
 def test_a_key_reads_its_tenants_usage_only_while_somebody_lets_it() -> None:
     store, plain = created()
     assert [one.reports for one in usable(store).values()] == [None]
-    assert "reports" not in shown(plain, NOW)
+    assert "reports" not in key_for_display(plain, NOW)
     store, _ = changes.update(store, "key-1", key_update({"reports": "Tenant"}), NOW)
     store, _ = changes.rotate(store, "key-1", digest(2), NOW, overlap_s=60.0)
     assert [one.reports for one in usable(store).values()] == ["Tenant"] * 2
     store, _ = changes.update(store, "key-1", key_update({"reports": None}), NOW)
     assert [one.reports for one in usable(store).values()] == [None] * 2
     _, made = created(store, 3, reports="Tenant")
-    assert shown(made, NOW)["reports"] == "Tenant"
+    assert key_for_display(made, NOW)["reports"] == "Tenant"
 
 
 @pytest.mark.parametrize(

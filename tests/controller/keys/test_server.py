@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp.test_utils import TestClient, TestServer
 
 from controller.keys.server import KeysApi
-from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyDirectory
+from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from tests.controller.keys.test_store import CONFIG, NOON_S
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ async def client(tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "all.yaml").write_text(CONFIG)
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    api = KeysApi(KeyAdmin(KeyDirectory(tmp_path / "config"), lambda: NOON_S), tmp_path / "token")
+    api = KeysApi(KeyAdmin(KeyStoreFile(tmp_path / "config"), lambda: NOON_S), tmp_path / "token")
     async with TestClient(TestServer(api.app()), headers=MINE) as made:
         yield made
 

@@ -13,7 +13,7 @@ import pytest
 from attache.__main__ import main
 from controller.keys import store as module
 from controller.keys.changes import KeyRefused, key_request
-from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyDirectory
+from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from extproc.api.key_store import KEYS_FILE
 from extproc.api.load import load_directory
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def admin(folder: Path) -> KeyAdmin:
-    return KeyAdmin(KeyDirectory(folder), lambda: NOON_S)
+    return KeyAdmin(KeyStoreFile(folder), lambda: NOON_S)
 
 
 def asked(name: str = "web", **fields: object) -> KeyRequest:
@@ -146,7 +146,7 @@ def test_who_revokes_learns_that_a_broken_directory_keeps_the_key(
 
 
 def _create(folder: Path, writer: int, number: int) -> None:
-    admin = KeyAdmin(KeyDirectory(folder), lambda: NOON_S)
+    admin = KeyAdmin(KeyStoreFile(folder), lambda: NOON_S)
     for index in range(number):
         admin.create(asked(f"key-{writer}-{index}"), f"writer {writer}")
 
@@ -167,7 +167,7 @@ def test_a_lock_that_nobody_gives_back_is_told_of(
     folder: Path, admin: KeyAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOCK_TRIES", 2)
-    other = KeyDirectory(folder)
+    other = KeyStoreFile(folder)
     with other._lock(), pytest.raises(KeyRefused, match="another process holds"):
         admin.create(asked(), "me")
     admin.create(asked(), "me")

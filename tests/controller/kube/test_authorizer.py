@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.kube.authorizer import ACCESS_REVIEWS, Action, Page, RequestAuthorizer, User
+from controller.kube.authorizer import ACCESS_REVIEWS, PageAccess, RequestAuthorizer, ResourceAccess, User
 from controller.kube.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def test_answers_are_kept_for_seconds() -> None:
     for _ in range(3):
         user = await callers.user_of("Bearer good")
         assert user == User("scraper", ("a",))
-        assert await callers.may(user, Page("get", "/metrics"))
+        assert await callers.is_allowed(user, PageAccess("get", "/metrics"))
     assert len(server.asked) == 2
     now[0] += 11.0
     assert await callers.user_of("Bearer good")
@@ -63,11 +63,11 @@ async def test_who_has_no_good_token_is_nobody() -> None:
 async def test_the_right_is_asked_for_by_what_is_done() -> None:
     server = Server()
     callers = RequestAuthorizer(cast("Client", server), lambda: 0.0)
-    action = Action("list", "external.metrics.k8s.io", "wva_desired_replicas", "shop")
-    assert not await callers.may(User("stranger"), action)
-    assert not await callers.may(User("stranger"), action)
+    action = ResourceAccess("list", "external.metrics.k8s.io", "wva_desired_replicas", "shop")
+    assert not await callers.is_allowed(User("stranger"), action)
+    assert not await callers.is_allowed(User("stranger"), action)
     (asked,) = server.asked
     assert asked["resourceAttributes"]["namespace"] == "shop"
     # always allowed, in every cluster
-    assert await callers.may(User("admin", ("system:masters",)), action)
+    assert await callers.is_allowed(User("admin", ("system:masters",)), action)
     assert len(server.asked) == 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.kube.client import WatchEvent, events_in
+from controller.kube.client import WatchEvent, decode_watch_events
 from controller.kube.errors import (
     AlreadyExists,
     ApiError,
@@ -23,7 +23,16 @@ from controller.kube.errors import (
     error_for,
 )
 from controller.kube.informer import Store
-from controller.kube.resources import DEPLOYMENTS, NODES, PODS, Resource, key_of, required_labels, selector, split_key
+from controller.kube.resources import (
+    DEPLOYMENTS,
+    NODES,
+    PODS,
+    Resource,
+    key_of,
+    parse_selector,
+    required_labels,
+    split_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -115,7 +124,7 @@ def drained(chunks: AsyncIterator[bytes]) -> list[WatchEvent]:
     found: list[WatchEvent] = []
 
     async def collect() -> None:
-        found.extend([event async for event in events_in(chunks)])
+        found.extend([event async for event in decode_watch_events(chunks)])
 
     with pytest.raises(StopIteration):
         collect().send(None)
@@ -127,7 +136,7 @@ async def test_an_error_in_a_watch_is_raised() -> None:
         yield b'{"type":"ERROR","object":{"code":410,"reason":"Expired","message":"too old"}}\n'
 
     with pytest.raises(Expired, match="too old"):
-        await anext(events_in(chunks()))
+        await anext(decode_watch_events(chunks()))
 
 
 def event(kind: str, one: dict[str, Any]) -> WatchEvent:
@@ -200,7 +209,7 @@ def test_labels_with_one_value_are_required() -> None:
 
 
 def test_all_terms_have_to_match() -> None:
-    matches = selector("app=llama,rack in (a, b),!gone")
+    matches = parse_selector("app=llama,rack in (a, b),!gone")
     assert matches({"app": "llama", "rack": "b"})
     assert not matches({"app": "llama", "rack": "c"})
     assert not matches({"app": "llama", "rack": "a", "gone": ""})

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from bench.stack.processes import free_ports
 from controller.kube import gateway_reports as demand
 from controller.kube.gateway_reports import DemandFeed, DemandRelay
-from controller.kube.pages import pages
+from controller.kube.metrics_and_health import serve_pages
 from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, complete_status
 from tests.waiting import eventually
 
@@ -100,7 +100,7 @@ class Stand:
 
     def set(self, **pods: dict[str, Any]) -> None:
         self.pods = {f"default/{name}": pod for name, pod in pods.items()}
-        self.feed.gateways_changed()
+        self.feed.on_gateways_changed()
 
     def names(self, key: str) -> set[str]:
         return {one.instance for one in self.heard.get(f"default/{key}", [])}
@@ -259,7 +259,7 @@ async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None
     address = f"127.0.0.1:{free_ports(1)[0]}"
     async with (
         speaking(speak) as process,
-        pages(address, CollectorRegistry(), lambda: True, extprocs=[process]),
+        serve_pages(address, CollectorRegistry(), lambda: True, extprocs=[process]),
         aiohttp.ClientSession() as http,
     ):
         lines: dict[str, list[Demand]] = {}
@@ -281,7 +281,7 @@ async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing
         address = f"127.0.0.1:{free_ports(1)[0]}"
         extprocs = [first, second, nowhere]
         async with (
-            pages(address, CollectorRegistry(), lambda: True, extprocs=extprocs),
+            serve_pages(address, CollectorRegistry(), lambda: True, extprocs=extprocs),
             aiohttp.ClientSession() as http,
         ):
             stand.set(g=gateway(address))

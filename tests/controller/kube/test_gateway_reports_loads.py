@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
 from controller.kube.gateway_reports import loads_by_pod, read_loads
-from controller.kube.pages import pages
+from controller.kube.metrics_and_health import serve_pages
 from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH, EndpointLoad
 
 if TYPE_CHECKING:
@@ -96,5 +96,5 @@ async def test_a_gateways_page_is_the_sum_of_its_extprocs_or_an_error() -> None:
     async with telling(one) as first, telling(other) as second, aiohttp.ClientSession() as http:
         for extprocs, expected in (([first, second], {"a:1": EndpointLoad(3, 5)}), ([first, "127.0.0.1:1"], None)):
             address = f"127.0.0.1:{free_ports(1)[0]}"
-            async with pages(address, CollectorRegistry(), lambda: True, extprocs=extprocs):
+            async with serve_pages(address, CollectorRegistry(), lambda: True, extprocs=extprocs):
                 assert await read_loads(http, [address]) == expected

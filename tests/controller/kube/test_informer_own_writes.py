@@ -48,9 +48,9 @@ class Copy:
 
 def test_a_write_is_there_at_once_and_its_event_is_no_news() -> None:
     copy = Copy(pod("8"))
-    copy.expectations.wrote("work", PODS, pod("10"), 0.0)
+    copy.expectations.expect_write("work", PODS, pod("10"), 0.0)
     assert copy.version == "10"
-    assert copy.expectations.left_s("work", 0.0) is None
+    assert copy.expectations.remaining_wait_s("work", 0.0) is None
     assert copy.hear(pod("10")) == []
 
 
@@ -75,9 +75,9 @@ def test_a_list_from_before_a_write_changes_nothing_and_what_it_lacks_is_gone() 
 def test_what_somebody_else_has_written_since_stays() -> None:
     copy = Copy(pod("8"))
     copy.hear(pod("11", of="another"))
-    copy.expectations.wrote("work", PODS, pod("10", of="me"), 0.0)
+    copy.expectations.expect_write("work", PODS, pod("10", of="me"), 0.0)
     assert copy.store.objects[KEY]["of"] == "another"
-    assert copy.expectations.left_s("work", 0.0) is None
+    assert copy.expectations.remaining_wait_s("work", 0.0) is None
 
 
 def test_what_is_gone_or_is_another_object_of_the_name_does_not_come_back() -> None:
@@ -94,21 +94,21 @@ def test_what_is_gone_or_is_another_object_of_the_name_does_not_come_back() -> N
 
 def test_what_was_made_is_awaited_as_it_may_be_gone_already() -> None:
     copy = Copy()
-    copy.expectations.wrote("work", PODS, pod("10"), 0.0)
+    copy.expectations.expect_write("work", PODS, pod("10"), 0.0)
     assert copy.version is None
-    assert copy.expectations.left_s("work", 1.0) == 4.0
+    assert copy.expectations.remaining_wait_s("work", 1.0) == 4.0
     copy.hear(pod("10"), "ADDED")
-    assert copy.expectations.left_s("work", 1.0) is None
+    assert copy.expectations.remaining_wait_s("work", 1.0) is None
 
 
 def test_versions_that_are_no_numbers_are_left_to_the_watch() -> None:
     copy = Copy(pod("b"))
-    copy.expectations.wrote("work", PODS, pod("c"), 0.0)
+    copy.expectations.expect_write("work", PODS, pod("c"), 0.0)
     assert copy.version == "b"
-    assert copy.expectations.left_s("work", 1.0) == 4.0
+    assert copy.expectations.remaining_wait_s("work", 1.0) == 4.0
     assert copy.hear(pod("a")) == [KEY]
     assert copy.hear(pod("c")) == [KEY]
-    assert copy.expectations.left_s("work", 1.0) is None
+    assert copy.expectations.remaining_wait_s("work", 1.0) is None
 
 
 def test_an_answer_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from controller.kube.lease import (
     LeaseTiming,
     ObservedLease,
     acquire_lease,
-    may_lead,
+    can_acquire_lease,
     new_lease,
     observe_lease,
     release_lease,
@@ -31,19 +31,19 @@ def test_a_lease_runs_out_when_it_was_seen_unchanged_for_its_duration() -> None:
     sight = observe_lease(None, versioned("1"), 100.0)
     for now, may in ((100.0, False), (114.9, False), (115.0, True)):
         sight = observe_lease(sight, versioned("1"), now)
-        assert may_lead(sight, "me", now) is may
+        assert can_acquire_lease(sight, "me", now) is may
 
 
 def test_a_renewal_starts_the_time_anew() -> None:
     sight = observe_lease(observe_lease(None, versioned("1"), 100.0), versioned("2"), 110.0)
     assert sight.seen_at_s == 110.0
-    assert not may_lead(sight, "me", 120.0)
+    assert not can_acquire_lease(sight, "me", 120.0)
 
 
 def test_ones_own_lease_and_one_of_nobody_may_be_taken_at_once() -> None:
-    assert may_lead(ObservedLease(versioned("1", "me"), 100.0), "me", 100.0)
-    assert may_lead(ObservedLease(release_lease(versioned("1"), WALL), 100.0), "me", 100.0)
-    assert may_lead(ObservedLease({"metadata": {}}, 100.0), "me", 100.0), "a Lease without a spec"
+    assert can_acquire_lease(ObservedLease(versioned("1", "me"), 100.0), "me", 100.0)
+    assert can_acquire_lease(ObservedLease(release_lease(versioned("1"), WALL), 100.0), "me", 100.0)
+    assert can_acquire_lease(ObservedLease({"metadata": {}}, 100.0), "me", 100.0), "a Lease without a spec"
 
 
 def test_a_transition_is_counted_when_the_holder_changes() -> None:

@@ -188,7 +188,7 @@ async def test_a_change_does_not_end_a_back_off_unless_it_is_hastened() -> None:
         queue.add_in("a", 0.0)
         await asyncio.sleep(1)
         assert looks.times_s == [0.0]
-        queue.hasten("a")
+        queue.skip_backoff("a")
         await asyncio.sleep(1)
         assert looks.times_s == [0.0, 2.0]
         await asyncio.sleep(11)
@@ -201,7 +201,7 @@ async def test_the_wait_that_a_server_asks_for_is_kept_whatever_happens() -> Non
         queue.add("a")
         await asyncio.sleep(1)
         queue.add("a")
-        queue.hasten("a")
+        queue.skip_backoff("a")
         await asyncio.sleep(100)
     assert len(looks.at) == 2
     assert 60.0 <= looks.times_s[1] <= 61.0

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from bench.stack.processes import free_ports
-from controller.api.pod_shapes import quantity, requests_of
+from controller.api.pod_spec_checks import parse_quantity, resource_requests
 from controller.kube.conditions import status_to_write, with_failure
 from controller.kube.errors import Conflict, ServerError
 from controller.kube.executor import yielded_fields
@@ -20,7 +20,7 @@ from controller.kube.recorder import Recorder
 from controller.kube.resources import key_of
 from controller.models.kind_reconciler import GatewayLoads
 from controller.models.model_infer.model_infer_state import PodLoad
-from controller.models.model_infer_reconciler import crash_of
+from controller.models.model_infer_reconciler import last_crash
 from controller.models.node_capacity import LostNodes, node_capacities, trimmed_node
 from extproc.api.status_pages import LOADS_LABEL
 
@@ -79,7 +79,7 @@ def container(**asked: str) -> dict[str, Any]:
     ],
 )
 def test_quantities_in_base_units(text: object, amount: float) -> None:
-    assert quantity(text) == pytest.approx(amount)
+    assert parse_quantity(text) == pytest.approx(amount)
 
 
 def test_a_pod_asks_for_its_containers_or_its_largest_init_container() -> None:
@@ -89,7 +89,7 @@ def test_a_pod_asks_for_its_containers_or_its_largest_init_container() -> None:
         "overhead": {"memory": "1Mi"},
     }
     asked = {"cpu": 3.0, "nvidia.com/gpu": 2.0, "memory": 2.0**30 + 2.0**20}
-    assert requests_of(spec) == asked
+    assert resource_requests(spec) == asked
 
 
 def test_room_is_what_running_pods_leave_on_nodes_that_take_pods() -> None:
@@ -104,12 +104,12 @@ def test_a_lost_node_is_lost_since_it_was_not_ready_or_since_it_was_missed() -> 
     nodes = {"good": node("good"), "bad": node("bad", ready="Unknown")}
     lost = LostNodes(nodes.get)
     not_ready_s = 1795305600.0
-    assert lost.lost_of(["good", "bad", "gone"], 50.0) == {"bad": not_ready_s, "gone": 50.0}
-    assert lost.lost_of(["gone"], 60.0) == {"gone": 50.0}
+    assert lost.lost_since(["good", "bad", "gone"], 50.0) == {"bad": not_ready_s, "gone": 50.0}
+    assert lost.lost_since(["gone"], 60.0) == {"gone": 50.0}
     nodes["gone"] = node("gone")
-    assert lost.lost_of(["gone"], 70.0) == {}
+    assert lost.lost_since(["gone"], 70.0) == {}
     del nodes["gone"]
-    assert lost.lost_of(["gone"], 80.0) == {"gone": 80.0}
+    assert lost.lost_since(["gone"], 80.0) == {"gone": 80.0}
 
 
 def test_what_nobody_reads_is_not_kept() -> None:
@@ -132,7 +132,7 @@ def test_what_nobody_reads_is_not_kept() -> None:
     ],
 )
 def test_a_crash_is_a_bad_end_that_is_not_well_again(status: dict[str, Any], crash: tuple[int, bool] | None) -> None:
-    found = crash_of(pod(status={"containerStatuses": [{"name": "c", "restartCount": 2, **status}]}))
+    found = last_crash(pod(status={"containerStatuses": [{"name": "c", "restartCount": 2, **status}]}))
     assert (found and (found.restarts, found.is_over)) == crash
 
 
@@ -141,14 +141,14 @@ async def test_the_same_reason_is_told_once_a_minute() -> None:
     recorder = Recorder(server, "manager", lambda: clock[0], lambda *_: None)  # type: ignore[arg-type]
     for seconds in (0, 1, 2, 59):
         clock[0] = 100.0 + seconds
-        await recorder.record(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
-    await recorder.record(thing(), [KubeEvent("Normal", "Ready", "it is ready")])
+        await recorder.record_events(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
+    await recorder.record_events(thing(), [KubeEvent("Normal", "Ready", "it is ready")])
     clock[0] = 161.0
-    await recorder.record(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
+    await recorder.record_events(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
     said = [one["message"] for one in server.written]
     assert said == ["it crashed", "it is ready", "it crashed (and 3 more since the last such Event)"]
     server.error = ServerError(500)
-    await recorder.record(thing(), [KubeEvent("Normal", "Other", "nobody hears of it")])
+    await recorder.record_events(thing(), [KubeEvent("Normal", "Other", "nobody hears of it")])
 
 
 def test_a_status_is_written_where_it_says_something_new() -> None:
@@ -211,17 +211,17 @@ async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() 
     async with aiohttp.ClientSession() as http:
         only = Heard(reports_address("theirs", silent))
         asked = GatewayLoads(http, only, pods.get)  # type: ignore[arg-type]
-        assert await asked.ask(pods) == {}, "who is not believed may still have requests under way"
+        assert await asked.fetch(pods) == {}, "who is not believed may still have requests under way"
         ended = reports_address("attache-system", silent)
         ended["status"]["phase"] = "Succeeded"
         heard = Heard(reports_address("theirs", silent), ended)
-        found = await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods)  # type: ignore[arg-type]
+        found = await GatewayLoads(http, heard, pods.get, {"attache-system"}).fetch(pods)  # type: ignore[arg-type]
         assert found == {"ours/llama": PodLoad(0, 0)}
         heard = Heard(reports_address("attache-system", silent))
-        assert await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods) == {}  # type: ignore[arg-type]
+        assert await GatewayLoads(http, heard, pods.get, {"attache-system"}).fetch(pods) == {}  # type: ignore[arg-type]
         many = Heard(*(reports_address("theirs", silent, f"gateway-{number}") for number in range(1000)))
         asked = GatewayLoads(http, many, pods.get)  # type: ignore[arg-type]
-        assert await asked.ask(["theirs/llama"]) == {}, "nobody is asked"
+        assert await asked.fetch(["theirs/llama"]) == {}, "nobody is asked"
 
 
 @pytest.mark.parametrize(
@@ -233,4 +233,4 @@ async def test_a_gateway_that_does_not_run_has_nothing_under_way(phase: str, is_
     elsewhere["status"]["phase"] = phase
     async with aiohttp.ClientSession() as http:
         asked = GatewayLoads(http, Heard(elsewhere), {key_of(ours): ours}.get)  # type: ignore[arg-type]
-        assert await asked.ask(["ours/llama"]) == ({"ours/llama": PodLoad(0, 0)} if is_known else {})
+        assert await asked.fetch(["ours/llama"]) == ({"ours/llama": PodLoad(0, 0)} if is_known else {})

@@ -30,7 +30,7 @@ def test_a_model_has_its_phase_whether_it_is_ready_and_its_replicas_until_it_lea
     ready = [{"type": "Ready", "status": "True"}, {"type": "ServersCreated", "status": "False"}]
     models = [model("llama", phase="Loaded", readyReplicas=3, replicas=4, conditions=ready), model("new")]
     infers = [infer("llama-a", "llama", replicas=4), infer("llama-b", "llama"), infer("own", None, replicas=7)]
-    metrics.follow(lambda: (models, infers))
+    metrics.set_objects_source(lambda: (models, infers))
     found = {
         phase: sample("phase", "llama", phase=phase)
         for phase in ("Pending", "Standby", "Loading", "Loaded", "FailedToLoad")
@@ -42,5 +42,5 @@ def test_a_model_has_its_phase_whether_it_is_ready_and_its_replicas_until_it_lea
     assert [sample(one, "new") for one in ("ready", "wanted_replicas", "ready_replicas")] == [0, 0, 0]
     models.pop(0)
     assert sample("ready", "llama") is None
-    metrics.follow()
+    metrics.set_objects_source()
     assert sample("ready", "new") is None

@@ -16,10 +16,10 @@ from controller.models.model_infer.status import (
     Condition,
     DegradedReason,
     degraded_condition,
-    progressing,
+    progressing_condition,
     refused_status,
 )
-from controller.models.rollouts import ROLLOUTS_PATH, rollouts_answer, routes
+from controller.models.rollouts import ROLLOUTS_PATH, rollout_page_routes, rollouts_page
 
 if TYPE_CHECKING:
     from controller.kube.resources import Object
@@ -45,7 +45,7 @@ def infer(
 
 
 def rollout(phase: Any, message: str) -> Condition:  # noqa: ANN401 - any phase
-    return progressing(Rollout(phase=phase, message=message, is_moving=True))
+    return progressing_condition(Rollout(phase=phase, message=message, is_moving=True))
 
 
 FINE = degraded_condition([])
@@ -66,7 +66,7 @@ def test_a_canary_has_its_revisions_its_groups_and_its_share_of_the_models_reque
     )
     backends = [{"name": "old", "weight": 90}, {"name": "new", "weight": 10}]
     owner = model("llama", phase="Loaded", transitionStatus="InProgress", phaseSince=SINCE, backends=backends)
-    answer = rollouts_answer(([owner], [moving]))
+    answer = rollouts_page(([owner], [moving]))
     (found,) = answer.rollouts
     assert msgspec.to_builtins(found) == {
         "name": "team/llama-new",
@@ -106,7 +106,7 @@ def test_faults_come_first_then_what_changes_then_the_rest_by_name() -> None:
     ]
     refused = refused_status({"metadata": {"generation": 1}}, ["replicas: 3 is wrong"])
     things.append({"metadata": {"namespace": "team", "name": "x-refused"}, "spec": {}, "status": refused})
-    found = {one.name.partition("/")[2]: one for one in rollouts_answer(([], things)).rollouts}
+    found = {one.name.partition("/")[2]: one for one in rollouts_page(([], things)).rollouts}
     assert list(found) == ["x-refused", "y-blocked", "z-crashes", "new", "paused", "a-done", "b-done"]
     phases = [one.phase for one in found.values()]
     assert phases == ["InvalidSpec", "BlockedByFailedLoad", "UpToDate", "", "Paused", "UpToDate", "UpToDate"]
@@ -127,7 +127,7 @@ def test_models_that_failed_come_first_with_the_reason() -> None:
         model("e", phase="Loaded", transitionStatus="BlockedByFailedLoad"),
         model("f", phase="Pending", transitionStatus="InvalidSpec"),
     ]
-    found = rollouts_answer((models, [])).models
+    found = rollouts_page((models, [])).models
     assert [one.name[-1] for one in found] == ["d", "e", "f", "b", "c", "a"]
     assert found[0].message == "ModelLoadFailed"
 
@@ -138,12 +138,12 @@ def test_the_answer_is_bounded_whatever_there_is_and_the_rest_is_found_by_name()
     infers = [infer(f"{'n' * 240}-{at}", *conditions, of="m" * 240) for at in range(3_000)]
     failure = {"reason": long, "message": long}
     models = [model(f"{'m' * 240}-{at}", phase="FailedToLoad", failure=failure) for at in range(3_000)]
-    answer = rollouts_answer((models, infers))
+    answer = rollouts_page((models, infers))
     assert (answer.model_count, answer.rollout_count) == (3_000, 3_000)
     assert (len(answer.models), len(answer.rollouts)) == (100, 100)
     # the console takes 1 MiB
     assert len(msgspec.json.encode(answer)) < 700_000
-    answer = rollouts_answer((models, infers), find="N-2999")
+    answer = rollouts_page((models, infers), find="N-2999")
     assert [one.name[-4:] for one in answer.rollouts] == ["2999"]
     assert answer.models == ()
 
@@ -151,7 +151,7 @@ def test_the_answer_is_bounded_whatever_there_is_and_the_rest_is_found_by_name()
 @pytest.mark.asyncio
 async def test_the_page_is_the_leaders_alone() -> None:
     leads, app = [True], web.Application()
-    app.add_routes(routes(lambda: ([model("a"), model("b")], []), lambda: leads[0]))
+    app.add_routes(rollout_page_routes(lambda: ([model("a"), model("b")], []), lambda: leads[0]))
     runner = web.AppRunner(app)
     await runner.setup()
     (port,) = free_ports(1)

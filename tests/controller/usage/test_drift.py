@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.commands.usage import main
-from controller.usage.drift import CHANGED, Periods, drifts, psi
-from controller.usage.follow import Position
-from controller.usage.rows import row_of
+from controller.usage.drift import CHANGED, ComparedPeriods, find_drift, psi
+from controller.usage.log_follower import LogPosition
+from controller.usage.rows import parse_usage_line
 from controller.usage.store import SqlStore, open_engine
 from tests.usage_lines import NOON_S, context, counts, line, text
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400
 EACH = 600
-PERIODS = Periods(NOON_S - 8 * DAY_S, NOON_S - DAY_S, NOON_S)
+PERIODS = ComparedPeriods(NOON_S - 8 * DAY_S, NOON_S - DAY_S, NOON_S)
 HISTOGRAMS = st.dictionaries(st.integers(0, 9), st.integers(0, 10_000), max_size=8)
 
 
@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> Iterator[SqlStore]:
         *written("cuts", "b", 0.5, seed=2, cut=0.4),
         *written("new", "b", 0.5, seed=2),
     ]
-    made.write([row_of(one, NOON_S) for one in lines], Position(), Position(1, 1, "x"))
+    made.write([parse_usage_line(one, NOON_S) for one in lines], LogPosition(), LogPosition(1, 1, "x"))
     yield made
     made.close()
 
@@ -79,7 +79,7 @@ def test_the_index_is_finite_and_the_same_both_ways(one: Mapping[int, int], othe
 
 def test_what_has_changed_comes_first_and_the_rest_stays_the_same(store: SqlStore) -> None:
     with store.engine.connect() as connection:
-        found, small = drifts(connection, PERIODS, ("model",), least=500)
+        found, small = find_drift(connection, PERIODS, ("model",), least=500)
     changed = {(one.names["model"], one.column) for one in found if one.verdict == "changed"}
     assert changed == {("grows", "input"), ("cuts", "finish")}
     assert {(one.names["model"], one.column) for one in found[:2]} == changed

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.usage import ingest
-from controller.usage.follow import TAKEN, LeftLines, LogFollower, Position
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLines
-from controller.usage.store import BadBatch, Sink, SqlStore, StoreAway, StoreError, open_engine
+from controller.usage.jsonl import JsonLinesStore
+from controller.usage.log_follower import TAKEN, LogFollower, LogPosition, OwnLogReader
+from controller.usage.store import BadBatch, SqlStore, StoreError, StoreUnavailable, UsageSink, open_engine
 from extproc.api.usage import LEFT_SUFFIX
 from tests.usage_lines import NOON_S, context, line, text
 
@@ -30,22 +30,22 @@ class MemorySink:
 
     def __init__(self) -> None:
         self.rows: list[UsageRow] = []
-        self.at = Position()
+        self.at = LogPosition()
         self.until_s: float | None = None
         self.kept_since_s: float | None = None
         self.is_away = False
         self.refuses = ""
         self.pruned: list[tuple[float, float]] = []
 
-    def position(self) -> Position:
+    def read_position(self) -> LogPosition:
         return self.at
 
     def write(
-        self, rows: Sequence[UsageRow], before: Position, after: Position, until_s: float | None = None
+        self, rows: Sequence[UsageRow], before: LogPosition, after: LogPosition, until_s: float | None = None
     ) -> Sequence[UsageRow]:
         assert before == self.at
         if self.is_away:
-            raise StoreAway("the store is away")
+            raise StoreUnavailable("the store is away")
         if any(row.id == self.refuses for row in rows):
             raise BadBatch("a value is too strange")
         self.rows += rows
@@ -64,18 +64,18 @@ class MemorySink:
 class Scene:
     """A log that is followed into ``sink``, at a time that the test sets."""
 
-    def __init__(self, log: Path, sink: Sink, open_sink: Callable[[], Sink] | None = None) -> None:
+    def __init__(self, log: Path, sink: UsageSink, open_sink: Callable[[], UsageSink] | None = None) -> None:
         self.now_s = NOON_S + 60.0
         self.log = log
         self.left = log.with_name(log.name + LEFT_SUFFIX)
-        self.follower = LogFollower(log, Position(), lambda: self.now_s)
+        self.follower = LogFollower(log, LogPosition(), lambda: self.now_s)
         self.ingest = Ingest(
             self.follower,
             open_sink or (lambda: sink),
             wall=lambda: self.now_s,
             keep_requests_s=90 * DAY_S,
             keep_rollups_s=730 * DAY_S,
-            left=LeftLines(self.left, lambda: self.now_s),
+            left=OwnLogReader(self.left, lambda: self.now_s),
         )
         self.counts = self.ingest.counts
 
@@ -280,11 +280,11 @@ def test_the_store_is_opened_with_the_back_off_of_rows(tmp_path: Path, caplog: p
     """And what a log has is read from the position in it, once it is open."""
     sink, tries = MemorySink(), 0
 
-    def open_sink() -> Sink:
+    def open_sink() -> UsageSink:
         nonlocal tries
         tries += 1
         if tries < 5:
-            raise StoreAway("the store is away")
+            raise StoreUnavailable("the store is away")
         return sink
 
     scene = Scene(tmp_path / "log", sink, open_sink)
@@ -298,15 +298,15 @@ def test_the_store_is_opened_with_the_back_off_of_rows(tmp_path: Path, caplog: p
     assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
 
 
-def first_end(log: Path) -> Position:
+def first_end(log: Path) -> LogPosition:
     """Behind the first line."""
-    batch = LogFollower(log, Position(), lambda: 0.0).read()
+    batch = LogFollower(log, LogPosition(), lambda: 0.0).read()
     assert batch is not None
     return batch.ends[0]
 
 
 def test_a_store_of_a_newer_version_ends_the_process(tmp_path: Path) -> None:
-    def open_sink() -> Sink:
+    def open_sink() -> UsageSink:
         raise StoreError("run a newer attache")
 
     with pytest.raises(StoreError, match="newer"):
@@ -336,7 +336,7 @@ def test_what_is_there_at_the_end_is_kept(tmp_path: Path) -> None:
 
 
 def test_json_lines_are_files_of_days_of_which_the_old_ones_go(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "rows")
+    sink = JsonLinesStore(tmp_path / "rows")
     scene = Scene(tmp_path / "log", sink)
     scene.write(text(line("a", at=NOON_S - DAY_S)), text(line("b")))
     scene.drain()
@@ -348,10 +348,10 @@ def test_json_lines_are_files_of_days_of_which_the_old_ones_go(tmp_path: Path) -
     sink.prune(NOON_S + 1_000 * DAY_S, 0, 0)
     assert [one.name for one in (tmp_path / "rows").glob("*.jsonl")] == ["requests-2026-11-23.jsonl"]
     with pytest.raises(StoreError, match="another process"):
-        JsonLines(tmp_path / "rows")
+        JsonLinesStore(tmp_path / "rows")
     sink.close()
-    again = JsonLines(tmp_path / "rows")
-    assert again.position() == scene.follower.position
+    again = JsonLinesStore(tmp_path / "rows")
+    assert again.read_position() == scene.follower.position
     again.close()
 
 
@@ -407,5 +407,5 @@ def test_a_store_that_cannot_be_is_refused(url: str) -> None:
 
 def test_a_store_that_needs_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
     store = SqlStore(open_engine(f"sqlite:///{tmp_path}/none/usage.db"), "log")
-    with pytest.raises(StoreAway, match="unable to open database file"):
+    with pytest.raises(StoreUnavailable, match="unable to open database file"):
         store.prepare()

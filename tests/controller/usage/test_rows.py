@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.usage.rows import MOST_LINE_BYTES, MOST_NAME, BadLine, UsageRow, row_of
+from controller.usage.rows import MOST_LINE_BYTES, MOST_NAME, BadLine, UsageRow, parse_usage_line
 from extproc.api.usage import TranslatedAnswer, UsageCounts, UsageElsewhere, UsageLine
 from extproc.protocol import truncate_name
 from tests.usage_lines import NOON_S, PRICE, context, counts, line, text
 
 
 def row(one: UsageLine) -> UsageRow:
-    return row_of(text(one), NOON_S + 10.0)
+    return parse_usage_line(text(one), NOON_S + 10.0)
 
 
 def test_a_line_becomes_the_row_of_its_request() -> None:
@@ -33,7 +33,10 @@ def test_a_line_becomes_the_row_of_its_request() -> None:
 
 
 def test_the_time_of_arrival_stands_in_the_line_as_text() -> None:
-    assert row_of(b'{"id": "x", "at": "1795849247.925", "status": 200}', 1_795_849_248.0).at_us == 1_795_849_247_925_000
+    assert (
+        parse_usage_line(b'{"id": "x", "at": "1795849247.925", "status": 200}', 1_795_849_248.0).at_us
+        == 1_795_849_247_925_000
+    )
 
 
 def test_without_a_first_content_the_first_byte_counts() -> None:
@@ -214,7 +217,7 @@ def test_texts_have_bounds_and_no_zeros() -> None:
 )
 def test_a_hostile_line_is_a_bad_line(bad: bytes) -> None:
     with pytest.raises(BadLine) as raised:
-        row_of(bad, NOON_S)
+        parse_usage_line(bad, NOON_S)
     assert len(str(raised.value)) < 200
 
 
@@ -238,7 +241,7 @@ def test_whatever_stands_in_a_line_gives_a_bounded_row_or_a_bad_line(
         (data["usage"] if part and isinstance(data["usage"], dict) else data)[field] = value
     for encoded in (json.dumps(data).encode(), json.dumps(data).encode()[:cut] + noise):
         try:
-            found = row_of(encoded, NOON_S + 10.0)
+            found = parse_usage_line(encoded, NOON_S + 10.0)
         except BadLine:
             continue
         for value in msgspec.structs.asdict(found).values():

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from controller.usage.rows import make_row
+from controller.usage.rows import make_usage_row
 from extproc.api.usage import UsageContext, UsageCounts, UsageLine
 from extproc.api.used_tokens import CUTS
 from extproc.core.effects import Decision, RequestSettled
@@ -134,7 +134,7 @@ def test_one_answer_costs_the_same_in_its_row_and_in_budgets(
     core.on_stream_closed(own.ticket, 1.0)
     # as it stands in the line
     context = msgspec.json.decode(msgspec.json.encode(own.usage), type=UsageContext)
-    row = make_row(ending.line(), context, NOON_S + 10.0)
+    row = make_usage_row(ending.line(), context, NOON_S + 10.0)
     used = settled.used
     assert (row.input, row.output, row.cost_micros) == (used.input_tokens, used.output_tokens, used.cost_micros)
     (grant,) = own.grants

@@ -15,13 +15,13 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.bundle.envoy.authentication import reports_value
-from controller.usage.follow import Position
-from controller.usage.ingest import Counts
-from controller.usage.queries import BadQuery, UsageReport, query_of, run
+from controller.bundle.envoy.authentication import usage_reports_header
+from controller.usage.ingest import IngestCounters
+from controller.usage.log_follower import LogPosition
+from controller.usage.queries import BadQuery, UsageReport, parse_query, run_query
 from controller.usage.reports import as_csv, as_json, as_table, completions_page, costs_page
-from controller.usage.rows import row_of
-from controller.usage.server import Database, Reports, pages
+from controller.usage.rows import parse_usage_line
+from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_pages
 from controller.usage.store import SqlStore, open_engine
 from extproc.api.usage import OTHERS
 from extproc.protocol import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
@@ -46,23 +46,25 @@ def store(tmp_path: Path) -> Iterator[SqlStore]:
     made.prepare()
     callers = [("team-a", "key-1"), ("team-a", "key-1"), ("team-a", "key-2"), ("=team-b()", "key-3")]
     rows = [
-        row_of(text(line(f"{day}/{index}", of=context(tenant=tenant, api_key=key), at=NOON_S - day * DAY_S)), NOON_S)
+        parse_usage_line(
+            text(line(f"{day}/{index}", of=context(tenant=tenant, api_key=key), at=NOON_S - day * DAY_S)), NOON_S
+        )
         for day in range(2)
         for index, (tenant, key) in enumerate(callers)
     ]
-    made.write(rows, Position(), Position(1, 1, "x"))
+    made.write(rows, LogPosition(), LogPosition(1, 1, "x"))
     yield made
     made.close()
 
 
 @asynccontextmanager
 async def serving(
-    store: SqlStore | None, *, is_admin: bool = True, admins: tuple[str, ...] = (), counts: Counts | None = None
+    store: SqlStore | None, *, is_admin: bool = True, admins: tuple[str, ...] = (), counts: IngestCounters | None = None
 ) -> AsyncIterator[Any]:
     engine = None if store is None else store.engine
-    database = Database(engine, lambda: 0.0, lambda: NOON_S + 3_600.0)
-    counts = counts or Counts()
-    reports = Reports(database, counts=counts, is_admin_port=is_admin, admin_tenants=admins)
+    database = ReportsDatabase(engine, lambda: 0.0, lambda: NOON_S + 3_600.0)
+    counts = counts or IngestCounters()
+    reports = UsageReportsApi(database, counts=counts, is_admin_port=is_admin, admin_tenants=admins)
     async with TestClient(TestServer(reports.app())) as client:
         yield client
 
@@ -87,8 +89,8 @@ async def test_an_administrator_sees_all(store: SqlStore) -> None:
 
 
 async def test_a_page_says_until_when_all_that_ended_is_in_it(store: SqlStore) -> None:
-    store.write([], Position(1, 1, "x"), Position(1, 2, "x"), NOON_S - 60.0)
-    counts = Counts()
+    store.write([], LogPosition(1, 1, "x"), LogPosition(1, 2, "x"), NOON_S - 60.0)
+    counts = IngestCounters()
     async with serving(store, counts=counts) as client:
         unknown = await (await client.get("/v1/usage", params=DAY)).json()
         counts.kept_until_s = NOON_S + 0.5
@@ -144,12 +146,14 @@ LONG = "a" * 200
 @pytest.mark.parametrize("tenant", [" team-a", "team%2Da", "m\xfcller", OTHERS, LONG])
 async def test_a_tenant_of_any_name_has_its_own_rows_read(store: SqlStore, tenant: str) -> None:
     store.write(
-        [row_of(text(line("x", of=context(tenant=tenant, api_key="key-x"))), NOON_S)],
-        Position(1, 1, "x"),
-        Position(1, 2, "x"),
+        [parse_usage_line(text(line("x", of=context(tenant=tenant, api_key="key-x"))), NOON_S)],
+        LogPosition(1, 1, "x"),
+        LogPosition(1, 2, "x"),
     )
     async with serving(store, is_admin=False) as client:
-        found = await data_of(client, {CALLER_CLIENT: "lead", CALLER_REPORTS: reports_value(tenant)}, group_by="key")
+        found = await data_of(
+            client, {CALLER_CLIENT: "lead", CALLER_REPORTS: usage_reports_header(tenant)}, group_by="key"
+        )
         assert [(one["key"], one["requests"]) for one in found] == [("key-x", 1)]
 
 
@@ -159,10 +163,10 @@ async def test_a_token_sees_the_rows_of_its_tenant_and_user_alone(store: SqlStor
     lines = [line(str(index), of=context(tenant=one, user=user)) for index, (one, user) in enumerate(callers)]
     # another caller beyond the bound, of whom no more is known
     folded = context(tenant="team-a", user="folded")
-    rows = [row_of(text(one), NOON_S) for one in [*lines, line("folded", of=folded)]]
-    store.write(rows[:-1], Position(1, 1, "x"), Position(1, 2, "x"))
+    rows = [parse_usage_line(text(one), NOON_S) for one in [*lines, line("folded", of=folded)]]
+    store.write(rows[:-1], LogPosition(1, 1, "x"), LogPosition(1, 2, "x"))
     bounded = SqlStore(store.engine, "log", most_names=1)
-    bounded.write(rows[-1:], Position(1, 2, "x"), Position(1, 3, "x"))
+    bounded.write(rows[-1:], LogPosition(1, 2, "x"), LogPosition(1, 3, "x"))
     async with serving(store, is_admin=False) as client:
         for tenant, user in callers:
             headers = {name: value for name, value in ((CALLER_TENANT, tenant), (CALLER_USER, user)) if value}
@@ -177,7 +181,7 @@ async def test_a_token_sees_the_rows_of_its_tenant_and_user_alone(store: SqlStor
 
 async def test_names_that_are_no_utf8_are_names(store: SqlStore) -> None:
     one = line("x", of=context(tenant="m\xfcller", user=""))
-    store.write([row_of(text(one), NOON_S)], Position(1, 1, "x"), Position(1, 2, "x"))
+    store.write([parse_usage_line(text(one), NOON_S)], LogPosition(1, 1, "x"), LogPosition(1, 2, "x"))
     async with serving(store, is_admin=False) as client:
         for name in (b"m\xfcller", b"m\xc3\xbcller"):
             reader, writer = await asyncio.open_connection(client.host, client.port)
@@ -239,13 +243,13 @@ async def test_a_parameter_that_cannot_be_used_is_named(
 @pytest.fixture
 def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Reports do not end before this, unless they are grouped by route."""
-    event, real = threading.Event(), Database.run
+    event, real = threading.Event(), ReportsDatabase.run
 
-    def slow(self: Database, query: Query) -> UsageReport:
+    def slow(self: ReportsDatabase, query: Query) -> UsageReport:
         assert query.groups == ("route",) or event.wait(60)
         return real(self, query)
 
-    monkeypatch.setattr(Database, "run", slow)
+    monkeypatch.setattr(ReportsDatabase, "run", slow)
     return event
 
 
@@ -308,12 +312,14 @@ async def refusals(asked: Sequence[asyncio.Task[ClientResponse]], most: int) -> 
 
 def report_of(store: SqlStore, **parameters: str) -> UsageReport:
     with store.engine.connect() as connection:
-        return run(connection, query_of({name: [value] for name, value in {**DAY, **parameters}.items()}, NOON_S))
+        return run_query(
+            connection, parse_query({name: [value] for name, value in {**DAY, **parameters}.items()}, NOON_S)
+        )
 
 
 def test_csv_has_a_column_for_each_currency_and_no_formulas(store: SqlStore) -> None:
     euros = context(tenant="team-c", price=PRICE.__class__("p2", "EUR", PRICE.rates))
-    store.write([row_of(text(line("c", of=euros)), NOON_S)], Position(1, 1, "x"), Position(1, 2, "x"))
+    store.write([parse_usage_line(text(line("c", of=euros)), NOON_S)], LogPosition(1, 1, "x"), LogPosition(1, 2, "x"))
     header, *rows = csv.reader(io.StringIO(as_csv(report_of(store, group_by="day,tenant"))))
     assert header[:4] == ["start", "end", "tenant", "requests"]
     assert header[-2:] == ["cost_micros_EUR", "cost_micros_USD"]
@@ -332,12 +338,12 @@ def test_a_table_has_money_with_a_point_and_no_empty_columns(store: SqlStore) ->
 
 
 def test_without_times_a_report_is_of_today_in_the_zone() -> None:
-    query = query_of({"tz": ["Europe/Berlin"]}, NOON_S)
+    query = parse_query({"tz": ["Europe/Berlin"]}, NOON_S)
     assert (query.start, query.end) == (NOON_S - 13 * 3_600, NOON_S + 11 * 3_600)
     with pytest.raises(BadQuery):
-        query_of({"start": ["2026-11-25"]}, NOON_S)
+        parse_query({"start": ["2026-11-25"]}, NOON_S)
     with pytest.raises(BadQuery, match="groupby: is unknown; write some of start, end, group_by"):
-        query_of({"groupby": ["day"]}, NOON_S)
+        parse_query({"groupby": ["day"]}, NOON_S)
 
 
 async def test_openais_pages_have_all_buckets_and_go_on(store: SqlStore) -> None:
@@ -394,7 +400,7 @@ def test_whatever_is_asked_for_is_a_query_or_a_parameter_that_is_named(names: di
         return UsageReport(query, "requests", (), (), None)
 
     for make in (
-        lambda: as_json(nothing(query_of(names, NOON_S))),
+        lambda: as_json(nothing(parse_query(names, NOON_S))),
         lambda: completions_page({"start_time": [str(NOON_S)], **names}, {}, NOON_S, nothing),
         lambda: costs_page({"start_time": [str(NOON_S)], **names}, {}, NOON_S, nothing),
     ):
@@ -416,8 +422,8 @@ async def test_openais_costs_are_amounts(store: SqlStore) -> None:
 
 
 async def test_readiness_says_why_rows_are_not_kept() -> None:
-    counts = Counts()
-    async with TestClient(TestServer(pages(counts, lambda: NOON_S))) as client:
+    counts = IngestCounters()
+    async with TestClient(TestServer(ingest_pages(counts, lambda: NOON_S))) as client:
         assert await (await client.get("/readyz")).text() == "the store is not open yet"
         counts.error = ""
         assert (await client.get("/readyz")).status == 200

@@ -20,7 +20,7 @@ from controller.webhooks.certificates import (
     renew_if_due,
     to_secret,
 )
-from controller.webhooks.role import ServerTls
+from controller.webhooks.server import ServerTls
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 LIFETIMES = Lifetimes(authority=timedelta(days=90), certificate=timedelta(days=9), settled=timedelta(hours=1))
@@ -137,8 +137,8 @@ def test_no_struct_shows_a_key(first: CertificateMaterial) -> None:
 
 def test_a_context_takes_new_certificates(first: CertificateMaterial) -> None:
     tls = ServerTls()
-    tls.use(first.server)
+    tls.set_certificate(first.server)
     later = at(first, 6.1).server
-    tls.use(later)
+    tls.set_certificate(later)
     assert tls.in_use == later
     assert tls.context.minimum_version == ssl.TLSVersion.TLSv1_2

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 GOOD: Final = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -114,7 +114,7 @@ def test_files_broken_at_random_are_used_or_refused() -> None:
 class Followed:
     """extproc and the writer of bundles, which follow a directory."""
 
-    def __init__(self, path: Path, guard: Guard) -> None:
+    def __init__(self, path: Path, guard: ProcessGuard) -> None:
         self.config, self.out, self._guard = path / "config", path / "out", guard
         self._logs = [path / "extproc.log", path / "controller.log"]
         self._metrics = f"127.0.0.1:{free_ports(1)[0]}"
@@ -164,7 +164,7 @@ class Followed:
 
 
 @pytest.mark.slow
-async def test_running_processes_refuse_each_killer_and_go_on(tmp_path: Path, guard: Guard) -> None:
+async def test_running_processes_refuse_each_killer_and_go_on(tmp_path: Path, guard: ProcessGuard) -> None:
     both = Followed(tmp_path, guard)
     try:
         await both.start()
@@ -199,7 +199,7 @@ async def takes(both: Followed, address: str) -> None:
     await both.until(lambda: " applied: " in both.logs()[0][seen:])
 
 
-async def test_started_processes_say_what_is_wrong_and_end_with_2(tmp_path: Path, guard: Guard) -> None:
+async def test_started_processes_say_what_is_wrong_and_end_with_2(tmp_path: Path, guard: ProcessGuard) -> None:
     both = Followed(tmp_path, guard)
     text, said = KILLERS["bool"]
     (both.config / "bad.yaml").write_text(text)
@@ -215,7 +215,7 @@ async def test_started_processes_say_what_is_wrong_and_end_with_2(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["itself", "set", "deep", "laughs", "huge", "parameter"])
 def test_programs_that_cannot_start_end_with_2(
-    name: str, tmp_path: Path, guard: Guard, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, guard: ProcessGuard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = Followed(tmp_path, guard)
     text, said = KILLERS[name]

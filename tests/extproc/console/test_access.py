@@ -15,7 +15,7 @@ from yarl import URL
 from bench.stack.processes import free_ports, ports_in_a_row
 from extproc.console.access import token_guard
 from extproc.console.pages import Place
-from tools.console_pictures import demo
+from tools.console_pictures import demo_gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 async def guarded(file: Path) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     """A client, and the URL of a console that has this file's token."""
     port = free_ports(1)[0]
-    async with demo().served(port, guard=token_guard(file)) as url, aiohttp.ClientSession() as client:
+    async with demo_gateway().served(port, guard=token_guard(file)) as url, aiohttp.ClientSession() as client:
         yield client, url
 
 
@@ -135,7 +135,7 @@ async def test_a_worker_passes_the_token_on_to_the_one_that_is_asked_for(file: P
     async with contextlib.AsyncExitStack() as stack:
         urls = [
             await stack.enter_async_context(
-                demo().served(port, Place(("127.0.0.1", port), number, 2), guard=token_guard(file))
+                demo_gateway().served(port, Place(("127.0.0.1", port), number, 2), guard=token_guard(file))
             )
             for number, port in enumerate((first, first + 1))
         ]

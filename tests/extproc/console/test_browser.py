@@ -20,14 +20,14 @@ import pytest_asyncio
 from msgspec import to_builtins
 
 from bench.stack.processes import free_ports
-from controller.models.rollouts import rollouts_answer
+from controller.models.rollouts import rollouts_page
 from extproc.console.access import token_guard
 from extproc.console.pages import Place
 from extproc.core.states import STEP_NAMES
 from tests.extproc.console.test_pages import hanging_manager, many_engines, usage_api
 from tests.programs import program
 from tools.chromium import browser_page
-from tools.console_pictures import demo, until
+from tools.console_pictures import demo_gateway, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -137,11 +137,11 @@ async def opened(page: Page, url: str, tab: str = "engines", **screen: Any) -> N
     await page.show("about:blank")
     page.complaints.clear()
     await page.show(f"{url}#{tab}", **screen)
-    await until(page, f"document.querySelector('#panel-{tab} tbody tr') !== null")
+    await wait_until(page, f"document.querySelector('#panel-{tab} tbody tr') !== null")
 
 
 async def test_every_number_in_the_page_is_that_of_the_api(page: Page) -> None:
-    async with on_screen(page, demo().served(free_ports(1)[0])) as url:
+    async with on_screen(page, demo_gateway().served(free_ports(1)[0])) as url:
         await opened(page, url, "requests")
         state = await answer_of(f"{url}/state")
         requests = [
@@ -184,15 +184,15 @@ async def test_5000_engines_are_sorted_filtered_and_counted(page: Page) -> None:
         }})()""")
         wanted = await answer_of(f"{url}/state?sort=address&server={server}")
         first = wanted["engines"][0]["address"]
-        await until(page, "document.querySelectorAll('#servers tbody tr').length === 1")
-        await until(page, f"document.querySelector('#engines [data-field=address]').textContent === '{first}'")
+        await wait_until(page, "document.querySelectorAll('#servers tbody tr').length === 1")
+        await wait_until(page, f"document.querySelector('#engines [data-field=address]').textContent === '{first}'")
         await compare(page, "engines", wanted["engines"])
         assert await page.run("document.querySelector('#engines th[aria-sort=ascending]').textContent") == "Engine"
     assert page.complaints == []
 
 
 async def test_rows_stay_the_same_elements_and_hostile_names_stay_text(page: Page) -> None:
-    gateway = demo(tenants=(HOSTILE, "x" * 128))
+    gateway = demo_gateway(tenants=(HOSTILE, "x" * 128))
     async with on_screen(page, gateway.served(free_ports(1)[0])) as url:
         await opened(page, url, "requests")
         names = await page.run("[...document.querySelectorAll('#tenants [data-field=name]')].map((o) => o.textContent)")
@@ -204,26 +204,26 @@ async def test_rows_stay_the_same_elements_and_hostile_names_stay_text(page: Pag
         count = len((await answer_of(f"{url}/requests?limit=200"))["requests"])
         sent = next(one for one in (await answer_of(f"{url}/state"))["tenants"] if one["name"] == "x" * 128)["sent"]
         cells = "[...document.querySelectorAll('#tenants [data-field=sent]')]"
-        await until(page, f"{cells}.some((one) => one.textContent === '{sent}')")
-        await until(page, f"document.getElementById('kept').textContent.startsWith('{count} requests')")
+        await wait_until(page, f"{cells}.some((one) => one.textContent === '{sent}')")
+        await wait_until(page, f"document.getElementById('kept').textContent.startsWith('{count} requests')")
         assert await page.run("window.kept.every((one) => one.isConnected)")
         assert await page.run("document.querySelectorAll('img').length + Number('wasRun' in window)") == 0
     assert page.complaints == []
 
 
 async def test_the_page_says_that_the_process_is_away_and_goes_on_with_the_next_one(page: Page) -> None:
-    port, first, second = free_ports(1)[0], demo(), demo()
+    port, first, second = free_ports(1)[0], demo_gateway(), demo_gateway()
     second.core._ticket_prefix = "another"
     async with first.served(port) as url:
         await opened(page, url)
         assert await page.run("document.getElementById('away').hidden && document.getElementById('restarted').hidden")
-    await until(page, "!document.getElementById('away').hidden")
+    await wait_until(page, "!document.getElementById('away').hidden")
     assert "has not answered since" in await page.run("document.getElementById('away').textContent")
     # what was known still stands
     assert await page.run("document.querySelectorAll('#engines tbody tr').length") == 12
     async with second.served(port):
-        await until(page, "document.getElementById('away').hidden")
-        await until(page, "!document.getElementById('restarted').hidden")
+        await wait_until(page, "document.getElementById('away').hidden")
+        await wait_until(page, "!document.getElementById('restarted').hidden")
         assert "counters began anew" in await page.run("document.getElementById('restarted').textContent")
     assert page.complaints == []
 
@@ -242,11 +242,11 @@ async def test_usage_is_shown_where_there_is_an_api_for_it(page: Page) -> None:
     port = free_ports(1)[0]
     async with (
         usage_api(json.dumps({"data": rows}).encode()) as (api, _),
-        on_screen(page, demo().served(port, Place(("127.0.0.1", port), usage_api=api))) as url,
+        on_screen(page, demo_gateway().served(port, Place(("127.0.0.1", port), usage_api=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-usage').click()")
-        await until(page, "document.querySelector('#usage-model tbody tr') !== null")
+        await wait_until(page, "document.querySelector('#usage-model tbody tr') !== null")
         for name in ("tenant", "key", "model"):
             assert await compare(page, f"usage-{name}", rows) == 6
         cost = await page.run("document.querySelector('#usage-tenant [data-field=cost]').textContent")
@@ -257,7 +257,7 @@ async def test_usage_is_shown_where_there_is_an_api_for_it(page: Page) -> None:
 
 
 async def test_objectives_and_keys_are_those_of_their_apis(page: Page) -> None:
-    gateway = demo()
+    gateway = demo_gateway()
     async with on_screen(page, gateway.served(free_ports(1)[0])) as url:
         await opened(page, url, "objectives")
         answer = await answer_of(f"{url}/objectives")
@@ -267,7 +267,7 @@ async def test_objectives_and_keys_are_those_of_their_apis(page: Page) -> None:
         assert answer["worst"]
         assert await compare(page, "worst", answer["worst"]) == len(answer["worst"]) * 7
         await page.run("document.getElementById('tab-keys').click()")
-        await until(page, "document.querySelector('#keys tbody tr') !== null")
+        await wait_until(page, "document.querySelector('#keys tbody tr') !== null")
         keys = (await answer_of(f"{url}/keys"))["keys"]
         assert await compare(page, "keys", keys) == 3 * 6
         ends = await page.run("[...document.querySelectorAll('#keys [data-field=ends]')].map((one) => one.textContent)")
@@ -277,7 +277,7 @@ async def test_objectives_and_keys_are_those_of_their_apis(page: Page) -> None:
             const find = document.getElementById("find");
             find.value = "support"; find.dispatchEvent(new Event("input"));
         })()""")
-        await until(page, "document.querySelectorAll('#keys tbody tr').length === 1")
+        await wait_until(page, "document.querySelectorAll('#keys tbody tr').length === 1")
     assert page.complaints == []
 
 
@@ -291,22 +291,22 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
     port = free_ports(1)[0]
     async with (
         usage_api(json.dumps({"bindings": [binding]}).encode(), path="/decisions") as (api, _),
-        on_screen(page, demo().served(port, Place(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, demo_gateway().served(port, Place(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-scaling').click()")
-        await until(page, "document.querySelector('#decisions tbody tr') !== null")
+        await wait_until(page, "document.querySelector('#decisions tbody tr') !== null")
         assert await compare(page, "decisions", rows) == 2 * 9
         assert await page.run("document.querySelectorAll('img').length + Number('wasRun' in window)") == 0
     assert page.complaints == []
     # a manager that does not lead answers no JSON
     async with (
         usage_api(b"this replica does not lead", "text/plain", path="/decisions") as (api, _),
-        on_screen(page, demo().served(port, Place(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, demo_gateway().served(port, Place(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-scaling').click()")
-        await until(page, "!document.getElementById('scaling-problem').hidden")
+        await wait_until(page, "!document.getElementById('scaling-problem').hidden")
         text = await page.run("document.getElementById('scaling-problem').textContent")
     assert text == "the manager answered 200 and no JSON."
 
@@ -348,7 +348,7 @@ def rollouts_of_manager() -> dict[str, Any]:
             "backends": [{"name": "stable", "weight": 90}, {"name": "canary", "weight": 10}],
         },
     }
-    found: dict[str, Any] = to_builtins(rollouts_answer(([model, new], [infer, new])))
+    found: dict[str, Any] = to_builtins(rollouts_page(([model, new], [infer, new])))
     return found
 
 
@@ -356,11 +356,11 @@ async def test_rollouts_are_those_of_the_manager(page: Page) -> None:
     answer, port = rollouts_of_manager(), free_ports(1)[0]
     async with (
         usage_api(json.dumps(answer).encode(), path="/rollouts") as (api, asked),
-        on_screen(page, demo().served(port, Place(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, demo_gateway().served(port, Place(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-rollouts').click()")
-        await until(page, "document.querySelector('#rollouts tbody tr') !== null")
+        await wait_until(page, "document.querySelector('#rollouts tbody tr') !== null")
         assert await compare(page, "rollouts", answer["rollouts"]) == 2 * 12
         assert await compare(page, "models-phases", answer["models"]) == 2 * 7
         share = await page.run("document.querySelector('#rollouts [data-field=share]').textContent")
@@ -375,13 +375,13 @@ async def test_rollouts_are_those_of_the_manager(page: Page) -> None:
             find.value = "a&b"; find.dispatchEvent(new Event("input"));
         })()""")
         fetched = "performance.getEntriesByType('resource').map((one) => one.name)"
-        await until(page, f"{fetched}.some((one) => one.endsWith('/rollouts?find=a%26b'))")
+        await wait_until(page, f"{fetched}.some((one) => one.endsWith('/rollouts?find=a%26b'))")
     assert asked == ["/rollouts?find=", "/rollouts?find=a%26b"]
     assert page.complaints == []
 
 
 async def test_the_page_stays_live_while_the_manager_hangs(page: Page) -> None:
-    gateway, port = demo(), free_ports(1)[0]
+    gateway, port = demo_gateway(), free_ports(1)[0]
     async with (
         hanging_manager() as api,
         on_screen(page, gateway.served(port, Place(("127.0.0.1", port), manager=api))) as url,
@@ -393,10 +393,10 @@ async def test_the_page_stays_live_while_the_manager_hangs(page: Page) -> None:
         for _ in range(2):
             before = await page.run("document.getElementById('live').textContent")
             gateway.now += 60
-            await until(page, f"document.getElementById('live').textContent !== {json.dumps(before)}")
+            await wait_until(page, f"document.getElementById('live').textContent !== {json.dumps(before)}")
         hung = await page.run("document.getElementById('rollouts-problem').hidden")
         took_s = asyncio.get_running_loop().time() - began
-        await until(page, "!document.getElementById('rollouts-problem').hidden")
+        await wait_until(page, "!document.getElementById('rollouts-problem').hidden")
         text = await page.run("document.getElementById('rollouts-problem').textContent")
         assert await page.run("document.getElementById('away').hidden")
     assert hung, took_s
@@ -409,11 +409,11 @@ async def test_with_a_token_the_browser_shows_everything_after_its_login_and_not
     file = tmp_path / "token"
     file.write_text("a-token-of-the-operator\n")
     port = free_ports(1)[0]
-    async with on_screen(page, demo().served(port, guard=token_guard(file))) as url:
+    async with on_screen(page, demo_gateway().served(port, guard=token_guard(file))) as url:
         await page.show("about:blank")
         page.complaints.clear()
         await page.show(url)
-        await until(page, "location.href !== 'about:blank' && document.readyState === 'complete'")
+        await wait_until(page, "location.href !== 'about:blank' && document.readyState === 'complete'")
         shown_before = await page.run("document.documentElement.innerHTML")
         logged_in = url.replace("//", "//ann:a-token-of-the-operator@")
         await opened(page, logged_in, "requests")
@@ -424,7 +424,7 @@ async def test_with_a_token_the_browser_shows_everything_after_its_login_and_not
             document.getElementById("body").value = JSON.stringify({"model": "large", messages});
             document.getElementById("explain").requestSubmit();
         })()""")
-        await until(page, "!document.getElementById('explained').hidden")
+        await wait_until(page, "!document.getElementById('explained').hidden")
         text = await page.run("document.getElementById('explained-text').textContent")
     # the browser would ask for the password
     assert "panel-engines" not in shown_before
@@ -434,7 +434,7 @@ async def test_with_a_token_the_browser_shows_everything_after_its_login_and_not
 
 async def test_the_page_fits_a_phone_in_every_tab(page: Page) -> None:
     names = ("<b>" + "long" * 31, "o'\"&")
-    async with on_screen(page, demo(tenants=names).served(free_ports(1)[0])) as url:
+    async with on_screen(page, demo_gateway(tenants=names).served(free_ports(1)[0])) as url:
         for tab in ("engines", "tenants", "models", "requests", "objectives", "keys", "config"):
             for dark in (False, True):
                 await opened(page, url, tab, width=360, height=740, dark=dark)
@@ -451,16 +451,16 @@ async def test_the_page_fits_a_phone_in_every_tab(page: Page) -> None:
 
 
 async def test_a_pasted_request_is_explained(page: Page) -> None:
-    async with on_screen(page, demo().served(free_ports(1)[0])) as url:
+    async with on_screen(page, demo_gateway().served(free_ports(1)[0])) as url:
         await opened(page, url)
-        await until(page, "!document.getElementById('tab-explain').hidden")
+        await wait_until(page, "!document.getElementById('tab-explain').hidden")
         await page.run("""(() => {
             document.getElementById("tab-explain").click();
             const messages = [{"role": "user", "content": "hi"}];
             document.getElementById("body").value = JSON.stringify({"model": "large", messages});
             document.getElementById("explain").requestSubmit();
         })()""")
-        await until(page, "!document.getElementById('explained').hidden")
+        await wait_until(page, "!document.getElementById('explained').hidden")
         text = await page.run("document.getElementById('explained-text').textContent")
         assert text.startswith("default/qwen: 10.0.2.")
         rows = await page.run("document.querySelectorAll('#candidates tbody tr').length")

@@ -25,7 +25,7 @@ from extproc.console.objectives import objectives_answer
 from extproc.console.pages import Place
 from extproc.core.states import STEP_NAMES
 from extproc.metrics.attainment import joined
-from tools.console_pictures import Gateway, demo
+from tools.console_pictures import Gateway, demo_gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -87,7 +87,11 @@ async def status_and_answer(url: str) -> tuple[int, Any]:
 
 
 async def test_the_policy_of_the_page_allows_its_own_script_and_style_and_nothing_else() -> None:
-    async with demo().served(free_ports(1)[0]) as url, aiohttp.ClientSession() as client, client.get(url) as answer:
+    async with (
+        demo_gateway().served(free_ports(1)[0]) as url,
+        aiohttp.ClientSession() as client,
+        client.get(url) as answer,
+    ):
         page, policy = await answer.read(), answer.headers["Content-Security-Policy"]
     for tag in (b"script", b"style"):
         (content,) = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
@@ -132,7 +136,7 @@ async def test_5000_engines_make_an_answer_of_bounded_size_in_turns() -> None:
     "query", ["limit=201", "limit=x", "sort=password", "unknown=1", f"find={'x' * 201}", "descending=perhaps"]
 )
 async def test_a_query_that_is_not_one_is_refused(query: str) -> None:
-    async with demo().served(free_ports(1)[0]) as url:
+    async with demo_gateway().served(free_ports(1)[0]) as url:
         status, text = await status_and_answer(f"{url}/state?{query}")
     assert status == 400
     assert query.partition("=")[0] in text
@@ -140,7 +144,7 @@ async def test_a_query_that_is_not_one_is_refused(query: str) -> None:
 
 async def test_a_worker_fetches_what_is_asked_of_another_one() -> None:
     first = ports_in_a_row(2)
-    gateways = [demo(), many_engines()]
+    gateways = [demo_gateway(), many_engines()]
     async with contextlib.AsyncExitStack() as stack:
         urls = [
             await stack.enter_async_context(one.served(port, Place(("127.0.0.1", port), number, 2)))
@@ -167,7 +171,7 @@ async def test_a_worker_fetches_what_is_asked_of_another_one() -> None:
 async def test_a_worker_that_does_not_answer_is_named() -> None:
     first = ports_in_a_row(2)
     place = Place(("127.0.0.1", first), 0, 2)
-    async with demo().served(first, place) as url:
+    async with demo_gateway().served(first, place) as url:
         status, answer = await status_and_answer(f"{url}/state?worker=1")
     assert status == 502
     assert answer["error"]["message"].startswith("No answer of worker 1: ")
@@ -177,7 +181,7 @@ async def test_usage_is_passed_on_with_known_parameters_alone() -> None:
     port = free_ports(1)[0]
     async with usage_api(b'{"data": []}') as (api, asked):
         place = Place(("127.0.0.1", port), usage_api=api)
-        async with demo().served(port, place) as url:
+        async with demo_gateway().served(port, place) as url:
             passed = await status_and_answer(f"{url}/usage?group_by=tenant&evil=1&tenant=a%26b")
             _, state = await status_and_answer(f"{url}/state")
     assert passed == (200, {"data": []})
@@ -195,7 +199,7 @@ async def test_a_usage_api_that_answers_something_else_is_not_passed_on(
     port = free_ports(1)[0]
     async with (
         usage_api(body, content_type) as (api, _),
-        demo().served(port, Place(("127.0.0.1", port), usage_api=api)) as url,
+        demo_gateway().served(port, Place(("127.0.0.1", port), usage_api=api)) as url,
     ):
         status, answer = await status_and_answer(f"{url}/usage")
     assert status == 502
@@ -203,7 +207,7 @@ async def test_a_usage_api_that_answers_something_else_is_not_passed_on(
 
 
 async def test_without_a_usage_api_there_is_no_usage() -> None:
-    async with demo().served(free_ports(1)[0]) as url:
+    async with demo_gateway().served(free_ports(1)[0]) as url:
         status, answer = await status_and_answer(f"{url}/usage")
     assert status == 404
     assert "--usage-api" in answer["error"]["message"]
@@ -213,7 +217,7 @@ async def test_without_a_usage_api_there_is_no_usage() -> None:
 async def test_what_the_manager_says_is_passed_on(page: str, path: str) -> None:
     port = free_ports(1)[0]
     async with usage_api(b'{"some": []}', path=f"/{page}") as (api, asked):
-        async with demo().served(port, Place(("127.0.0.1", port), manager=api)) as url:
+        async with demo_gateway().served(port, Place(("127.0.0.1", port), manager=api)) as url:
             passed = await status_and_answer(f"{url}/{path.removeprefix('/')}")
             refused, _ = await status_and_answer(f"{url}/rollouts?evil=1")
             _, state = await status_and_answer(f"{url}/state")
@@ -228,13 +232,13 @@ async def test_what_the_manager_says_is_passed_on(page: str, path: str) -> None:
 
 async def status_and_answer_of_none(page: str) -> tuple[int, Any]:
     """Of a process that knows no manager."""
-    async with demo().served(free_ports(1)[0]) as url:
+    async with demo_gateway().served(free_ports(1)[0]) as url:
         return await status_and_answer(f"{url}/{page}")
 
 
 async def test_a_manager_that_is_gone_is_named_at_once() -> None:
     port, nobody = free_ports(2)
-    async with demo().served(port, Place(("127.0.0.1", port), manager=f"http://127.0.0.1:{nobody}")) as url:
+    async with demo_gateway().served(port, Place(("127.0.0.1", port), manager=f"http://127.0.0.1:{nobody}")) as url:
         async with asyncio.timeout(4):
             found = [await status_and_answer(f"{url}/{page}") for page in ("rollouts", "decisions")]
     assert [status for status, _ in found] == [502, 502]
@@ -267,7 +271,7 @@ async def test_of_the_replicas_of_a_name_the_one_that_leads_is_shown(
         await web.TCPSite(runner, one, port).start()
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
     manager = f"http://manager.test:{port}"
-    async with demo().served(own, Place(("127.0.0.1", own), manager=manager)) as url:
+    async with demo_gateway().served(own, Place(("127.0.0.1", own), manager=manager)) as url:
         found = await status_and_answer(f"{url}/decisions")
     await runner.cleanup()
     assert found == (200, {"asked": f"manager.test:{port}"})
@@ -275,7 +279,7 @@ async def test_of_the_replicas_of_a_name_the_one_that_leads_is_shown(
 
 async def test_a_manager_whose_name_nobody_knows_is_named() -> None:
     port = free_ports(1)[0]
-    async with demo().served(port, Place(("127.0.0.1", port), manager="http://nobody.invalid:1")) as url:
+    async with demo_gateway().served(port, Place(("127.0.0.1", port), manager="http://nobody.invalid:1")) as url:
         status, answer = await status_and_answer(f"{url}/decisions")
     assert status == 502
     assert "nobody.invalid" in answer["error"]["message"]
@@ -285,7 +289,7 @@ async def test_a_manager_that_hangs_holds_four_requests_and_neither_usage_nor_th
     port = free_ports(1)[0]
     async with hanging_manager() as manager, usage_api(b'{"data": []}') as (api, _):
         place = Place(("127.0.0.1", port), usage_api=api, manager=manager)
-        async with demo().served(port, place) as url:
+        async with demo_gateway().served(port, place) as url:
             asking = [asyncio.create_task(status_and_answer(f"{url}/rollouts")) for _ in range(20)]
             async with asyncio.timeout(4):
                 refused = {(await one)[0] for one in islice(asyncio.as_completed(asking), 16)}
@@ -299,7 +303,7 @@ async def test_a_manager_that_hangs_holds_four_requests_and_neither_usage_nor_th
 
 
 async def test_keys_are_listed_without_digests_and_objectives_as_the_command_has_them() -> None:
-    gateway = demo()
+    gateway = demo_gateway()
     keys = gateway.core.snapshot.gateway.authentication
     assert keys is not None
     async with gateway.served(free_ports(1)[0]) as url:

@@ -14,7 +14,7 @@ from extproc.core.core import Core
 from extproc.core.effects import CacheLookup
 from extproc.core.states import State
 from tests.extproc.scenes import configuration
-from tools.console_pictures import Gateway, demo, snapshot_of
+from tools.console_pictures import Gateway, demo_gateway, snapshot_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -43,7 +43,7 @@ def state_of(gateway: Gateway, **query: object) -> ConsoleState:
 
 @pytest.fixture(scope="module")
 def gateway() -> Gateway:
-    return demo()
+    return demo_gateway()
 
 
 def test_sums_are_those_of_the_engines(gateway: Gateway) -> None:
@@ -162,7 +162,7 @@ def test_unknown_values_are_last_in_either_order(gateway: Gateway, *, descending
 
 def test_a_process_without_anything_has_a_state() -> None:
     core = Core(configuration(servers={"one": "endpoints: []"}), rng=random.Random(0), ticket_prefix="t")
-    gateway = demo()
+    gateway = demo_gateway()
     facts = Facts(PROCESS, gateway.report, {}, ())
     state = at_once(console_state(core, facts, Query(), 0.0))
     assert state.total.engines == 0

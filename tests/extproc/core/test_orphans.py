@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.usage.rows import make_row
+from controller.usage.rows import make_usage_row
 from extproc.admission.spent_budgets import RolledUp
 from extproc.api.usage import UsageCounts, UsageLine
 from extproc.core.effects import Decision, SettleGrant
@@ -64,7 +64,7 @@ def used_by_row(entry: Orphan) -> int:
     """By the rule of the usage process."""
     counts = UsageCounts(entry.outcome.prompt_tokens, entry.outcome.completion_tokens)
     line = UsageLine("1", BEGAN_S, 200, usage=counts, served=entry.outcome.served, duration_ms=1000)
-    row = make_row(line, entry.context, BEGAN_S)
+    row = make_usage_row(line, entry.context, BEGAN_S)
     return row.input + row.output
 
 
@@ -82,7 +82,7 @@ def test_an_outcome_without_usage_is_charged_as_its_row_is() -> None:
     log(after, Orphan(cut, found.context, BEGAN_S), 5.0)
     line = UsageLine("1", BEGAN_S, 200, served=cut.served, duration_ms=1000, first_byte_us=100_000, flags="UC",
                      answer_bytes=80)  # fmt: skip
-    row = make_row(line, found.context, BEGAN_S)
+    row = make_usage_row(line, found.context, BEGAN_S)
     assert row.is_estimated
     assert after.left(5.0) == MOST - row.input - row.output
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from controller.usage.rows import row_of
+from controller.usage.rows import parse_usage_line
 from extproc.admission.budgets import BudgetKey
 from extproc.api.load import load_snapshot
 from extproc.core import dispatch, prefill, prefill_leg
@@ -595,7 +595,7 @@ def test_a_client_that_leaves_has_a_row_as_others_that_leave() -> None:
     scene.core.on_wall_clock(1_000_000.0, 0.0)
     _, asked, _ = scene.arrive(1.0, max_tokens=500, stream=False)
     (logged,) = [one for one in scene.core.on_disconnect(asked.ticket, 3.5) if isinstance(one, LogUsage)]
-    row = row_of(msgspec.json.encode(logged.line), 1_000_010.0)
+    row = parse_usage_line(msgspec.json.encode(logged.line), 1_000_010.0)
     assert (row.id, row.ticket, row.request_id) == (asked.ticket, asked.ticket, "r-1")
     assert (row.at_us, row.duration_us, row.ttft_us) == (1_000_001_000_000, 2_500_000, None)
     assert (row.status, row.ended, row.finish, row.is_failed, row.is_degraded) == (0, "client", "", False, False)

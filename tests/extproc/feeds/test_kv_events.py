@@ -14,9 +14,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from bench.engine.blocks import Journal
-from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
-from bench.engine.text import tokens_of
+from bench.engine.fake_tokenizer import tokens_of
+from bench.engine.kv_cache import CacheJournal
+from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.stack.processes import free_ports
 from extproc.api.host_names import with_addresses
 from extproc.api.load import load_snapshot
@@ -44,7 +44,7 @@ class Engine:
         self.port, replay = free_ports(2)
         self.replay = replay if replays else None
         self._form: Form = form
-        self._journal = Journal()
+        self._journal = CacheJournal()
         self._publisher: KvEventPublisher | None = None
         self._answering: asyncio.Task[None] | None = None
 
@@ -64,7 +64,7 @@ class Engine:
 
     def drop(self, count: int) -> None:
         assert self._publisher is not None
-        self._publisher.drop(count)
+        self._publisher.drop_next(count)
 
     def garble_the_past(self) -> None:
         """Its first message is unreadable."""
@@ -101,13 +101,13 @@ class Engine:
     async def store(self, text: bytes, *, after: int | None = None) -> None:
         """One block of text; its hash is its first byte."""
         assert self._publisher is not None
-        self._journal.stored([text[0]], after, [text], "m")
-        await self._publisher.publish(self._journal.take())
+        self._journal.on_stored([text[0]], after, [text], "m")
+        await self._publisher.publish(self._journal.pop_changes())
 
     async def remove(self, value: int) -> None:
         assert self._publisher is not None
-        self._journal.removed(value)
-        await self._publisher.publish(self._journal.take())
+        self._journal.on_removed(value)
+        await self._publisher.publish(self._journal.pop_changes())
 
 
 def block(letter: str) -> bytes:

@@ -32,7 +32,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
@@ -84,7 +84,7 @@ class ExtprocProcess:
 async def start(
     config: Path,
     listen: str,
-    guard: Guard,
+    guard: ProcessGuard,
     *,
     log: IO[str] | None = None,
     program: Sequence[str] = ("-m", "extproc"),
@@ -102,7 +102,7 @@ async def start(
 
 
 @pytest.fixture
-async def extproc(tmp_path: Path, guard: Guard) -> AsyncIterator[ExtprocProcess]:
+async def extproc(tmp_path: Path, guard: ProcessGuard) -> AsyncIterator[ExtprocProcess]:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     one = await start(tmp_path, f"127.0.0.1:{free_port()}", guard)
     yield one
@@ -149,7 +149,7 @@ async def test_it_is_ready_decides_and_shows_it(extproc: ExtprocProcess) -> None
     assert 'attache_requests_total{outcome="picked"} 1.0' in text
 
 
-async def test_the_console_asks_for_the_token(tmp_path: Path, guard: Guard) -> None:
+async def test_the_console_asks_for_the_token(tmp_path: Path, guard: ProcessGuard) -> None:
     config, token = tmp_path / "config", tmp_path / "token"
     config.mkdir()
     (config / "all.yaml").write_bytes(CONFIG)
@@ -163,7 +163,7 @@ async def test_the_console_asks_for_the_token(tmp_path: Path, guard: Guard) -> N
     await end(one, guard)
 
 
-async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path: Path, guard: Guard) -> None:
+async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path: Path, guard: ProcessGuard) -> None:
     config, log = tmp_path / "config", tmp_path / "log"
     config.mkdir()
     (config / "all.yaml").write_bytes(CONFIG)
@@ -185,7 +185,7 @@ async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path
     guard.remove(one.process.pid)
 
 
-async def end(one: ExtprocProcess, guard: Guard) -> None:
+async def end(one: ExtprocProcess, guard: ProcessGuard) -> None:
     one.process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(one.process.wait(), 120) == 0
     guard.remove(one.process.pid)
@@ -198,7 +198,9 @@ async def decide_one(one: ExtprocProcess) -> None:
     stream.cancel()
 
 
-async def test_a_decision_log_that_nobody_reads_or_that_is_full_costs_lines_alone(tmp_path: Path, guard: Guard) -> None:
+async def test_a_decision_log_that_nobody_reads_or_that_is_full_costs_lines_alone(
+    tmp_path: Path, guard: ProcessGuard
+) -> None:
     config, full, pipe = tmp_path / "config", Path("/dev/full"), tmp_path / "pipe"
     config.mkdir()
     (config / "all.yaml").write_bytes(CONFIG)
@@ -319,7 +321,7 @@ async def test_access_log_entries_are_taken_whatever_is_in_them(extproc: Extproc
     assert 'attache_access_log_entries_total{result="no_ticket"} 2.0' in text
 
 
-async def test_a_unix_socket_will_do(tmp_path: Path, guard: Guard) -> None:
+async def test_a_unix_socket_will_do(tmp_path: Path, guard: ProcessGuard) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     one = await start(tmp_path, f"unix:{tmp_path}/extproc.sock", guard)
     assert (await decide(one.open_stream(), CHAT)).WhichOneof("response") == "request_body"
@@ -346,7 +348,7 @@ async def is_page_without_streams(one: ExtprocProcess) -> bool:
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_a_successor_has_the_port_and_the_pages_while_its_predecessor_ends_what_it_has_begun(
-    tmp_path: Path, guard: Guard, kind: str
+    tmp_path: Path, guard: ProcessGuard, kind: str
 ) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     listen = f"unix:{tmp_path}/extproc.sock" if kind == "unix" else f"127.0.0.1:{free_port()}"
@@ -372,7 +374,7 @@ async def test_a_successor_has_the_port_and_the_pages_while_its_predecessor_ends
     guard.remove(supervisor)
 
 
-async def test_a_predecessor_is_not_hurried_by_the_end_of_its_supervisor(tmp_path: Path, guard: Guard) -> None:
+async def test_a_predecessor_is_not_hurried_by_the_end_of_its_supervisor(tmp_path: Path, guard: ProcessGuard) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     one = await start(tmp_path, f"127.0.0.1:{free_port()}", guard, more=("--workers", "1", "--grace", "0s"))
     supervisor = one.process.pid
@@ -391,7 +393,7 @@ async def test_a_predecessor_is_not_hurried_by_the_end_of_its_supervisor(tmp_pat
 
 
 async def test_it_reports_with_its_first_report_that_it_is_alive(
-    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, guard: ProcessGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A supervisor watches what has said so: there is no time in which it is ready and not watched."""
     (tmp_path / "all.yaml").write_bytes(CONFIG)
@@ -407,7 +409,7 @@ async def test_it_reports_with_its_first_report_that_it_is_alive(
 
 
 async def test_it_reports_to_its_end_that_it_is_alive_and_before_each_file_that_it_saves(
-    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, guard: ProcessGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as reports:
@@ -507,7 +509,7 @@ sys.exit(main())
 
 
 async def test_feeds_that_fail_are_started_again_and_the_process_serves_on_and_drains(
-    tmp_path: Path, guard: Guard
+    tmp_path: Path, guard: ProcessGuard
 ) -> None:
     config, log = tmp_path / "config", tmp_path / "log"
     config.mkdir()

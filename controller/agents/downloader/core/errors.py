@@ -27,7 +27,7 @@ class LibraryMissing(DownloadError):
     reason = "LibraryMissing"
 
 
-class NotThere(DownloadError):
+class SourceNotFound(DownloadError):
     """The source has no such model, revision, bucket or file, or the patterns leave nothing of it."""
 
     exit_status = 3
@@ -41,7 +41,7 @@ class AccessRefused(DownloadError):
     reason = "AccessRefused"
 
 
-class Unavailable(DownloadError):
+class SourceUnavailable(DownloadError):
     """The source did not answer, stalled, or failed, more often than it may. Later it may work.
 
     ``retry_after_s``: the delay that the source requested. ``is_temporary``: worth another attempt at once.
@@ -84,7 +84,7 @@ class DiskFull(DownloadError):
     reason = "DiskFull"
 
 
-class TimeIsUp(DownloadError):
+class DownloadTimeout(DownloadError):
     """The download as a whole took longer than it may. Fetched ranges are kept, and the next run resumes from them."""
 
     exit_status = 8

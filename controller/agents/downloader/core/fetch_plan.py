@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.agents.downloader.core.errors import ContentRefused, NotThere, UriInvalid
+from controller.agents.downloader.core.errors import ContentRefused, SourceNotFound, UriInvalid
 from controller.agents.downloader.core.uri import Location
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
     only: str = ""
 
 
-class Listing(msgspec.Struct, frozen=True):
+class FileListing(msgspec.Struct, frozen=True):
     """All files at ``revision``, a text that changes whenever any of their bytes does."""
 
     revision: str
@@ -88,7 +88,7 @@ def safe_path(path: str) -> str:
     return path
 
 
-def archive_of(path: str) -> Archive:
+def archive_kind(path: str) -> Archive:
     """The kind of archive by the name's suffix; empty: none."""
     lower = path.lower()
     return next((kind for ending, kind in _ENDINGS.items() if lower.endswith(ending)), "")
@@ -101,7 +101,9 @@ def is_wanted(path: str, allow: Sequence[str], ignore: Sequence[str]) -> bool:
     return (not allow or _fits(path, allow)) and not _fits(path, ignore)
 
 
-def choose_files(listing: Listing, allow: Sequence[str], ignore: Sequence[str], sha256: Mapping[str, str]) -> Listing:
+def choose_files(
+    listing: FileListing, allow: Sequence[str], ignore: Sequence[str], sha256: Mapping[str, str]
+) -> FileListing:
     """What is to be fetched, in order of names, with the user's checksums; raises NotThere and ContentRefused.
 
     Archives are always fetched: the patterns are for what is in them.
@@ -109,7 +111,7 @@ def choose_files(listing: Listing, allow: Sequence[str], ignore: Sequence[str], 
     found = (one for one in listing.files if one.archive or is_wanted(one.path, allow, ignore))
     wanted = sorted(found, key=lambda one: one.path)
     if not wanted:
-        raise NotThere("there is no file" + (" that the patterns leave" if listing.files else ""))
+        raise SourceNotFound("there is no file" + (" that the patterns leave" if listing.files else ""))
     if len(wanted) > _MOST_FILES:
         raise ContentRefused(f"{len(wanted)} files are too many; choose some with --allow")
     paths = {safe_path(one.path) for one in wanted}
@@ -122,15 +124,15 @@ def choose_files(listing: Listing, allow: Sequence[str], ignore: Sequence[str], 
     unknown = sorted(set(sha256) - paths)
     if unknown:
         raise UriInvalid(f"--sha256 names a file that is not fetched: {unknown[0]!r}")
-    return Listing(listing.revision, tuple(_checked(one, sha256) for one in wanted))
+    return FileListing(listing.revision, tuple(_checked(one, sha256) for one in wanted))
 
 
-def single_archive(listing: Listing) -> Listing:
+def mark_single_archive(listing: FileListing) -> FileListing:
     """A listing that is one archive has it unpacked; every other one is as it was."""
     if len(listing.files) != 1 or listing.files[0].archive:
         return listing
     (file,) = listing.files
-    return Listing(listing.revision, (msgspec.structs.replace(file, archive=archive_of(file.path)),))
+    return FileListing(listing.revision, (msgspec.structs.replace(file, archive=archive_kind(file.path)),))
 
 
 def _checked(file: RemoteFile, sha256: Mapping[str, str]) -> RemoteFile:
@@ -153,18 +155,18 @@ class FileSelection(msgspec.Struct, frozen=True):
     unpack: bool = True
 
 
-def content_key(wanted: FileSelection, listing: Listing) -> str:
+def cache_entry_key(wanted: FileSelection, listing: FileListing) -> str:
     """The name of the directory of ``wanted`` at the listing's revision."""
     files = [(one.path, one.size, one.version, one.archive, one.only, one.checksum) for one in listing.files]
     return _digest([_LAYOUT, wanted.place.canonical(), listing.revision, *_choice(wanted), files])
 
 
-def question_key(wanted: FileSelection, who: str) -> str:
+def cached_listing_key(wanted: FileSelection, who: str) -> str:
     """Name of the file that stores the last listing of ``wanted`` for the caller ``who``."""
-    return _digest([_LAYOUT, who, wanted.place.canonical(), asked_revision(wanted), *_choice(wanted)])
+    return _digest([_LAYOUT, who, wanted.place.canonical(), requested_revision(wanted), *_choice(wanted)])
 
 
-def asked_revision(wanted: FileSelection) -> str:
+def requested_revision(wanted: FileSelection) -> str:
     """The revision from the option or the URI; empty if neither has one."""
     return wanted.revision or str(getattr(wanted.place, "revision", "") or getattr(wanted.place, "reference", ""))
 
@@ -182,14 +184,14 @@ def _digest(parts: object) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-class Span(msgspec.Struct, frozen=True, order=True):
+class ByteRange(msgspec.Struct, frozen=True, order=True):
     """Bytes from ``start`` up to, not including, ``end``."""
 
     start: int
     end: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class FilePart(msgspec.Struct, frozen=True):
     """One request's worth of a file. ``end`` None: until the server has no more (a file of unknown size)."""
 
     file: int
@@ -197,65 +199,65 @@ class Part(msgspec.Struct, frozen=True):
     end: int | None
 
 
-def merge_ranges(spans: Iterable[Span]) -> list[Span]:
+def merge_ranges(spans: Iterable[ByteRange]) -> list[ByteRange]:
     """The same bytes in order, without overlaps or neighbours."""
-    found: list[Span] = []
+    found: list[ByteRange] = []
     for span in sorted(one for one in spans if one.end > one.start):
         if found and span.start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+            found[-1] = ByteRange(found[-1].start, max(found[-1].end, span.end))
         else:
             found.append(span)
     return found
 
 
-def missing_ranges(size: int, there: Sequence[Span]) -> list[Span]:
+def missing_ranges(size: int, there: Sequence[ByteRange]) -> list[ByteRange]:
     """What of ``size`` bytes is not ``there``."""
-    found: list[Span] = []
+    found: list[ByteRange] = []
     at = 0
     for span in merge_ranges(there):
         if span.start > at:
-            found.append(Span(at, min(span.start, size)))
+            found.append(ByteRange(at, min(span.start, size)))
         at = max(at, span.end)
     if at < size:
-        found.append(Span(at, size))
+        found.append(ByteRange(at, size))
     return [one for one in found if one.end > one.start]
 
 
-def parts_of(index: int, file: RemoteFile, there: Sequence[Span], part_size: int) -> Iterator[Part]:
+def plan_file_parts(index: int, file: RemoteFile, there: Sequence[ByteRange], part_size: int) -> Iterator[FilePart]:
     """The requests that complete a file; one for all of it, if it cannot be had in ranges."""
     if file.size is None or not file.ranges:
         if file.size is None or missing_ranges(file.size, there):
-            yield Part(index, 0, file.size)
+            yield FilePart(index, 0, file.size)
         return
     for span in missing_ranges(file.size, there):
         for start in range(span.start, span.end, part_size):
-            yield Part(index, start, min(start + part_size, span.end))
+            yield FilePart(index, start, min(start + part_size, span.end))
 
 
-def journal_head(listing: Listing, digest: str) -> str:
+def journal_header(listing: FileListing, digest: str) -> str:
     """The first line of a journal: it belongs to this listing and no other."""
     return f"{_HEAD} {len(listing.files)} {digest}\n"
 
 
-def journal_line(file: int, span: Span) -> str:
+def journal_line(file: int, span: ByteRange) -> str:
     """Records that these bytes of a file are on the disk. The line before may have been cut short: the newline leads,
     and only a whole line ends with the dot.
     """
     return f"\n{file} {span.start} {span.end} ."
 
 
-def forgetting_line(file: int) -> str:
+def journal_discard_line(file: int) -> str:
     """Records that nothing of a file is on the disk any more."""
-    return journal_line(file, Span(0, 0))
+    return journal_line(file, ByteRange(0, 0))
 
 
-def read_journal(text: str, head: str) -> dict[int, list[Span]] | None:
+def read_journal(text: str, head: str) -> dict[int, list[ByteRange]] | None:
     """The ranges on the disk, by file. None: the journal is of another listing. Lines cut short by a crash or a full
     disk are left out.
     """
     if not text.startswith(head):
         return None
-    there: dict[int, list[Span]] = {}
+    there: dict[int, list[ByteRange]] = {}
     for line in text[len(head) :].splitlines():
         *words, last = line.split() or [""]
         if last != "." or len(words) != 3 or not all(word.isdecimal() for word in words):
@@ -264,7 +266,7 @@ def read_journal(text: str, head: str) -> dict[int, list[Span]] | None:
         if end == 0:
             there[file] = []
         else:
-            there.setdefault(file, []).append(Span(start, end))
+            there.setdefault(file, []).append(ByteRange(start, end))
     return {file: merge_ranges(spans) for file, spans in there.items()}
 
 
@@ -276,7 +278,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     longest_s: float = 30.0
 
 
-def wait_s(retry: RetryPolicy, failures: int, asked_s: float | None, chance: random.Random) -> float | None:
+def retry_delay_s(retry: RetryPolicy, failures: int, asked_s: float | None, chance: random.Random) -> float | None:
     """The wait after so many consecutive ``failures``; None: no further attempt.
 
     Full jitter: pods that failed together do not retry together. A server's own ``Retry-After`` is a lower bound, up to
@@ -289,7 +291,7 @@ def wait_s(retry: RetryPolicy, failures: int, asked_s: float | None, chance: ran
     return waited_s if asked_s is None else max(waited_s, min(asked_s, 10 * retry.longest_s))
 
 
-class Pace:
+class SlowTransferDetector:
     """Finds a server that sends just enough to pass for alive: less than ``least_bytes`` in each ``window_s``."""
 
     def __init__(self, window_s: float, least_bytes: int, now_s: float) -> None:
@@ -298,7 +300,7 @@ class Pace:
         self._since_s = now_s
         self._bytes = 0
 
-    def is_too_slow(self, count: int, now_s: float) -> bool:
+    def add_bytes_and_check(self, count: int, now_s: float) -> bool:
         """Take ``count`` more bytes into account."""
         self._bytes += count
         if now_s - self._since_s < self._window_s:

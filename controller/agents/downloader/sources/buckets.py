@@ -16,9 +16,9 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from controller.agents.downloader.core.errors import AccessRefused, NotThere, Unavailable, UriInvalid
-from controller.agents.downloader.core.fetch_plan import Checksum, Listing, RemoteFile, listing_digest
-from controller.agents.downloader.environment import library
+from controller.agents.downloader.core.errors import AccessRefused, SourceNotFound, SourceUnavailable, UriInvalid
+from controller.agents.downloader.core.fetch_plan import Checksum, FileListing, RemoteFile, listing_digest
+from controller.agents.downloader.environment import import_optional
 from controller.agents.downloader.transfer import HttpRequest
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class S3Source:
 
     def __init__(self, place: BucketLocation, environment: Environment) -> None:
         self._place = place
-        boto3 = library("boto3", "s3")
-        botocore = library("botocore", "s3")
+        boto3 = import_optional("boto3", "s3")
+        botocore = import_optional("botocore", "s3")
         endpoint = environment.get("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         style = environment.get("AWS_S3_ADDRESSING_STYLE") or ("path" if endpoint else "auto")
         settings: dict[str, Any] = {
@@ -80,15 +80,15 @@ class S3Source:
             "aws_session_token": environment.get("AWS_SESSION_TOKEN") or None,
         }
         region = environment.get("AWS_REGION", "AWS_DEFAULT_REGION") or ("us-east-1" if endpoint else None)
-        self._errors = library("botocore.exceptions", "s3")
+        self._errors = import_optional("botocore.exceptions", "s3")
         try:
             self._client = boto3.session.Session(**keys, region_name=region).client(
-                "s3", endpoint_url=endpoint or None, config=library("botocore.config", "s3").Config(**settings)
+                "s3", endpoint_url=endpoint or None, config=import_optional("botocore.config", "s3").Config(**settings)
             )
         except (self._errors.BotoCoreError, ValueError) as error:
             raise UriInvalid(f"the settings for S3 cannot be used: {error}") from error
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """All objects below the prefix, with their versions; a digest of these is the revision."""
         if revision:
             raise UriInvalid("s3:// has no revisions; versions of objects are pinned when they are listed")
@@ -102,7 +102,7 @@ class S3Source:
         found = await asyncio.gather(*(described(key) for key in keys))
         files = tuple(self._file(key, head) for key, head in found)
         pinned = listing_digest(sorted((one.path, one.size, one.version, one.locator) for one in files))
-        return Listing(pinned, files)
+        return FileListing(pinned, files)
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """A URL that is signed for an hour."""
@@ -139,7 +139,7 @@ class S3Source:
             path_below(self._place.prefix, key),
             int(head["ContentLength"]),
             key if version in ("", "null") else f"{key}\n{version}",
-            checksum_in(head),
+            s3_checksum(head),
             version=str(head.get("ETag", "")).strip('"'),
         )
 
@@ -155,8 +155,10 @@ class S3Source:
             if status in (401, 403) or code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"):
                 raise AccessRefused(f"{where}: {code or status}; are the credentials right, and enough?") from error
             if status == 404:
-                raise NotThere(f"{where}: {code or 'there is no such bucket or object'}") from error
-            raise Unavailable(f"{where}: {code or status}", is_temporary=status >= 500 or status == 429) from error
+                raise SourceNotFound(f"{where}: {code or 'there is no such bucket or object'}") from error
+            raise SourceUnavailable(
+                f"{where}: {code or status}", is_temporary=status >= 500 or status == 429
+            ) from error
         except (errors.NoCredentialsError, errors.PartialCredentialsError, errors.CredentialRetrievalError) as error:
             raise AccessRefused(
                 f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a service account"
@@ -165,10 +167,10 @@ class S3Source:
         except errors.NoRegionError as error:
             raise UriInvalid(f"{where}: set AWS_REGION") from error
         except errors.BotoCoreError as error:
-            raise Unavailable(f"{where}: {type(error).__name__}") from error
+            raise SourceUnavailable(f"{where}: {type(error).__name__}") from error
 
 
-def checksum_in(head: Mapping[str, Any]) -> Checksum | None:
+def s3_checksum(head: Mapping[str, Any]) -> Checksum | None:
     """The best checksum of the whole object that its head has: a full one, else the ETag where that is an MD5."""
     if head.get("ChecksumType", _FULL_OBJECT) == _FULL_OBJECT:
         for name, algorithm in (("ChecksumSHA256", "sha256"), ("ChecksumCRC32", "crc32")):
@@ -225,9 +227,9 @@ class GoogleSource:
         self._credentials: Any = None
         self._refreshed_at_s = 0.0
         self._packed: set[str] = set()
-        library("google_crc32c", "gs")  # before the first byte, not after the last
+        import_optional("google_crc32c", "gs")  # before the first byte, not after the last
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """All objects below the prefix; a digest of their generations is the revision."""
         if revision:
             raise UriInvalid("gs:// has no revisions; generations of objects are pinned when they are listed")
@@ -236,17 +238,17 @@ class GoogleSource:
         while True:
             query = {"prefix": self._place.prefix, "fields": _GOOGLE_FIELDS} | ({"pageToken": token} if token else {})
             url = f"{self._server}/storage/v1/b/{quote(self._place.bucket, safe='')}/o?{urlencode(query)}"
-            answer = await self._transfer.document(HttpRequest(url, await self._headers()))
+            answer = await self._transfer.fetch_small(HttpRequest(url, await self._headers()))
             try:
                 page = msgspec.json.decode(answer.body, type=_GooglePage)
             except msgspec.DecodeError as error:
-                raise Unavailable(f"{self._server} answers with no list", is_temporary=False) from error
+                raise SourceUnavailable(f"{self._server} answers with no list", is_temporary=False) from error
             found += page.items
             token = page.next_page_token
             if not token:
                 break
         files = [self._file(one) for one in found if path_below(self._place.prefix, one.name)]
-        return Listing(listing_digest(sorted((one.path, one.locator) for one in files)), tuple(files))
+        return FileListing(listing_digest(sorted((one.path, one.locator) for one in files)), tuple(files))
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The object's generation, as it is stored: the server would unpack gzip, and then has no ranges."""
@@ -272,13 +274,13 @@ class GoogleSource:
         return {"Authorization": f"Bearer {token}"}
 
     def _renewed(self) -> str:
-        auth = library("google.auth", "gs")
-        errors = library("google.auth.exceptions", "gs")
+        auth = import_optional("google.auth", "gs")
+        errors = import_optional("google.auth.exceptions", "gs")
         try:
             if self._credentials is None:
                 self._credentials, _ = auth.default(scopes=[_GOOGLE_SCOPE])
             if not self._credentials.valid or _now_s() - self._refreshed_at_s > _GOOGLE_TOKEN_S:
-                self._credentials.refresh(library("google.auth.transport.requests", "gs").HttpRequest())
+                self._credentials.refresh(import_optional("google.auth.transport.requests", "gs").HttpRequest())
                 self._refreshed_at_s = _now_s()
         except errors.DefaultCredentialsError as error:
             raise AccessRefused(
@@ -287,7 +289,7 @@ class GoogleSource:
         except errors.RefreshError as error:
             raise AccessRefused("Google refuses the credentials") from error
         except errors.GoogleAuthError as error:
-            raise Unavailable(f"Google gives no token: {type(error).__name__}") from error
+            raise SourceUnavailable(f"Google gives no token: {type(error).__name__}") from error
         return str(self._credentials.token)
 
 
@@ -314,19 +316,19 @@ class AzureSource:
         self._endpoint = (endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
         self._key = environment.get("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY")
         self._signature = environment.get("AZURE_STORAGE_SAS_TOKEN").removeprefix("?")
-        self._blobs = library("azure.storage.blob", "az")
+        self._blobs = import_optional("azure.storage.blob", "az")
         self._identity: Any = None
         if not (self._key or self._signature or environment.is_on("AZURE_STORAGE_ANONYMOUS")):
-            self._identity = library("azure.identity", "az").DefaultAzureCredential()
+            self._identity = import_optional("azure.identity", "az").DefaultAzureCredential()
         if self._key and not account:
             raise UriInvalid("AZURE_STORAGE_KEY needs AZURE_STORAGE_ACCOUNT")
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """All blobs below the prefix; a digest of their ETags is the revision."""
         if revision:
             raise UriInvalid("az:// has no revisions; ETags of blobs are pinned when they are listed")
         files = tuple(await asyncio.to_thread(self._called, self._list))
-        return Listing(listing_digest(sorted((one.path, one.size, one.version) for one in files)), files)
+        return FileListing(listing_digest(sorted((one.path, one.size, one.version) for one in files)), files)
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """A URL that is signed for an hour, or a header with an identity's token."""
@@ -369,19 +371,19 @@ class AzureSource:
     def _called(self, function: Any) -> Any:  # noqa: ANN401 - what the function has
         """Errors of the libraries as ours."""
         where = f"{self._endpoint}/{self._place.container}"
-        errors = library("azure.core.exceptions", "az")
+        errors = import_optional("azure.core.exceptions", "az")
         try:
             return function()
         except errors.ClientAuthenticationError as error:
             raise AccessRefused(f"{where}: the credentials are missing, wrong, or not enough") from error
         except errors.ResourceNotFoundError as error:
-            raise NotThere(f"{where}: there is no such container") from error
+            raise SourceNotFound(f"{where}: there is no such container") from error
         except errors.HttpResponseError as error:
             status = error.status_code or 0
             if status in (401, 403):
                 raise AccessRefused(f"{where}: {error.error_code or status}") from error
-            raise Unavailable(f"{where} answers {status}", is_temporary=status >= 500 or status == 429) from error
+            raise SourceUnavailable(f"{where} answers {status}", is_temporary=status >= 500 or status == 429) from error
         except errors.AzureError as error:
-            raise Unavailable(f"{where}: {type(error).__name__}") from error
+            raise SourceUnavailable(f"{where}: {type(error).__name__}") from error
         except ValueError as error:
             raise UriInvalid("the settings for Azure cannot be used; is AZURE_STORAGE_KEY in base64?") from error

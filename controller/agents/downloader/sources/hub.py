@@ -7,10 +7,10 @@ import asyncio
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.agents.downloader.core.errors import AccessRefused, NotThere, Unavailable
-from controller.agents.downloader.core.fetch_plan import Checksum, Listing, RemoteFile
-from controller.agents.downloader.environment import library
-from controller.agents.downloader.transfer import HttpRequest, failure
+from controller.agents.downloader.core.errors import AccessRefused, SourceNotFound, SourceUnavailable
+from controller.agents.downloader.core.fetch_plan import Checksum, FileListing, RemoteFile
+from controller.agents.downloader.environment import import_optional
+from controller.agents.downloader.transfer import HttpRequest, error_for_status
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.uri import HubLocation
@@ -31,16 +31,16 @@ class HubSource:
         self._place = place
         self._endpoint = (environment.get("HF_ENDPOINT") or _PUBLIC).rstrip("/")
         self._token = environment.get("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-        self._hub = library("huggingface_hub", "hub")
+        self._hub = import_optional("huggingface_hub", "hub")
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """The commit that ``revision``, or ``main``, is now."""
         info = await asyncio.to_thread(self._info, revision or "main")
         commit = str(info.sha or "")
         if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-            raise Unavailable(f"the hub names no commit for {self._place.repo}", is_temporary=False)
+            raise SourceUnavailable(f"the hub names no commit for {self._place.repo}", is_temporary=False)
         files = [self._file(one, commit) for one in info.siblings or ()]
-        return Listing(commit, tuple(one for one in files if one is not None))
+        return FileListing(commit, tuple(one for one in files if one is not None))
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The hub redirects large files to a signed URL that expires: it is requested again for each range."""
@@ -50,20 +50,22 @@ class HubSource:
     def _info(self, revision: str) -> Any:  # noqa: ANN401 - the library's ModelInfo
         api = self._hub.HfApi(endpoint=self._endpoint, token=self._token or False)
         where = f"{self._place.repo}@{revision}"
-        errors = library("huggingface_hub.errors", "hub")
+        errors = import_optional("huggingface_hub.errors", "hub")
         try:
             return api.model_info(self._place.repo, revision=revision, files_metadata=True, timeout=_API_TIMEOUT_S)
         except errors.GatedRepoError as error:
             raise AccessRefused(f"{where} is gated: accept its terms, and put HF_TOKEN into a Secret") from error
         except errors.RevisionNotFoundError as error:
-            raise NotThere(f"{self._place.repo} has no revision {revision!r}") from error
+            raise SourceNotFound(f"{self._place.repo} has no revision {revision!r}") from error
         except errors.RepositoryNotFoundError as error:
-            raise NotThere(f"the hub has no {self._place.repo}, or none for this token") from error
+            raise SourceNotFound(f"the hub has no {self._place.repo}, or none for this token") from error
         except errors.HfHubHTTPError as error:
             status = getattr(error.response, "status_code", 0)
-            raise failure(status, f"{self._endpoint} ({where})", error.response.headers.get("retry-after")) from error
+            raise error_for_status(
+                status, f"{self._endpoint} ({where})", error.response.headers.get("retry-after")
+            ) from error
         except Exception as error:
-            raise Unavailable(f"{self._endpoint} does not answer: {type(error).__name__}") from error
+            raise SourceUnavailable(f"{self._endpoint} does not answer: {type(error).__name__}") from error
 
     def _file(self, sibling: Any, commit: str) -> RemoteFile | None:  # noqa: ANN401 - the library's RepoSibling
         name = str(sibling.rfilename)

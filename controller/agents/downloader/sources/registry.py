@@ -22,18 +22,18 @@ from controller.agents.downloader.core.errors import (
     AccessRefused,
     ChecksumMismatch,
     ContentRefused,
-    NotThere,
-    Unavailable,
+    SourceNotFound,
+    SourceUnavailable,
     UriInvalid,
 )
-from controller.agents.downloader.core.fetch_plan import Checksum, Listing, RemoteFile
+from controller.agents.downloader.core.fetch_plan import Checksum, FileListing, RemoteFile
 from controller.agents.downloader.transfer import HttpRequest
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.fetch_plan import Archive
     from controller.agents.downloader.core.uri import OciLocation
     from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.transfer import Document, Transfer
+    from controller.agents.downloader.transfer import SmallResponse, Transfer
 
 _INDEX: Final = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 _MANIFEST: Final = (
@@ -91,14 +91,14 @@ class RegistrySource:
         self._access = RegistryAccess(place, transfer, environment)
         self._architecture = _ARCHITECTURES.get(machine, machine)
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """The digest that ``revision``, a tag or digest, stands for now."""
         digest, manifest = await self._manifest(revision or self._place.reference)
         if manifest.manifests is not None:
             digest, manifest = await self._manifest(self._own(manifest.manifests).digest)
         layers = manifest.layers or []
         is_image = manifest.config is not None and manifest.config.media_type in _IMAGE
-        return Listing(digest, tuple(_file(one, index, is_image=is_image) for index, one in enumerate(layers)))
+        return FileListing(digest, tuple(_file(one, index, is_image=is_image) for index, one in enumerate(layers)))
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The blob; registries mostly redirect to where they keep them."""
@@ -121,15 +121,15 @@ class RegistrySource:
             ):
                 return one
         if not choices or (choices[0].platform is not None and len(choices) > 1):
-            raise NotThere(f"{self._place.canonical()} has no image for linux/{self._architecture}")
+            raise SourceNotFound(f"{self._place.canonical()} has no image for linux/{self._architecture}")
         return choices[0]
 
 
-def _decoded(answer: Document, where: str) -> _Manifest:
+def _decoded(answer: SmallResponse, where: str) -> _Manifest:
     try:
         return msgspec.json.decode(answer.body, type=_Manifest)
     except msgspec.DecodeError as error:
-        raise Unavailable(f"{where} answers with no manifest", is_temporary=False) from error
+        raise SourceUnavailable(f"{where} answers with no manifest", is_temporary=False) from error
 
 
 def _file(layer: _Descriptor, index: int, *, is_image: bool) -> RemoteFile:
@@ -174,17 +174,17 @@ class RegistryAccess:
         headers = {"Authorization": self._authorization} if self._authorization else {}
         return HttpRequest(self._base + path, headers | ({"Accept": accept} if accept else {}))
 
-    async def document(self, path: str, accept: str) -> Document:
+    async def document(self, path: str, accept: str) -> SmallResponse:
         """A small answer; requests a token if the registry requires one."""
-        answer = await self._transfer.document(await self.request(path, accept), allow=(401,))
+        answer = await self._transfer.fetch_small(await self.request(path, accept), allow=(401,))
         if answer.status != 401:
             return answer
         await self._authorize(HttpRequest(self._base + path), answer.headers.get("www-authenticate", ""))
-        return await self._transfer.document(await self.request(path, accept))
+        return await self._transfer.fetch_small(await self.request(path, accept))
 
     async def _authorize(self, asked: HttpRequest, challenge: str = "") -> None:
         if not challenge:
-            answer = await self._transfer.document(asked, allow=(401, 404), method="HEAD")
+            answer = await self._transfer.fetch_small(asked, allow=(401, 404), method="HEAD")
             challenge = answer.headers.get("www-authenticate", "")
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic" and self._basic:
@@ -204,11 +204,11 @@ class RegistryAccess:
         scope = bearer.get("scope") or f"repository:{self._place.repository}:pull"
         query = urlencode({"scope": scope} | ({"service": bearer["service"]} if bearer.get("service") else {}))
         headers = {"Authorization": f"Basic {self._basic}"} if self._basic else {}
-        answer = await self._transfer.document(HttpRequest(f"{realm}{'&' if '?' in realm else '?'}{query}", headers))
+        answer = await self._transfer.fetch_small(HttpRequest(f"{realm}{'&' if '?' in realm else '?'}{query}", headers))
         try:
             given = msgspec.json.decode(answer.body, type=_Token)
         except msgspec.DecodeError as error:
-            raise Unavailable(f"{urlsplit(realm).netloc} answers with no token", is_temporary=False) from error
+            raise SourceUnavailable(f"{urlsplit(realm).netloc} answers with no token", is_temporary=False) from error
         token = given.token or given.access_token
         if not token:
             raise AccessRefused(f"{urlsplit(realm).netloc} gives no token for {self._place.repository}")

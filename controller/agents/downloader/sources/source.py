@@ -20,7 +20,7 @@ from controller.agents.downloader.sources.registry import RegistrySource
 from controller.agents.downloader.sources.web import HdfsSource, WebSource
 
 if TYPE_CHECKING:
-    from controller.agents.downloader.core.fetch_plan import Listing, RemoteFile
+    from controller.agents.downloader.core.fetch_plan import FileListing, RemoteFile
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import HttpRequest, Transfer
 
@@ -30,7 +30,7 @@ RemotePlace = HubLocation | BucketLocation | AzureLocation | WebLocation | OciLo
 class RemoteSource(Protocol):
     """A remote place. All of them serve files over HTTP, so that one fetcher does ranges, time-outs and memory."""
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """The files now, or at ``revision`` if it is not empty.
 
         Raises NotThere, AccessRefused, Unavailable, LibraryMissing or UriInvalid.

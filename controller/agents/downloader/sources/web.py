@@ -11,14 +11,14 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import msgspec
 
-from controller.agents.downloader.core.errors import ContentRefused, Unavailable, UriInvalid
-from controller.agents.downloader.core.fetch_plan import Listing, RemoteFile, listing_digest
+from controller.agents.downloader.core.errors import ContentRefused, SourceUnavailable, UriInvalid
+from controller.agents.downloader.core.fetch_plan import FileListing, RemoteFile, listing_digest
 from controller.agents.downloader.transfer import HttpRequest, etag_in
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.uri import HdfsLocation, WebLocation
     from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.transfer import Document, Transfer
+    from controller.agents.downloader.transfer import SmallResponse, Transfer
 
 _MOST_FILES: Final = 100_000
 
@@ -38,7 +38,7 @@ class WebSource:
             raise UriInvalid("ATTACHE_HTTP_HEADERS is no JSON object of texts") from error
         self._request = HttpRequest(place.url, headers)
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """Size, ETag and date of the file are its revision."""
         if revision:
             raise UriInvalid("http(s):// has no revisions")
@@ -48,14 +48,14 @@ class WebSource:
         version = etag_in(answer.headers)
         file = RemoteFile(name, size, self._place.canonical(), version=version, ranges=ranges)
         pinned = listing_digest([version, size, answer.headers.get("last-modified", "")])
-        return Listing(pinned, (file,))
+        return FileListing(pinned, (file,))
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The URL itself."""
         return self._request
 
 
-def _size_of(answer: Document) -> tuple[int | None, bool]:
+def _size_of(answer: SmallResponse) -> tuple[int | None, bool]:
     """The file's size, if the server sends it, and whether it supports ranges."""
     total = answer.headers.get("content-range", "").rpartition("/")[2]
     if answer.status in (206, 416):  # 416: nothing has a first byte
@@ -96,7 +96,7 @@ class HdfsSource:
         token, user = environment.get("WEBHDFS_TOKEN"), environment.get("HADOOP_USER_NAME")
         self._who = {"delegation": token} if token else {"user.name": user} if user else {}
 
-    async def list_files(self, revision: str) -> Listing:
+    async def list_files(self, revision: str) -> FileListing:
         """The file, or all files below the directory, with their times of change."""
         if revision:
             raise UriInvalid("hdfs:// has no revisions")
@@ -119,7 +119,7 @@ class HdfsSource:
                     times.append((name, one.length, one.modification_time))
                 if len(files) + len(folders) > _MOST_FILES:
                     raise ContentRefused(f"hdfs://{self._place.authority}{self._place.path} has too many files")
-        return Listing(listing_digest(sorted(times)), tuple(files))
+        return FileListing(listing_digest(sorted(times)), tuple(files))
 
     async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The range is in the query, not in a header."""
@@ -128,11 +128,11 @@ class HdfsSource:
 
     async def _list(self, folder: str) -> list[_Status]:
         path = f"{self._place.path.rstrip('/')}/{folder}".rstrip("/") or "/"
-        answer = await self._transfer.document(HttpRequest(self._url(path, op="LISTSTATUS")))
+        answer = await self._transfer.fetch_small(HttpRequest(self._url(path, op="LISTSTATUS")))
         try:
             return msgspec.json.decode(answer.body, type=_DirectoryListing).statuses.file_status
         except msgspec.DecodeError as error:
-            raise Unavailable(
+            raise SourceUnavailable(
                 f"{self._place.authority} answers LISTSTATUS with something else", is_temporary=False
             ) from error
 

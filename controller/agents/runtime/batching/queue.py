@@ -52,17 +52,17 @@ class BatchQueue(Generic[T]):
         self._groups: dict[Hashable, _Group[T]] = {}
 
     @property
-    def due_at_s(self) -> float | None:
+    def next_due_at_s(self) -> float | None:
         """When ``due`` is to be called; None while nothing waits."""
         oldest = next(iter(self._groups.values()), None)
         return None if oldest is None else oldest.began_at_s + self.limits.max_delay_s
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Requests."""
         return sum(len(one.waiting) for one in self._groups.values())
 
-    def hold(self, size: int) -> bool:
+    def try_reserve(self, size: int) -> bool:
         """Whether a request of so many bytes may be held; it is then, until ``release``."""
         if self.held >= self.limits.max_held or self.held_bytes + size > self.limits.max_bytes:
             return False
@@ -70,7 +70,7 @@ class BatchQueue(Generic[T]):
         self.held_bytes += size
         return True
 
-    def release(self, size: int) -> None:
+    def release_reserved(self, size: int) -> None:
         """It is answered, or its client has left."""
         self.held -= 1
         self.held_bytes -= size
@@ -99,16 +99,16 @@ class BatchQueue(Generic[T]):
             if not group.waiting:
                 del self._groups[key]
 
-    def due(self, now_s: float) -> list[list[T]]:
+    def pop_due_batches(self, now_s: float) -> list[list[T]]:
         """Those who have waited for long enough."""
         late = [key for key, one in self._groups.items() if one.began_at_s + self.limits.max_delay_s <= now_s]
         return [self._leave(key) for key in late]
 
-    def on_start(self) -> None:
+    def on_call_started(self) -> None:
         """Something is under way that no method has returned."""
         self.under_way += 1
 
-    def on_end(self) -> list[list[T]]:
+    def on_call_ended(self) -> list[list[T]]:
         """The engine has answered. Once it has nothing to do, nobody waits any longer."""
         self.under_way -= 1
         return [] if self.under_way else [self._leave(key) for key in list(self._groups)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from controller.api.common import is_of_kind
+from controller.api.common import matches_accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,22 +56,22 @@ class NodeResource(NamedTuple):
     resource: str
 
 
-def places_of(nodes: Sequence[FreeNode], kind: str) -> frozenset[NodeResource]:
+def accelerator_resources(nodes: Sequence[FreeNode], kind: str) -> frozenset[NodeResource]:
     """Nodes' resources of an accelerator kind, free or not. A kind is the name of a resource or the value of a node's
     label.
 
-    Labels are compared by ``is_of_kind``, which ignores most of the spelling. All accelerators of a node are of its
-    label's kind.
+    Labels are compared by ``matches_accelerator``, which ignores most of the spelling. All accelerators of a node are
+    of its label's kind.
     """
     return frozenset(
         NodeResource(index, resource)
         for index, node in enumerate(nodes)
         for resource in _resources(node)
-        if resource == kind or any(is_of_kind(label, kind) for label in _labels(node))
+        if resource == kind or any(matches_accelerator(label, kind) for label in _labels(node))
     )
 
 
-def free_at(nodes: Sequence[FreeNode], places: Iterable[NodeResource]) -> int:
+def free_on_nodes(nodes: Sequence[FreeNode], places: Iterable[NodeResource]) -> int:
     """Accelerators that are free there."""
     return sum(max(0, int(nodes[one.node].free[one.resource])) for one in places)
 
@@ -89,11 +89,11 @@ def fitting_replicas(
         raise ValueError("a replica without accelerators is not limited by them")
     by_node: dict[int, int] = {}
     for one in places:
-        by_node[one.node] = by_node.get(one.node, 0) + free_at(nodes, (one,))
+        by_node[one.node] = by_node.get(one.node, 0) + free_on_nodes(nodes, (one,))
     return sum(free // share for free in by_node.values()) // max(1, pods)
 
 
-def kinds_at(nodes: Iterable[FreeNode]) -> list[str]:
+def accelerator_kinds(nodes: Iterable[FreeNode]) -> list[str]:
     """What nodes with accelerators call them: their labels, or where they have none, their resources."""
     found: set[str] = set()
     for node in nodes:
@@ -115,7 +115,7 @@ def _labels(node: FreeNode) -> Iterator[str]:
 """Of a binding: the negative of its priority, when it was created, its key. The smallest comes first."""
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
+class AcceleratorShare(msgspec.Struct, frozen=True, kw_only=True):
     """One target's part of a claim. ``accelerators``: of a replica, of the kind ``kind``, in ``pods`` pods.
     ``promised``: replicas that were ordered and have no node yet. ``lacks``: further ones that it would take if there
     were room.
@@ -132,7 +132,7 @@ class AcceleratorClaim(msgspec.Struct, frozen=True):
     """A binding's."""
 
     order: Order
-    shares: tuple[Share, ...] = ()
+    shares: tuple[AcceleratorShare, ...] = ()
 
 
 class Nodes:
@@ -147,10 +147,10 @@ class Nodes:
     def free(self, kinds: Kinds) -> int:
         """Accelerators of these kinds; those that are of several of them count once."""
         if kinds not in self._free:
-            self._free[kinds] = free_at(self._nodes, self._of_any(kinds))
+            self._free[kinds] = free_on_nodes(self._nodes, self._of_any(kinds))
         return self._free[kinds]
 
-    def fits(self, share: Share) -> int:
+    def fits(self, share: AcceleratorShare) -> int:
         """Replicas that fit on the nodes while no other pod runs there."""
         shape = share.kind, share.accelerators, share.pods
         if shape not in self._fits:
@@ -163,7 +163,7 @@ class Nodes:
 
     def kinds(self) -> list[str]:
         """What nodes call their accelerators."""
-        return kinds_at(self._nodes)
+        return accelerator_kinds(self._nodes)
 
     def overlap(self, kinds: Kinds, other: str) -> bool:
         """Whether some accelerators count as ``other``, too: ``H100`` and ``h100``, or ``NVIDIA-H100-80GB-HBM3``."""
@@ -191,11 +191,13 @@ class Nodes:
 
     def _places(self, kind: str) -> frozenset[NodeResource]:
         if kind not in self._of_kind:
-            self._of_kind[kind] = places_of(self._nodes, kind)
+            self._of_kind[kind] = accelerator_resources(self._nodes, kind)
         return self._of_kind[kind]
 
 
-def left_for(mine: AcceleratorClaim, kinds: Kinds, nodes: Nodes, others: Iterable[AcceleratorClaim]) -> int:
+def capacity_after_claims(
+    mine: AcceleratorClaim, kinds: Kinds, nodes: Nodes, others: Iterable[AcceleratorClaim]
+) -> int:
     """Accelerators of these kinds together that ``mine`` may still request. ``others``: all claims, with or without
     ``mine``.
     """
@@ -209,14 +211,14 @@ def left_for(mine: AcceleratorClaim, kinds: Kinds, nodes: Nodes, others: Iterabl
     return max(0, left)
 
 
-def headroom_of(share: Share, left: int, nodes: Nodes) -> int:
-    """Replicas of a target that it may have beyond what it was promised. ``left``: by ``left_for``."""
+def headroom_in_replicas(share: AcceleratorShare, left: int, nodes: Nodes) -> int:
+    """Replicas of a target that it may have beyond what it was promised. ``left``: by ``capacity_after_claims``."""
     return min(left // share.accelerators, max(0, nodes.fits(share) - share.promised))
 
 
-def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: Nodes) -> Sequence[Share]:
+def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: Nodes) -> Sequence[AcceleratorShare]:
     return [one for one in claim.shares if nodes.overlap(kinds, one.kind)]
 
 
-def _promised(share: Share, nodes: Nodes) -> int:
+def _promised(share: AcceleratorShare, nodes: Nodes) -> int:
     return min(share.promised, nodes.fits(share)) * share.accelerators

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.decision.allocation.solver import EFFORT, SHARES, AllocationProblem, ResourcePool, lightest
-from controller.autoscaler.decision.allocation.variants import Allocation, Rules, by_expansion, by_priority, by_weights
+from controller.autoscaler.decision.allocation.solver import EFFORT, SHARES, AllocationProblem, ResourcePool, solve
+from controller.autoscaler.decision.allocation.variants import (
+    Allocation,
+    AllocationRules,
+    allocate_by_expansion,
+    allocate_by_priority,
+    allocate_by_weights,
+)
 from controller.autoscaler.decision.decision import AppliedRule
 
 if TYPE_CHECKING:
@@ -30,7 +36,9 @@ _ROUNDING: Final = 1e-9
 _MOST: Final = 1e9
 
 
-def cheapest_allocation(need: float, variants: Sequence[Variant], rules: Rules, effort: int = EFFORT) -> Allocation:
+def cheapest_allocation(
+    need: float, variants: Sequence[Variant], rules: AllocationRules, effort: int = EFFORT
+) -> Allocation:
     """Minimise cost over ``payback_s``, with the cost of each start, so that capacity is at least ``need``.
 
     Where that cannot be, as much capacity as can be had, for the least cost. Between equals the answer with fewer
@@ -38,14 +46,14 @@ def cheapest_allocation(need: float, variants: Sequence[Variant], rules: Rules, 
     """
     ordered = sorted(variants, key=lambda one: one.name)
     problems = []
-    problem = problem_of(need, ordered, rules)
-    answer = lightest(problem, effort)
+    problem = allocation_problem(need, ordered, rules)
+    answer = solve(problem, effort)
     if answer is None:
         problems.append(
             f"{rules.min_on_demand:.0%} of the capacity cannot be on demand: the lower bounds of spot targets"
         )
-        problem = problem_of(need, ordered, msgspec.structs.replace(rules, min_on_demand=0.0))
-        answer = lightest(problem, effort)
+        problem = allocation_problem(need, ordered, msgspec.structs.replace(rules, min_on_demand=0.0))
+        answer = solve(problem, effort)
     if answer is None:
         raise AssertionError("without a share on demand the lower bounds alone are an answer")
     found = dict(zip((one.name for one in ordered), answer.replicas, strict=True))
@@ -89,7 +97,7 @@ def _reason(variant: Variant, replicas: int) -> str:
     return "part of the cheapest that carries the work" if replicas else "not needed"
 
 
-def problem_of(need: float, variants: Sequence[Variant], rules: Rules) -> AllocationProblem:
+def allocation_problem(need: float, variants: Sequence[Variant], rules: AllocationRules) -> AllocationProblem:
     """The variants are to be sorted by name: between equal answers the one with more of the first wins.
 
     A weight is one number: what the replicas cost over the payback time with the start of those that do not run yet,
@@ -134,7 +142,7 @@ def _weights(variants: Sequence[Variant], replicas: int, payback_s: int) -> tupl
     return [weight(value, i) for i, value in enumerate(kept)], [weight(value, i) for i, value in enumerate(fresh)]
 
 
-def _pools(variants: Sequence[Variant], rules: Rules, lows: Sequence[int]) -> list[ResourcePool]:
+def _pools(variants: Sequence[Variant], rules: AllocationRules, lows: Sequence[int]) -> list[ResourcePool]:
     never = [0] * len(variants)
     running = [one.running for one in variants]
     found = []
@@ -167,18 +175,18 @@ def _taken(unit: int, free_until: int, replicas: int) -> int:
     return unit * max(0, replicas - free_until)
 
 
-_MODES: Final[Mapping[Mode, Callable[[float, Sequence[Variant], Rules], Allocation]]] = {
+_MODES: Final[Mapping[Mode, Callable[[float, Sequence[Variant], AllocationRules], Allocation]]] = {
     "Cheapest": cheapest_allocation,
-    "Priority": by_priority,
-    "Weights": by_weights,
-    "Expansion": by_expansion,
+    "Priority": allocate_by_priority,
+    "Weights": allocate_by_weights,
+    "Expansion": allocate_by_expansion,
 }
 
 
-def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> Rules:
+def allocation_rules(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> AllocationRules:
     """``free``: free accelerators of nodes, by pool; None if unknown."""
     budget = spec.budget
-    return Rules(
+    return AllocationRules(
         mode=spec.allocation,
         expansion_rate_percent=spec.expansion_rate_percent,
         min_on_demand=spec.min_on_demand,
@@ -188,7 +196,7 @@ def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None 
     )
 
 
-def allocate(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
+def allocate(need: float, variants: Sequence[Variant], rules: AllocationRules) -> Allocation:
     """Replicas of each variant that carry ``need`` units of work.
 
     Lower bounds always hold: replicas that a target cannot get now (it is blocked, or no node fits) are requested up to
@@ -206,7 +214,7 @@ def allocate(need: float, variants: Sequence[Variant], rules: Rules) -> Allocati
 
 
 def allocate_stages(
-    needs: Mapping[str, float], variants: Mapping[str, Sequence[Variant]], rules: Rules
+    needs: Mapping[str, float], variants: Mapping[str, Sequence[Variant]], rules: AllocationRules
 ) -> dict[str, Allocation]:
     """Several stages that share the limits of one binding: ``needs`` and ``variants`` by stage.
 
@@ -245,7 +253,7 @@ def allocate_stages(
 
 
 def _in_turn(
-    order: Sequence[str], needs: Mapping[str, float], variants: Mapping[str, Sequence[Variant]], rules: Rules
+    order: Sequence[str], needs: Mapping[str, float], variants: Mapping[str, Sequence[Variant]], rules: AllocationRules
 ) -> dict[str, Allocation]:
     """One stage after the other, each within what those before it and the lower bounds of those behind it leave."""
     taken = {stage: {one.name: min(one.least, one.attainable_replicas) for one in variants[stage]} for stage in order}
@@ -257,7 +265,7 @@ def _in_turn(
     return {stage: found[stage] for stage in needs}
 
 
-def _less(rules: Rules, taken: Sequence[tuple[Variant, int]]) -> Rules:
+def _less(rules: AllocationRules, taken: Sequence[tuple[Variant, int]]) -> AllocationRules:
     """What these replicas leave of the limits."""
     cost = rules.cost_per_hour
     if cost is not None:
@@ -281,7 +289,7 @@ def _fresh(one: Variant, replicas: int) -> int:
     return one.accelerators * max(0, replicas - one.running)
 
 
-def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]], rules: Rules) -> bool:
+def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]], rules: AllocationRules) -> bool:
     """Whether all stages together are within the limits."""
     rows = [(one, found[stage].replicas[one.name]) for stage in found for one in variants[stage]]
     if rules.cost_per_hour is not None and sum(one.cost * n for one, n in rows) > rules.cost_per_hour:
@@ -296,7 +304,7 @@ def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Vari
     )
 
 
-def repair(
+def enforce_ratios(
     replicas: Mapping[str, int], constraints: Sequence[RatioConstraint], most: Mapping[str, int]
 ) -> tuple[dict[str, int], list[AppliedRule]]:
     """Replicas that keep the ratios as far as ``most``, the upper bounds, allows, and what was changed.

@@ -100,7 +100,7 @@ class Solution(msgspec.Struct, frozen=True):
     is_proven: bool
 
 
-def lightest(problem: AllocationProblem, effort: int = EFFORT) -> Solution | None:
+def solve(problem: AllocationProblem, effort: int = EFFORT) -> Solution | None:
     """None: no answer keeps the share on demand, or none was found with ten times the effort."""
     if problem.on_demand and not problem.has_balance:
         return None
@@ -120,11 +120,13 @@ class _Relaxed:
     __slots__ = ("fresh", "kept", "prices", "tables")
 
     def __init__(
-        self, problem: AllocationProblem, prices: Prices, parts: Sequence[Segment], order: Sequence[int]
+        self, problem: AllocationProblem, prices: DualPrices, parts: Sequence[CapacitySegment], order: Sequence[int]
     ) -> None:
         places = {variant: place for place, variant in enumerate(order)} | {-1: len(order)}
         self.prices = (prices.on_demand, *prices.pools)
-        self.tables = [Table([one for one in parts if places[one.variant] >= depth]) for depth in range(len(order) + 1)]
+        self.tables = [
+            LowerBoundTable([one for one in parts if places[one.variant] >= depth]) for depth in range(len(order) + 1)
+        ]
         self.kept = [priced_weight(problem, prices, index, is_fresh=False) for index in range(len(order))]
         self.fresh = [priced_weight(problem, prices, index, is_fresh=True) for index in range(len(order))]
 
@@ -144,11 +146,13 @@ class _Search:
         self._width = _ALL
         need = problem.need - sum(low * one for low, one in zip(problem.lows, problem.capacity, strict=True))
         self._need = max(0, need)
-        prices = prices_of(problem, self._need)
-        parts = segments(problem, prices)
+        prices = find_dual_prices(problem, self._need)
+        parts = capacity_segments(problem, prices)
         self._order = _order(parts, problem)
         self._relaxed = [_Relaxed(problem, prices, parts, self._order)]
-        self._relaxed += [_Relaxed(problem, one, segments(problem, one), self._order) for one in nearby_prices(prices)]
+        self._relaxed += [
+            _Relaxed(problem, one, capacity_segments(problem, one), self._order) for one in perturbed_prices(prices)
+        ]
         self._chosen = list(problem.lows)
         # what variants that are still to be decided may add to the balance, by depth
         self._attainable_balance = [
@@ -316,7 +320,7 @@ def _descended(bounds: Callable[[int], int], at: int, value: int, end: int) -> t
     return found, bounds(found), bounds(found - step)
 
 
-def _order(parts: Sequence[Segment], problem: AllocationProblem) -> list[int]:
+def _order(parts: Sequence[CapacitySegment], problem: AllocationProblem) -> list[int]:
     """Variants by their lightest segment; those that nothing can be added to last.
 
     With a share on demand, spot comes after the others, so that the room for it is known.
@@ -326,7 +330,7 @@ def _order(parts: Sequence[Segment], problem: AllocationProblem) -> list[int]:
     return sorted(order, key=lambda index: problem.spot[index]) if problem.on_demand else order
 
 
-class Segment(msgspec.Struct, frozen=True):
+class CapacitySegment(msgspec.Struct, frozen=True):
     """Up to ``count`` replicas of one variant, each with the same ``weight`` (scaled, with prices) and ``capacity``.
     ``variant``: its index; -1: capacity that is not carried. ``is_fresh``: replicas that must start.
     """
@@ -338,7 +342,7 @@ class Segment(msgspec.Struct, frozen=True):
     count: int
 
 
-class Prices(msgspec.Struct, frozen=True):
+class DualPrices(msgspec.Struct, frozen=True):
     """Scaled: of a unit of each pool, and of a unit of capacity on demand that is missing. They turn limits into
     weights: whatever they are, bounds hold; the better they are, the tighter.
     """
@@ -347,7 +351,7 @@ class Prices(msgspec.Struct, frozen=True):
     on_demand: int = 0
 
 
-def segments(problem: AllocationProblem, prices: Prices) -> list[Segment]:
+def capacity_segments(problem: AllocationProblem, prices: DualPrices) -> list[CapacitySegment]:
     """What may be added to the lower bounds, the lightest for its capacity first."""
     found = []
     for index, (low, high) in enumerate(zip(problem.lows, problem.highs, strict=True)):
@@ -355,13 +359,13 @@ def segments(problem: AllocationProblem, prices: Prices) -> list[Segment]:
         for is_fresh, count in ((False, running - low), (True, high - running)):
             if count > 0:
                 weight = priced_weight(problem, prices, index, is_fresh=is_fresh)
-                found.append(Segment(index, is_fresh, weight, problem.capacity[index], count))
+                found.append(CapacitySegment(index, is_fresh, weight, problem.capacity[index], count))
     if problem.need > 0:
-        found.append(Segment(-1, True, problem.missing * SCALE, 1, problem.need))
+        found.append(CapacitySegment(-1, True, problem.missing * SCALE, 1, problem.need))
     return sorted(found, key=lambda one: one.weight * _FINE // one.capacity)
 
 
-def priced_weight(problem: AllocationProblem, prices: Prices, index: int, *, is_fresh: bool) -> int:
+def priced_weight(problem: AllocationProblem, prices: DualPrices, index: int, *, is_fresh: bool) -> int:
     """The scaled weight of one replica."""
     weight = (problem.fresh if is_fresh else problem.kept)[index] * SCALE
     for price, pool in zip(prices.pools, problem.pools, strict=True):
@@ -372,10 +376,10 @@ def priced_weight(problem: AllocationProblem, prices: Prices, index: int, *, is_
     return weight
 
 
-class Table:
+class LowerBoundTable:
     """Bounds of any need, from the segments of some variants."""
 
-    def __init__(self, parts: Sequence[Segment]) -> None:
+    def __init__(self, parts: Sequence[CapacitySegment]) -> None:
         """``parts``: sorted."""
         self._parts = parts
         self._carried = [0]
@@ -404,7 +408,7 @@ class Table:
         return found
 
 
-def prices_of(problem: AllocationProblem, need: int) -> Prices:
+def find_dual_prices(problem: AllocationProblem, need: int) -> DualPrices:
     """Good prices for what carrying ``need`` would exceed: coordinate ascent, each price by halving a range."""
     limits = [float(pool.left) for pool in problem.pools]
     limits.append(float(sum(problem.balance(i, low) for i, low in enumerate(problem.lows))))
@@ -418,13 +422,13 @@ def prices_of(problem: AllocationProblem, need: int) -> Prices:
         if prices == before:
             break
     scaled = [round(one * SCALE) for one in prices]
-    return Prices(tuple(scaled[:-1]), scaled[-1])
+    return DualPrices(tuple(scaled[:-1]), scaled[-1])
 
 
 def _rows(problem: AllocationProblem, need: int) -> list[_Row]:
-    nothing = Prices((0,) * len(problem.pools))
+    nothing = DualPrices((0,) * len(problem.pools))
     rows: list[_Row] = []
-    for part in segments(problem, nothing):
+    for part in capacity_segments(problem, nothing):
         if part.variant < 0:
             rows.append((float(problem.missing), 1.0, float(need), (0.0,) * (len(problem.pools) + 1)))
             continue
@@ -475,16 +479,16 @@ def _first(pair: tuple[float, object]) -> float:
     return pair[0]
 
 
-def nearby_prices(prices: Prices) -> list[Prices]:
+def perturbed_prices(prices: DualPrices) -> list[DualPrices]:
     """Lower and higher prices for each limit: what is best at the beginning need not be best after some decisions."""
     binding = [(place, price) for place, price in enumerate((*prices.pools, prices.on_demand)) if price]
     return [_with(prices, place, round(price * factor)) for place, price in binding for factor in _FACTORS]
 
 
-def _with(prices: Prices, place: int, price: int) -> Prices:
+def _with(prices: DualPrices, place: int, price: int) -> DualPrices:
     if place == len(prices.pools):
-        return Prices(prices.pools, price)
-    return Prices((*prices.pools[:place], price, *prices.pools[place + 1 :]), prices.on_demand)
+        return DualPrices(prices.pools, price)
+    return DualPrices((*prices.pools[:place], price, *prices.pools[place + 1 :]), prices.on_demand)
 
 
 def local_search(problem: AllocationProblem, replicas: Sequence[int]) -> tuple[int, ...]:

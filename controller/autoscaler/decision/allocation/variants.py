@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.api.common import is_of_kind
+from controller.api.common import matches_accelerator
 from controller.autoscaler.decision.situation import EngineState, TargetSituation
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_of(self, kind: str) -> bool:
         """Whether a budget for this kind is for it, however it is spelled."""
-        return self.accelerator is not None and is_of_kind(self.accelerator, kind)
+        return self.accelerator is not None and matches_accelerator(self.accelerator, kind)
 
     def takes_from(self, pool: str) -> bool:
         """Whether replicas that do not run yet need accelerators of this pool."""
@@ -65,7 +65,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         return self.most if self.headroom is None else min(self.most, self.running + self.headroom)
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
+class AllocationRules(msgspec.Struct, frozen=True, kw_only=True):
     """How work is shared out. ``expansion_rate_percent``: of the mode Expansion. ``min_on_demand``: the share of
     capacity that must not be spot. ``cost_per_hour``: of all replicas together; None: any. ``accelerators``: how many
     there may be, by kind. ``free``: how many nodes have left, by pool; kinds without one are not limited.
@@ -96,13 +96,13 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     is_proven: bool = True
 
 
-def variant_of(target: TargetSituation) -> Variant:
+def variant_from_target(target: TargetSituation) -> Variant:
     """The target of a binding. Replicas of a blocked one that find no node, or do not start, do not count as
     running.
     """
     spec, running = target.spec, target.current or 0
     if target.blocked:
-        running = max(0, running - len(target.having(EngineState.UNSCHEDULABLE, EngineState.FAILING)))
+        running = max(0, running - len(target.engines_in_state(EngineState.UNSCHEDULABLE, EngineState.FAILING)))
     return Variant(
         name=spec.name,
         most=spec.max_replicas,
@@ -125,7 +125,7 @@ def variant_of(target: TargetSituation) -> Variant:
 class _Assignment:
     """Replicas that were given so far, each checked against the limits that targets share."""
 
-    def __init__(self, variants: Sequence[Variant], rules: Rules) -> None:
+    def __init__(self, variants: Sequence[Variant], rules: AllocationRules) -> None:
         self.replicas = {one.name: min(one.least, one.attainable_replicas) for one in variants}
         self.refusals: list[str] = []
         self._variants = {one.name: one for one in variants}
@@ -198,7 +198,7 @@ class _Assignment:
         )
 
 
-def by_priority(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
+def allocate_by_priority(need: float, variants: Sequence[Variant], rules: AllocationRules) -> Allocation:
     """The highest priority up to its limits, then the next; equal priorities are ordered by name.
 
     If a share on demand is required, spot is limited by the capacity on demand: spot is retried after each of the
@@ -218,7 +218,7 @@ def by_priority(need: float, variants: Sequence[Variant], rules: Rules) -> Alloc
     return filling.result(need, "in the order of priorities")
 
 
-def by_weights(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
+def allocate_by_weights(need: float, variants: Sequence[Variant], rules: AllocationRules) -> Allocation:
     """Replicas in the ratio of weights: the smallest number of them, shared out by largest remainders, that carries it.
 
     The share that a target cannot have is distributed over the others, in the same ratio.
@@ -261,7 +261,7 @@ def largest_remainders(total: int, weights: Sequence[tuple[str, int]]) -> dict[s
     return found
 
 
-def by_expansion(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
+def allocate_by_expansion(need: float, variants: Sequence[Variant], rules: AllocationRules) -> Allocation:
     """Kthena's order: the prefix of ``expansion_sequence`` that carries the work."""
     filling = _Assignment(variants, rules)
     by_name, closed = {one.name: one for one in variants}, set[str]()

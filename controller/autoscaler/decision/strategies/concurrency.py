@@ -24,14 +24,14 @@ import msgspec
 from controller.api.autoscaling import Panic
 from controller.api.common import Positive, Utilization
 from controller.api.strategies import StrategyType
-from controller.autoscaler.decision.behavior import PanicState, next_override, with_answer
+from controller.autoscaler.decision.behavior import PanicState, add_panic_answer, next_panic_state
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.engine_units import (
+from controller.autoscaler.decision.strategies.engine_loads import (
     gateway_metric,
-    growth_only,
     ready_units,
-    rounded_down,
-    rounded_up,
+    round_down_units,
+    round_up_units,
+    scale_out_only,
 )
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
@@ -89,8 +89,8 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         samples = _with(
             before.samples, InFlightSample(situation.now_s, metric.total, metric.is_lower_bound), self._stable_s
         )
-        stable = mean_of(samples, self._stable_s, situation.now_s)
-        short = mean_of(samples, self._panic_s, situation.now_s)
+        stable = time_weighted_mean(samples, self._stable_s, situation.now_s)
+        short = time_weighted_mean(samples, self._panic_s, situation.now_s)
         desired, panic = self.desired(before.panic, stable=stable, short=short, ready=ready, situation=situation)
         reason = (
             f"{stable:.1f} requests in flight over {self._stable_s:g} s, {short:.1f} over {self._panic_s:g} s, "
@@ -100,7 +100,7 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         after = ConcurrencyMemory(samples, panic)
         if any(sample.is_lower_bound for sample in samples):
             unsure = "the load of some engines is unknown, or was within the window"
-            return growth_only(self.name, situation, desired, reason, inputs, unsure), after
+            return scale_out_only(self.name, situation, desired, reason, inputs, unsure), after
         return Recommendation(self.name, desired, reason, inputs), after
 
     def desired(
@@ -108,10 +108,10 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
     ) -> tuple[float, PanicState | None]:
         """Knative's rule: replicas from the means of both windows, and the state of panic after it."""
         there = max(ready, 1.0)
-        least = rounded_down(there / self.parameters.max_scale_down_rate, situation)
-        most = rounded_up(there * self.parameters.max_scale_up_rate, situation)
-        asked = rounded_up(short / self._target, situation)
-        state = next_override(
+        least = round_down_units(there / self.parameters.max_scale_down_rate, situation)
+        most = round_up_units(there * self.parameters.max_scale_up_rate, situation)
+        asked = round_up_units(short / self._target, situation)
+        state = next_panic_state(
             panic,
             asked=asked,
             ready=ready,
@@ -119,10 +119,10 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
             hold_s=self._hold_s,
             now_s=situation.now_s,
         )
-        desired = min(max(rounded_up(stable / self._target, situation), least), most)
+        desired = min(max(round_up_units(stable / self._target, situation), least), most)
         if state is None:
             return desired, None
-        state = with_answer(state, max(desired, min(max(asked, least), most)))
+        state = add_panic_answer(state, max(desired, min(max(asked, least), most)))
         return state.most, state
 
     @property
@@ -146,7 +146,7 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         return float(self.panic.hold) if self.panic is not None else self._stable_s
 
 
-def mean_of(samples: tuple[InFlightSample, ...], window_s: float, now_s: float) -> float:
+def time_weighted_mean(samples: tuple[InFlightSample, ...], window_s: float, now_s: float) -> float:
     """The mean over the part of the window that has samples; each sample counts for the time since the one before."""
     area, span_s, began_s = 0.0, 0.0, now_s - window_s
     for before, sample in itertools.pairwise(samples):

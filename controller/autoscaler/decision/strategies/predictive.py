@@ -23,8 +23,8 @@ import msgspec
 from controller.api.common import Utilization
 from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.offered_load import load_of
-from controller.autoscaler.decision.speeds import work_of
+from controller.autoscaler.decision.offered_load import estimate_offered_load
+from controller.autoscaler.decision.speeds import request_work
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
 
@@ -75,21 +75,21 @@ class PredictiveMemory(msgspec.Struct, frozen=True):
     season_s: float = 0.0
 
 
-class KeptSeason(msgspec.Struct, frozen=True):
+class SavedSeason(msgspec.Struct, frozen=True):
     """``profile``: rounded to three digits, finer than its accuracy. ``season_s``: length of the season."""
 
     profile: tuple[float, ...]
     season_s: float
 
 
-def season_to_save(memory: object) -> KeptSeason | None:
+def season_to_save(memory: object) -> SavedSeason | None:
     """What of a strategy's memory is slow to learn; None if nothing is."""
     if not isinstance(memory, PredictiveMemory) or max(memory.profile, default=-1.0) < 0:
         return None
-    return KeptSeason(tuple(float(f"{one:.{_DIGITS}g}") for one in memory.profile[:MOST_PLACES]), memory.season_s)
+    return SavedSeason(tuple(float(f"{one:.{_DIGITS}g}") for one in memory.profile[:MOST_PLACES]), memory.season_s)
 
 
-def restore_season(kept: KeptSeason, now_s: float) -> PredictiveMemory | None:
+def restore_season(kept: SavedSeason, now_s: float) -> PredictiveMemory | None:
     """The memory after a restart: level, trend and today's ratio are measured anew; the profile is kept. None for
     implausible values.
     """
@@ -111,12 +111,12 @@ class PredictiveStrategy(msgspec.Struct, frozen=True):
         """By the forecast for the time when a replica that starts now is ready."""
         memory = self._observed(situation, memory)
         first = situation.targets[0]
-        load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
+        load = estimate_offered_load(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
         if memory.count < _FEWEST or load is None or load.per_request is None or first.speed is None:
             return Recommendation(self.name, None, f"{memory.count} observations, too few for a forecast"), memory
         lead_s = self.parameters.lead if self.parameters.lead is not None else first.start_s
         rate, method = self._forecast(memory, situation.now_s, lead_s)
-        work = work_of(load.per_request, first.speed, first.spec.stage)
+        work = request_work(load.per_request, first.speed, first.spec.stage)
         replicas = rate * work.total_s / self.parameters.utilization
         reason = f"{rate:.3g} requests/s at most within {lead_s:.0f} s by {method}"
         inputs = {"arrivals_per_s_forecast": rate, "ahead_s": lead_s, "observations": float(memory.count)}
@@ -192,5 +192,5 @@ PREDICTIVE: Final = StrategyType(
     make=lambda parameters, _: PredictiveStrategy(parameters),
     defaults=PredictiveParameters(),
     is_lower_bound=True,
-    kept=LearnedState(KeptSeason, season_to_save, restore_season),
+    kept=LearnedState(SavedSeason, season_to_save, restore_season),
 )

@@ -19,13 +19,13 @@ import msgspec
 from controller.api.common import Count, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.engine_units import (
-    is_unknown,
+from controller.autoscaler.decision.strategies.engine_loads import (
+    is_load_unknown,
     kv_and_queue,
-    nothing_measured,
-    one_fewer,
     pending_units,
     ready_loads,
+    scale_in_step,
+    unmeasured_recommendation,
 )
 from extproc.api.spec import Rule, Spec
 
@@ -63,21 +63,21 @@ class SaturationStrategy(msgspec.Struct, frozen=True):
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """An increment more, a decrement fewer, or the current replicas."""
         loads, current = ready_loads(situation), situation.current
-        if nothing := nothing_measured(self.name, loads):
+        if nothing := unmeasured_recommendation(self.name, loads):
             return nothing, None
         units = sum(load.units for load in loads)
-        saturated = sum(load.units * saturation_of(load.report, self.parameters.max_queue) for load in loads)
+        saturated = sum(load.units * engine_saturation(load.report, self.parameters.max_queue) for load in loads)
         mean = saturated / units
         coming = saturated / (units + pending_units(situation))
         inputs = {"mean_saturation": mean, "with_pending": coming, "ready_replicas": units}
         up, down = self.parameters.scale_up_threshold, self.parameters.scale_down_threshold
-        unknown = sum(is_unknown(load.report) for load in loads)
+        unknown = sum(is_load_unknown(load.report) for load in loads)
         message = f"mean saturation is {mean:.2f}" + (f" ({unknown} engines unknown, so full)" if unknown else "")
         if coming > up:
             desired = current + self.parameters.scale_up_increment
             return Recommendation(self.name, desired, f"{message}, above {up:g}", inputs), None
         if mean < down:
-            desired = one_fewer(situation, self.parameters.scale_down_increment)
+            desired = scale_in_step(situation, self.parameters.scale_down_increment)
             if unknown:
                 return Recommendation(
                     self.name, None, f"{message}, below {down:g}, but not all are known", inputs
@@ -88,7 +88,7 @@ class SaturationStrategy(msgspec.Struct, frozen=True):
         return Recommendation(self.name, current, f"{message}, not outside {down:g} to {up:g}", inputs), None
 
 
-def saturation_of(report: EngineReport | None, max_queue: int) -> float:
+def engine_saturation(report: EngineReport | None, max_queue: int) -> float:
     """0: idle, 1: full. What is unknown counts as full."""
     load = kv_and_queue(report)
     return 1.0 if load is None else max(load[0], min(load[1] / max_queue, 1.0))

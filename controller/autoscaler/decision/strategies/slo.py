@@ -25,12 +25,12 @@ from controller.api.autoscaling import LatencyObjective
 from controller.api.common import Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.engine_units import (
-    one_fewer,
+from controller.autoscaler.decision.strategies.engine_loads import (
     ready_loads,
     ready_units,
-    rounded_down,
-    rounded_up,
+    round_down_units,
+    round_up_units,
+    scale_in_step,
 )
 from extproc.api.quantities import Duration
 from extproc.api.spec import Rule, Spec
@@ -62,7 +62,7 @@ class SloParameters(Spec, frozen=True):
     credit: bool = True
 
 
-class Share(msgspec.Struct, frozen=True):
+class SloRatioSample(msgspec.Struct, frozen=True):
     """The larger latency as a share of its objective, at an instant."""
 
     at_s: float
@@ -72,7 +72,7 @@ class Share(msgspec.Struct, frozen=True):
 class SloMemory(msgspec.Struct, frozen=True):
     """``shares``: of the smoothing window, by time, at most one a second."""
 
-    shares: tuple[Share, ...] = ()
+    shares: tuple[SloRatioSample, ...] = ()
 
 
 class SloStrategy(msgspec.Struct, frozen=True):
@@ -89,10 +89,10 @@ class SloStrategy(msgspec.Struct, frozen=True):
             return Recommendation(self.name, None, "no objective is written"), memory
         now_s, window_s = situation.now_s, float(self.parameters.smoothing)
         shares = tuple(one for one in (memory.shares if memory is not None else ()) if one.at_s > now_s - window_s)
-        found = share_of(situation, objective)
+        found = slo_ratio(situation, objective)
         if found is not None:
             recent = shares[:-1] if shares and shares[-1].at_s // 1 == now_s // 1 else shares
-            shares = (*recent, Share(now_s, min(found, LARGEST_SHARE)))
+            shares = (*recent, SloRatioSample(now_s, min(found, LARGEST_SHARE)))
         after = SloMemory(shares)
         if not shares:
             return Recommendation(self.name, None, "no latency is known of the last minute"), after
@@ -111,13 +111,13 @@ class SloStrategy(msgspec.Struct, frozen=True):
         up, down = self.parameters.scale_up_threshold, self.parameters.scale_down_threshold
         if share > up:
             credit = ready / current if self.parameters.credit and 0 < ready < current else 1.0
-            return current + max(rounded_up(current * (share * credit / up - 1), situation), 0.0)
+            return current + max(round_up_units(current * (share * credit / up - 1), situation), 0.0)
         if share < down:
-            return one_fewer(situation, rounded_down(current * (1 - share / down), situation))
+            return scale_in_step(situation, round_down_units(current * (1 - share / down), situation))
         return current
 
 
-def share_of(situation: Situation, objective: LatencyObjective) -> float | None:
+def slo_ratio(situation: Situation, objective: LatencyObjective) -> float | None:
     """The largest known latency as a share of its objective; if none is known, 0 when idle, else None."""
     traffic, now_s, percent = situation.traffic, situation.now_s, objective.percentile
     shares = []

@@ -24,14 +24,14 @@ import msgspec
 from controller.api.common import Positive, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.engine_units import (
-    EngineUnits,
-    is_unknown,
+from controller.autoscaler.decision.strategies.engine_loads import (
+    WeightedEngineLoad,
+    is_load_unknown,
     kv_and_queue,
-    nothing_measured,
-    one_fewer,
     pending_units,
     ready_loads,
+    scale_in_step,
+    unmeasured_recommendation,
 )
 from extproc.api.spec import Spec
 
@@ -60,7 +60,7 @@ class SpareCapacityStrategy(msgspec.Struct, frozen=True):
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """One more, one fewer, or the current replicas."""
         loads, current = ready_loads(situation), situation.current
-        if nothing := nothing_measured(self.name, loads):
+        if nothing := unmeasured_recommendation(self.name, loads):
             return nothing, None
         units = sum(load.units for load in loads)
         kv, queue = self._sums(loads)
@@ -77,11 +77,11 @@ class SpareCapacityStrategy(msgspec.Struct, frozen=True):
         inputs |= {"kv_spare_after": kv_left, "queue_spare_after": queue_left}
         if self._is_short(kv_left, queue_left):
             return Recommendation(self.name, current, f"{message}, enough; {left} would be too little", inputs), None
-        if unknown := [load.name for load in loads if is_unknown(load.report)]:
+        if unknown := [load.name for load in loads if is_load_unknown(load.report)]:
             return Recommendation(self.name, None, f"{message}, but {unknown[0]} is unknown", inputs), None
-        return Recommendation(self.name, one_fewer(situation), f"{message}; still {left}", inputs), None
+        return Recommendation(self.name, scale_in_step(situation), f"{message}; still {left}", inputs), None
 
-    def _sums(self, loads: tuple[EngineUnits, ...]) -> tuple[float, float]:
+    def _sums(self, loads: tuple[WeightedEngineLoad, ...]) -> tuple[float, float]:
         full = self.parameters.kv_cache_threshold, self.parameters.queue_length_threshold
         known = [(load.units, kv_and_queue(load.report) or full) for load in loads]
         return sum(units * one[0] for units, one in known), sum(units * one[1] for units, one in known)

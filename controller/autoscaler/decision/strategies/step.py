@@ -26,7 +26,12 @@ from controller.api.common import Count, Positive
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, Metric
-from controller.autoscaler.decision.strategies.engine_units import gateway_metric, one_fewer, ready_units, rounded_up
+from controller.autoscaler.decision.strategies.engine_loads import (
+    gateway_metric,
+    ready_units,
+    round_up_units,
+    scale_in_step,
+)
 from extproc.api.spec import Rule, Spec
 
 if TYPE_CHECKING:
@@ -46,7 +51,7 @@ class StepAdjustment(Spec, frozen=True):
         """How many of ``replicas`` it adds or takes away."""
         if self.type == "Pods":
             return float(self.value)
-        return rounded_up(replicas * self.value / 100, situation)
+        return round_up_units(replicas * self.value / 100, situation)
 
 
 Steps = Annotated[tuple[StepAdjustment, ...], msgspec.Meta(max_length=16)]
@@ -72,7 +77,7 @@ class StepParameters(Spec, frozen=True):
     scale_down: Steps = (StepAdjustment(ratio=0.5, value=1),)
 
 
-class Ratio(NamedTuple):
+class MetricRatio(NamedTuple):
     """Of a metric to its target. ``value``: None if unknown; ``problem`` has the reason. ``is_sure``: it is no
     larger.
     """
@@ -91,7 +96,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """One step up or down, or the current replicas."""
-        found = {one.name: ratio_of(one, situation) for one in self.metrics}
+        found = {one.name: metric_ratio(one, situation) for one in self.metrics}
         known = {name: one.value for name, one in found.items() if one.value is not None}
         doubts = "; ".join(f"{name}: {one.problem}" for name, one in found.items() if one.value is None)
         if not known:
@@ -112,18 +117,20 @@ class StepStrategy(msgspec.Struct, frozen=True):
         if doubts or not all(one.is_sure for one in found.values()):
             why = doubts or "values of some engines are unknown"
             return Recommendation(self.name, None, f"{why}; {reason}, which is no reason to scale in", inputs), None
-        desired = one_fewer(situation, step.replica_delta(current, situation))
+        desired = scale_in_step(situation, step.replica_delta(current, situation))
         return Recommendation(self.name, desired, f"{reason}, below {step.ratio:g}", inputs), None
 
 
-def ratio_of(wanted: MetricTarget, situation: Situation) -> Ratio:
+def metric_ratio(wanted: MetricTarget, situation: Situation) -> MetricRatio:
     """The mean of ready engines over the target; of a total its share of one of them."""
     if wanted.source == "Gateway":
         metric = gateway_metric(wanted.name, situation)
     else:
         metric = situation.metrics.get(wanted.name, Metric(at_s=situation.now_s, problem="no value yet"))
     units = {
-        engine.name: target.capacity for target in situation.targets for engine in target.having(EngineState.READY)
+        engine.name: target.capacity
+        for target in situation.targets
+        for engine in target.engines_in_state(EngineState.READY)
     }
     total, is_sure = metric.total, not metric.is_lower_bound
     if metric.by_engine is not None:
@@ -133,11 +140,11 @@ def ratio_of(wanted: MetricTarget, situation: Situation) -> Ratio:
         units = {one: units[one] for one in values}
         total = sum(values.values())
     if total is None or not math.isfinite(total):
-        return Ratio(None, metric.problem or "its value is not a number")
+        return MetricRatio(None, metric.problem or "its value is not a number")
     replicas = 1.0 if wanted.total else sum(units.values())
     if not replicas:
-        return Ratio(None, "no ready engine has a value")
-    return Ratio(total / (wanted.value * replicas), is_sure=is_sure)
+        return MetricRatio(None, "no ready engine has a value")
+    return MetricRatio(total / (wanted.value * replicas), is_sure=is_sure)
 
 
 STEP: Final = StrategyType(

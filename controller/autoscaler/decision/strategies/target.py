@@ -30,10 +30,10 @@ import msgspec
 
 from controller.api.autoscaling import MetricTarget
 from controller.api.strategies import StrategyType
-from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE, tolerance_of
+from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE, hpa_tolerance
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, Metric, Situation
-from controller.autoscaler.decision.strategies.engine_units import gateway_metric, is_whole
+from controller.autoscaler.decision.strategies.engine_loads import are_units_replicas, gateway_metric
 
 if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
@@ -84,7 +84,7 @@ class TargetStrategy(msgspec.Struct, frozen=True):
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """The largest proposal of all metrics."""
-        pool = pool_of(situation, with_ordered=self.careful)
+        pool = engine_pool(situation, with_ordered=self.careful)
         found = {metric.name: self.proposal(metric, situation, pool) for metric in self.metrics}
         inputs = {f"{name}_ratio": one.ratio for name, one in found.items() if one.replicas is not None}
         known = {name: one for name, one in found.items() if one.replicas is not None}
@@ -111,10 +111,10 @@ class TargetStrategy(msgspec.Struct, frozen=True):
         target = _milli(wanted.value)
         if metric.by_engine is not None:
             values = {name: _milli(value) for name, value in metric.by_engine.items() if math.isfinite(value)}
-            found = by_engine(values, target, pool, self.tolerance)
+            found = replicas_for_engine_metric(values, target, pool, self.tolerance)
             is_sure = not self.careful or pool.ready.keys() <= values.keys()
         elif metric.total is not None and math.isfinite(metric.total):
-            found = of_total(_milli(metric.total), target, pool, self.tolerance, for_all=wanted.total)
+            found = replicas_for_total_metric(_milli(metric.total), target, pool, self.tolerance, for_all=wanted.total)
             # by a target for all, the answer is in proportion to what is ready: above it, it takes nothing back
             takes_back = wanted.total and not (self.tolerance.covers(found.ratio) or found.ratio < 1.0)
             is_sure = not metric.is_lower_bound and not (self.careful and takes_back)
@@ -124,7 +124,7 @@ class TargetStrategy(msgspec.Struct, frozen=True):
         return Proposal(found.replicas, reason, found.ratio, is_sure)
 
 
-def pool_of(situation: Situation, *, with_ordered: bool = False) -> EnginePool:
+def engine_pool(situation: Situation, *, with_ordered: bool = False) -> EnginePool:
     """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are
     unready.
     """
@@ -132,16 +132,18 @@ def pool_of(situation: Situation, *, with_ordered: bool = False) -> EnginePool:
     ready: dict[str, float] = {}
     unready: dict[str, float] = {}
     for target in situation.targets:
-        ready |= {engine.name: target.capacity for engine in target.having(EngineState.READY)}
+        ready |= {engine.name: target.capacity for engine in target.engines_in_state(EngineState.READY)}
         coming = [engine.name for engine in target.engines if engine.state not in gone]
         unready |= dict.fromkeys(coming, target.capacity)
-        ordered = (target.current or 0) - len(target.having(EngineState.READY)) - len(coming)
+        ordered = (target.current or 0) - len(target.engines_in_state(EngineState.READY)) - len(coming)
         if with_ordered and ordered > 0:
             unready[f"{target.name}: ordered"] = ordered * target.capacity
-    return EnginePool(current=situation.current, ready=ready, unready=unready, whole=is_whole(situation))
+    return EnginePool(current=situation.current, ready=ready, unready=unready, whole=are_units_replicas(situation))
 
 
-def by_engine(values: Mapping[str, int], target: int, pool: EnginePool, tolerance: Tolerance) -> Proposal:
+def replicas_for_engine_metric(
+    values: Mapping[str, int], target: int, pool: EnginePool, tolerance: Tolerance
+) -> Proposal:
     """A metric by engine; ``values`` and ``target`` in thousandths."""
     measured = [name for name in pool.ready if name in values]
     if not measured:
@@ -178,7 +180,9 @@ def _corrected(
     return Proposal(asked, f"{first.reason}; engines without values were counted against a change", corrected)
 
 
-def of_total(total: int, target: int, pool: EnginePool, tolerance: Tolerance, *, for_all: bool) -> Proposal:
+def replicas_for_total_metric(
+    total: int, target: int, pool: EnginePool, tolerance: Tolerance, *, for_all: bool
+) -> Proposal:
     """One value for all replicas, in thousandths. ``for_all``: so is the target."""
     reason = f"is {total / 1000:g} in all"
     divisor = target if for_all else target * pool.current
@@ -210,7 +214,9 @@ def _milli(value: float) -> int:
 
 def _target(_: None, policy: AutoscalingPolicySpec) -> TargetStrategy:
     behavior = policy.behavior
-    return TargetStrategy(policy.metrics, Tolerance(tolerance_of(behavior.scale_up), tolerance_of(behavior.scale_down)))
+    return TargetStrategy(
+        policy.metrics, Tolerance(hpa_tolerance(behavior.scale_up), hpa_tolerance(behavior.scale_down))
+    )
 
 
 TARGET: Final = StrategyType(

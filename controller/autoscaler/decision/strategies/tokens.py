@@ -31,14 +31,14 @@ import msgspec
 from controller.api.common import Count, Positive, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.engine_units import (
-    EngineUnits,
+from controller.autoscaler.decision.strategies.engine_loads import (
+    WeightedEngineLoad,
     kv_and_queue,
-    one_fewer,
     pending_units,
     ready_loads,
-    rounded_down,
-    rounded_up,
+    round_down_units,
+    round_up_units,
+    scale_in_step,
 )
 from extproc.api.spec import Rule, Spec
 
@@ -124,16 +124,16 @@ class TokensStrategy(msgspec.Struct, frozen=True):
         message = f"{demand:.0f} tokens in use or waiting, {ready:.0f} fit into ready engines, {unit:.0f} into one"
         current = situation.current
         if required > 0:
-            desired = current + rounded_up(required / unit, situation)
+            desired = current + round_up_units(required / unit, situation)
             return Recommendation(
                 self.name, desired, f"{message}; above {up:g} of that and what is starting", inputs
             ), after
-        fewer = rounded_down(max(spare, 0.0) / unit, situation)
+        fewer = round_down_units(max(spare, 0.0) / unit, situation)
         if fewer <= 0:
             return Recommendation(self.name, current, f"{message}; enough, and no replica too many", inputs), after
         if counted.unknown:
             return Recommendation(self.name, None, f"{message}, but the load of some engines is unknown", inputs), after
-        return Recommendation(self.name, one_fewer(situation, fewer), f"{message}; fewer carry that", inputs), after
+        return Recommendation(self.name, scale_in_step(situation, fewer), f"{message}; fewer carry that", inputs), after
 
     def _count(self, situation: Situation, memory: TokensMemory) -> _Counted:
         lengths = _lengths(situation) or memory.lengths
@@ -192,14 +192,14 @@ def _lengths(situation: Situation) -> Lengths | None:
     return Lengths(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished)
 
 
-def _cache(load: EngineUnits, target: TargetSituation) -> float:
+def _cache(load: WeightedEngineLoad, target: TargetSituation) -> float:
     """Tokens that an engine's cache holds: reported, else learned, else declared; 0 if unknown."""
     reported = load.report.kv_capacity_tokens if load.report is not None else 0.0
     learned = target.speed.kv_tokens if target.speed is not None else None
     return reported or learned or target.spec.capacity.kv_tokens or 0.0
 
 
-def _used(load: EngineUnits, cache: float) -> tuple[float, float]:
+def _used(load: WeightedEngineLoad, cache: float) -> tuple[float, float]:
     """Tokens in use and requests that wait in the engine. What gateways have sent includes what waits there."""
     known = kv_and_queue(load.report) if load.report is not None and load.report.kv_usage is not None else None
     if known is not None and cache:

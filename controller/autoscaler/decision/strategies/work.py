@@ -52,7 +52,7 @@ import msgspec
 from controller.api.common import Utilization
 from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.offered_load import OfferedLoad, load_of
+from controller.autoscaler.decision.offered_load import OfferedLoad, estimate_offered_load
 from controller.autoscaler.decision.situation import EngineState, Situation, Speed
 from controller.autoscaler.decision.speeds import (
     MOST_UTILIZATION,
@@ -60,15 +60,15 @@ from controller.autoscaler.decision.speeds import (
     replicas_for_cache,
     replicas_for_tpot,
     replicas_for_ttft,
+    request_work,
     utilization_for_tpot,
-    work_of,
 )
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.api.autoscaling import LatencyObjective
-    from controller.autoscaler.decision.offered_load import PerRequest
+    from controller.autoscaler.decision.offered_load import MeanRequestWork
     from controller.autoscaler.decision.situation import TargetSituation
 
 _REMEMBERED_S: Final = 3600.0
@@ -132,30 +132,30 @@ class WorkParameters(Spec, frozen=True):
     guard: bool = True
 
 
-class Peak(msgspec.Struct, frozen=True):
+class LoadPeak(msgspec.Struct, frozen=True):
     """The highest load of a span of five minutes, in requests a second. ``at_s``: when it began."""
 
     at_s: float
     per_s: float
 
 
-class Peaks(msgspec.Struct, frozen=True):
+class LoadPeaks(msgspec.Struct, frozen=True):
     """The load of the last hour. ``since_s``: since when it has been measured without a gap of an hour. ``places``: by
     time.
     """
 
     since_s: float
-    places: tuple[Peak, ...] = ()
+    places: tuple[LoadPeak, ...] = ()
 
-    def with_load(self, per_s: float, now_s: float) -> Peaks:
+    def with_load(self, per_s: float, now_s: float) -> LoadPeaks:
         """With the load of now."""
         places = [one for one in self.places if now_s - _REMEMBERED_S < one.at_s <= now_s]
         since_s = self.since_s if places else now_s
         if places and now_s - places[-1].at_s < _PLACE_S:
-            places[-1] = Peak(places[-1].at_s, max(places[-1].per_s, per_s))
+            places[-1] = LoadPeak(places[-1].at_s, max(places[-1].per_s, per_s))
         else:
-            places.append(Peak(now_s, per_s))
-        return Peaks(since_s, tuple(places))
+            places.append(LoadPeak(now_s, per_s))
+        return LoadPeaks(since_s, tuple(places))
 
     def highest_load(self, now_s: float) -> float:
         """The highest load; infinite while the history is too short."""
@@ -202,7 +202,7 @@ def correct_for_latency(
     guard: bool,
 ) -> ModelCorrection:
     """``needed``: replicas for load as it is, by the model. ``guard``: whether measured latencies count at all."""
-    now_s, ready = situation.now_s, situation.units(EngineState.READY)
+    now_s, ready = situation.now_s, situation.engine_units(EngineState.READY)
     before = before or ModelCorrection(at_s=now_s, ready=ready, steady_since_s=now_s)
     elapsed_s = min(_MOST_ELAPSED_S, max(0.0, now_s - before.at_s))
     is_calm = not situation.waiting.requests and not situation.starting
@@ -247,7 +247,7 @@ def _extreme(before: PeakReplicas | None, ready: float, now_s: float, *, sign: i
     return before
 
 
-def crowd(situation: Situation, load: OfferedLoad, work: RequestWork) -> float:
+def concurrency_ratio(situation: Situation, load: OfferedLoad, work: RequestWork) -> float:
     """In flight over what would be at the objective, by Little's law, within bounds: engines that are slower than
     expected, or load that has risen since it was measured, show here first.
     """
@@ -298,7 +298,7 @@ class WorkMemory(msgspec.Struct, frozen=True):
 
     at_s: float
     correction: ModelCorrection | None = None
-    peaks: Peaks | None = None
+    peaks: LoadPeaks | None = None
 
     def without_load(self, now_s: float) -> WorkMemory:
         """After a reconcile without arrivals: nothing is measured then."""
@@ -308,17 +308,17 @@ class WorkMemory(msgspec.Struct, frozen=True):
         return WorkMemory(now_s, correction, self.peaks)
 
 
-def peaks_to_save(memory: object) -> Peaks | None:
+def peaks_to_save(memory: object) -> LoadPeaks | None:
     """The slow-to-learn part of the strategy's memory; None if there is none. Without it, a restart has no history of
     the load, and so adds all headroom at once.
     """
     if not isinstance(memory, WorkMemory) or memory.peaks is None:
         return None
-    places = tuple(Peak(round(one.at_s), float(f"{one.per_s:.{_DIGITS}g}")) for one in memory.peaks.places)
-    return Peaks(round(memory.peaks.since_s), places)
+    places = tuple(LoadPeak(round(one.at_s), float(f"{one.per_s:.{_DIGITS}g}")) for one in memory.peaks.places)
+    return LoadPeaks(round(memory.peaks.since_s), places)
 
 
-def restore_peaks(kept: Peaks, now_s: float) -> WorkMemory | None:
+def restore_peaks(kept: LoadPeaks, now_s: float) -> WorkMemory | None:
     """As after a restart; None for what cannot have been seen."""
     times = [kept.since_s, *(one.at_s for one in kept.places)]
     is_seen = times == sorted(times) and times[0] >= 0 and times[-1] <= now_s + 1
@@ -343,7 +343,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
     def recommend(self, situation: Situation, memory: WorkMemory | None) -> tuple[Recommendation, WorkMemory | None]:
         """By the work that arrives, what waits, and what may come while replicas start."""
         first = situation.targets[0]
-        load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
+        load = estimate_offered_load(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
         if load is None:
             return Recommendation(self.name, None, "no traffic is known yet"), memory
         if load.arrivals_per_s == 0 and not situation.waiting.requests:
@@ -351,7 +351,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
             return Recommendation(self.name, 0.0, "nothing arrives"), still
         if first.speed is None or load.per_request is None or _is_guess(first, load.per_request):
             return self._by_concurrency(situation), memory
-        work = work_of(load.per_request, first.speed, first.spec.stage)
+        work = request_work(load.per_request, first.speed, first.spec.stage)
         return self._by_work(situation, memory, load, work, first.speed)
 
     def _by_work(
@@ -360,7 +360,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         now_s, guard = situation.now_s, self.parameters.guard
         lead_s = min(_MOST_LEAD_S, situation.targets[0].start_s)
         before = memory or WorkMemory(now_s)
-        peaks = (before.peaks or Peaks(now_s)).with_load(load.mean_per_s, now_s)
+        peaks = (before.peaks or LoadPeaks(now_s)).with_load(load.mean_per_s, now_s)
         rate = self._ahead(load, lead_s, peaks.highest_load(now_s))
         roomy_now, roomy_ahead = (
             with_headroom(each, self.parameters.headroom, peaks.highest_load(now_s))
@@ -379,7 +379,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
         # too few replicas are crowded, and more are called for anyway
         enough_s = 0.0 if correction.enough_since_s is None else now_s - correction.enough_since_s
-        crowded = crowd(situation, load, work) if enough_s >= _WORKED_OFF_S else 1.0
+        crowded = concurrency_ratio(situation, load, work) if enough_s >= _WORKED_OFF_S else 1.0
         carried = correction.factor * max(need.replicas, now.replicas * crowded)
         wanted = max(carried, for_backlog)
         reason = _reason(need, load, rate, wanted, for_backlog > carried, correction.factor)
@@ -405,7 +405,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         """Arrivals a second when a replica that is ordered now is ready. Trends end, and rather where nothing was
         before.
         """
-        rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
+        rate = load.predicted_arrivals_per_s(lead_s) if self.parameters.trend else load.arrivals_per_s
         seen = max(most, load.arrivals_per_s)
         return rate if rate <= seen else seen + _BEYOND * (rate - seen)
 
@@ -441,7 +441,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         return Recommendation(self.name, replicas, reason, {"requests": float(requests)})
 
 
-def _is_guess(target: TargetSituation, mean: PerRequest) -> bool:
+def _is_guess(target: TargetSituation, mean: MeanRequestWork) -> bool:
     """Whether answers are long and the time of their steps has not been measured yet."""
     speed = target.speed
     is_short = target.spec.stage == "Prefill" or mean.output_tokens <= _SHORT_ANSWER
@@ -462,11 +462,11 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     if work.prefill_s > 0:
         backlog += waiting.tokens / speed.prefill_tokens_per_s
     backlog += in_engines * work.total_s
-    capacity, at_s = situation.units(EngineState.READY) * MOST_UTILIZATION, 0.0
+    capacity, at_s = situation.engine_units(EngineState.READY) * MOST_UTILIZATION, 0.0
     arriving = sorted(
         (max(0.0, target.start_s - (situation.now_s - engine.created_at_s)), target.capacity)
         for target in situation.targets
-        for engine in target.having(EngineState.STARTING)
+        for engine in target.engines_in_state(EngineState.STARTING)
     )
     for ready_s, units in (*arriving, (ahead_s, 0.0)):
         until_s = min(ready_s, ahead_s)
@@ -491,5 +491,5 @@ WORK: Final = StrategyType(
     summary="work to come, by learned speeds",
     make=lambda parameters, _: WorkStrategy(parameters),
     defaults=WorkParameters(),
-    kept=LearnedState(Peaks, peaks_to_save, restore_peaks),
+    kept=LearnedState(LoadPeaks, peaks_to_save, restore_peaks),
 )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.objects import GRPC_ROUTE
-from controller.gateway.compile.pools import SETTINGS, server_key
-from controller.gateway.compile.sources import to_bytes
-from controller.kube.conditions import WantedCondition, fails
+from controller.gateway.compile.gateway_api.resource_types import GRPC_ROUTE
+from controller.gateway.compile.inference_pools import SETTINGS, server_key
+from controller.gateway.compile.source_objects import to_bytes
+from controller.kube.conditions import WantedCondition, condition_false
 from controller.kube.resources import identity_of
 from extproc.api.addresses import is_guarded, join_host_port
 from extproc.api.advice import is_ip
@@ -21,7 +21,7 @@ from extproc.api.spec import API_VERSION, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from controller.gateway.compile.gateway_api.objects import Grant, PoolSpec, RouteKind
+    from controller.gateway.compile.gateway_api.resource_types import Grant, PoolSpec, RouteKind
 
 # The label with the Service of an EndpointSlice.
 _SERVICE: Final = "kubernetes.io/service-name"
@@ -64,7 +64,7 @@ class Service(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...] = ()
 
 
-class Slice(msgspec.Struct, frozen=True):
+class EndpointSlice(msgspec.Struct, frozen=True):
     """An EndpointSlice. ``service``: its Service, as ``namespace/name``. ``ports``: numbers by name. ``ready``:
     addresses; ``leaving``: addresses that terminate, and still answer.
     """
@@ -90,7 +90,7 @@ def parse_service(thing: Mapping[str, Any]) -> Service:
     return Service(key, ports, spec.get("type") == "ExternalName", reached)
 
 
-def slice_of(thing: Mapping[str, Any]) -> Slice | None:
+def parse_endpoint_slice(thing: Mapping[str, Any]) -> EndpointSlice | None:
     """An EndpointSlice as the API server has it; None if it is no Service's, or has host names."""
     metadata = thing["metadata"]
     service = (metadata.get("labels") or {}).get(_SERVICE)
@@ -108,11 +108,11 @@ def slice_of(thing: Mapping[str, Any]) -> Slice | None:
         elif conditions.get("serving") and conditions.get("terminating"):
             leaving += addresses
     ports = {one.get("name") or "": one["port"] for one in thing.get("ports") or () if one.get("port") in _PORTS}
-    return Slice(object_key(metadata.get("namespace", "default"), service), ports, tuple(ready), tuple(leaving))
+    return EndpointSlice(object_key(metadata.get("namespace", "default"), service), ports, tuple(ready), tuple(leaving))
 
 
-def trimmed_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``slice_of`` reads."""
+def trim_endpoint_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``parse_endpoint_slice`` reads."""
     slim = identity_of(thing)
     service = (thing["metadata"].get("labels") or {}).get(_SERVICE)
     slim["labels"] = {} if service is None else {_SERVICE: service}
@@ -153,7 +153,7 @@ class ServiceBackend(NamedTuple):
         return object_key(self.namespace, self.name)
 
 
-def backend_document(backend: ServiceBackend, service: Service, slices: Iterable[Slice]) -> bytes:
+def backend_document(backend: ServiceBackend, service: Service, slices: Iterable[EndpointSlice]) -> bytes:
     """``service``: has the port. Endpoints that end count only where there are no others."""
     known = service.ports[backend.port]
     slices = list(slices)
@@ -173,7 +173,7 @@ def _document(namespace: str, name: str, spec: Mapping[str, Any]) -> bytes:
     return to_bytes({"apiVersion": API_VERSION, "kind": "Backend", "metadata": metadata, "spec": spec})
 
 
-def _addresses(slices: Iterable[Slice], port: str, *, leaving: bool) -> Iterator[str]:
+def _addresses(slices: Iterable[EndpointSlice], port: str, *, leaving: bool) -> Iterator[str]:
     for one in slices:
         number = one.ports.get(port)
         if number is None:
@@ -182,7 +182,7 @@ def _addresses(slices: Iterable[Slice], port: str, *, leaving: bool) -> Iterator
             yield join_host_port(address, number)
 
 
-class Grants:
+class ReferenceGrants:
     """All ReferenceGrants; checks whether a reference is allowed."""
 
     def __init__(self, grants: Iterable[Grant] = ()) -> None:
@@ -203,7 +203,7 @@ class Grants:
         return "" in names or name in names
 
 
-class Resolution(msgspec.Struct, frozen=True, kw_only=True):
+class BackendResolution(msgspec.Struct, frozen=True, kw_only=True):
     """``kind``, ``namespace`` and ``name`` of a document. ``problem``: why the reference is unresolved. ``service``:
     that of a Backend. ``pool``: the pool, if it is one. ``references``: kinds and keys of the objects
     on which the result depends.
@@ -218,7 +218,7 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     references: tuple[tuple[str, str], ...] = ()
 
 
-class References:
+class BackendReferences:
     """``servers``: keys of ModelServers that can be used, those of pools included; ``calls``: of those that are called
     by gRPC.
     """
@@ -230,7 +230,7 @@ class References:
         pools: Mapping[str, PoolSpec],
         servers: Collection[str],
         calls: Collection[str],
-        grants: Grants,
+        grants: ReferenceGrants,
     ) -> None:
         self._services = services
         self._pools = pools
@@ -238,7 +238,7 @@ class References:
         self._calls = calls
         self._grants = grants
 
-    def resolve_backend(self, route: RouteKind, namespace: str, reference: Mapping[str, Any]) -> Resolution:
+    def resolve_backend(self, route: RouteKind, namespace: str, reference: Mapping[str, Any]) -> BackendResolution:
         """``reference``: of a ``route`` in ``namespace``, as it was written."""
         takes_grpc = route == GRPC_ROUTE
         group, kind = reference.get("group", ""), reference.get("kind", "Service")
@@ -258,14 +258,14 @@ class References:
                 return self._pool(namespace, key, takes_grpc=takes_grpc)
         return self._server(namespace, key, takes_grpc=takes_grpc)
 
-    def _server(self, namespace: str, key: str, *, takes_grpc: bool) -> Resolution:
+    def _server(self, namespace: str, key: str, *, takes_grpc: bool) -> BackendResolution:
         references = (("ModelServer", key),)
         if key not in self._servers:
             return _unresolved(namespace, "BackendNotFound", f"no usable ModelServer {key}", references)
         if takes_grpc and key not in self._calls:
             return _unresolved(namespace, "UnsupportedProtocol", f"the ModelServer {key} {_NO_CALLS}", references)
         target = namespace_of(key)
-        return Resolution(
+        return BackendResolution(
             kind="ModelServer", namespace=target, name=key.removeprefix(f"{target}/"), references=references
         )
 
@@ -275,7 +275,7 @@ class References:
             return "its endpointPickerRef names no Service"
         return "" if pool.picker in self._services else f"there is no Service {pool.picker} for its endpointPickerRef"
 
-    def _service(self, namespace: str, key: str, port: int | None, *, takes_grpc: bool) -> Resolution:
+    def _service(self, namespace: str, key: str, port: int | None, *, takes_grpc: bool) -> BackendResolution:
         references = (("Service", key),)
         found = self._services.get(key)
         if found is None or found.is_alias:
@@ -288,9 +288,11 @@ class References:
             message = f"port {port} of the Service {key} has appProtocol {known.said}, which is not supported"
             return _unresolved(namespace, "UnsupportedProtocol", message, references)
         made = ServiceBackend(key, port or 0, takes_grpc)
-        return Resolution(kind="Backend", namespace=made.namespace, name=made.name, service=made, references=references)
+        return BackendResolution(
+            kind="Backend", namespace=made.namespace, name=made.name, service=made, references=references
+        )
 
-    def _pool(self, namespace: str, key: str, *, takes_grpc: bool) -> Resolution:
+    def _pool(self, namespace: str, key: str, *, takes_grpc: bool) -> BackendResolution:
         pool = self._pools.get(key)
         if pool is None:
             message = f"there is no InferencePool {key}"
@@ -306,7 +308,7 @@ class References:
             message = f"the InferencePool {key} {_NO_CALLS}, which its annotation {SETTINGS} may have"
             return _unresolved(namespace, "UnsupportedProtocol", message, references, pool=key)
         target = namespace_of(key)
-        return Resolution(
+        return BackendResolution(
             kind="ModelServer",
             namespace=target,
             name=server.removeprefix(f"{target}/"),
@@ -317,8 +319,8 @@ class References:
 
 def _unresolved(
     namespace: str, reason: str, message: str, references: tuple[tuple[str, str], ...] = (), *, pool: str = ""
-) -> Resolution:
-    problem = fails("ResolvedRefs", reason, message)
-    return Resolution(
+) -> BackendResolution:
+    problem = condition_false("ResolvedRefs", reason, message)
+    return BackendResolution(
         kind="Backend", namespace=namespace, name=UNRESOLVED, problem=problem, references=references, pool=pool
     )

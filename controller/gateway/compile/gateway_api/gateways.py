@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from controller.gateway.compile.gateway_api.listeners import ListenerClaims, ListenerResult, compile_listeners
-from controller.gateway.compile.gateway_api.objects import Gateway
-from controller.kube.conditions import WantedCondition, WantedList, WantedStatus, fails, holds
+from controller.gateway.compile.gateway_api.resource_types import Gateway
+from controller.kube.conditions import WantedCondition, WantedList, WantedStatus, condition_false, condition_true
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from controller.gateway.compile.gateway_api.listeners import TlsCompiler
-    from controller.gateway.compile.gateway_api.objects import GatewayClass, Reference
+    from controller.gateway.compile.gateway_api.resource_types import GatewayClass, Reference
 
 ANY: Final = "0.0.0.0"  # noqa: S104 - a gateway is there to be reached
 # More addresses than a machine has; a range that is larger was a mistake.
@@ -109,7 +109,7 @@ def parse_addresses(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-class Configs(Protocol):
+class GatewayConfigLookup(Protocol):
     """Compiled GatewayConfigs, by key."""
 
     def problem(self, key: str) -> str:
@@ -122,7 +122,7 @@ class Configs(Protocol):
         """Where Envoy listens for transformers and explainers; None: nowhere."""
 
 
-class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+class ParametersChoice(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: of the GatewayConfig in effect, None for the defaults. ``problems``: why Gateways, by key, cannot
     have what they refer to. ``named``: every GatewayConfig that is referred to.
     """
@@ -137,7 +137,7 @@ def choose_parameters(
     classes: Mapping[str, GatewayClass],
     given: str | None,
     problem_of: Callable[[str], str],
-) -> Parameters:
+) -> ParametersChoice:
     """``gateways``: the oldest first. ``given``: the GatewayConfig of the role's options. ``problem_of``: why a
     GatewayConfig cannot be used, empty if it can.
 
@@ -164,10 +164,10 @@ def choose_parameters(
             problems[gateway.identity.key] = f"GatewayConfig {key}: {problem}"
         elif config is None:
             config, owner = key, f"the older Gateway {gateway.identity.key}"
-    return Parameters(config=config, problems=problems, named=frozenset(named))
+    return ParametersChoice(config=config, problems=problems, named=frozenset(named))
 
 
-def class_problem(one: GatewayClass, problem_of: Callable[[str], str]) -> str:
+def class_parameters_problem(one: GatewayClass, problem_of: Callable[[str], str]) -> str:
     """Why the parametersRef of a GatewayClass cannot be used; empty if it can, or there is none."""
     reference = one.spec.parameters_ref
     if reference is None:
@@ -204,7 +204,7 @@ def advertised_addresses(settings: GatewayApiSettings, service: Iterable[str]) -
     return (_typed(settings.advertise),) if settings.advertise else ()
 
 
-def assign(
+def assign_addresses(
     gateways: Sequence[Gateway], settings: GatewayApiSettings, published: tuple[tuple[str, str], ...]
 ) -> dict[str, AssignedAddresses]:
     """By the Gateways' keys. ``gateways``: the oldest first. ``published``: what takes the place of bound addresses."""
@@ -240,7 +240,7 @@ def _assigned(address: str, published: tuple[tuple[str, str], ...]) -> AssignedA
         return AssignedAddresses(bind=address, published=published)
     if ipaddress.ip_address(address).is_unspecified:
         message = "there is no address to publish; give the role --advertise or --address, or look at its Service"
-        return AssignedAddresses(refused=fails("Programmed", "AddressNotAssigned", message))
+        return AssignedAddresses(refused=condition_false("Programmed", "AddressNotAssigned", message))
     return AssignedAddresses(bind=address, published=((_IP, address),))
 
 
@@ -249,15 +249,17 @@ def _refusal(
 ) -> WantedCondition | None:
     odd = [one.type for one in gateway.spec.addresses if one.type not in (_IP, _HOSTNAME)]
     if odd:
-        return fails("Accepted", "UnsupportedAddress", f"addresses of type {', '.join(odd)} are not supported")
+        return condition_false(
+            "Accepted", "UnsupportedAddress", f"addresses of type {', '.join(odd)} are not supported"
+        )
     usable = set(settings.bind) | {value for _, value in published}
     wanted = _requested(gateway)
     strange = [one for one in wanted if one not in usable]
     if strange:
         known = ", ".join(sorted(usable))
-        return fails("Programmed", "AddressNotUsable", f"{', '.join(strange)} is not one of {known}")
+        return condition_false("Programmed", "AddressNotUsable", f"{', '.join(strange)} is not one of {known}")
     if len(wanted) > 1 and _is_set(settings):
-        return fails("Programmed", "AddressNotUsable", "a Gateway has one address; ask for one of them")
+        return condition_false("Programmed", "AddressNotUsable", "a Gateway has one address; ask for one of them")
     return None
 
 
@@ -287,7 +289,7 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
 
     def status(self, attached: Mapping[str, int]) -> WantedStatus:
         """``attached``: how many routes are attached, by the names of listeners."""
-        entries = tuple(one.entry(attached.get(one.name, 0), self._why_not(one)) for one in self.listeners)
+        entries = tuple(one.status_entry(attached.get(one.name, 0), self._why_not(one)) for one in self.listeners)
         published = [{"type": type_, "value": value} for type_, value in self.assigned.published]
         identity = self.gateway.identity
         return WantedStatus(
@@ -305,25 +307,29 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
             return self.refused
         bad = [one for one in self.listeners if not one.is_open]
         if not bad:
-            return holds("Accepted")
+            return condition_true("Accepted")
         message = "; ".join(f"listener {one.spec.name} is not accepted: {one.accepted.message}" for one in bad)
         if len(bad) == len(self.listeners):
-            return fails("Accepted", "ListenersNotValid", message)
+            return condition_false("Accepted", "ListenersNotValid", message)
         return WantedCondition("Accepted", "True", "ListenersNotValid", message)
 
     def _programmed(self) -> WantedCondition:
         if self.refused is not None:
-            return self.refused if self.refused.type == "Programmed" else fails("Programmed", "Invalid", _NOT_ACCEPTED)
+            return (
+                self.refused
+                if self.refused.type == "Programmed"
+                else condition_false("Programmed", "Invalid", _NOT_ACCEPTED)
+            )
         if any(one.document for one in self.listeners):
-            return holds("Programmed")
-        return fails("Programmed", "Invalid", "none of its listeners can be served")
+            return condition_true("Programmed")
+        return condition_false("Programmed", "Invalid", "none of its listeners can be served")
 
     def _resolved(self) -> WantedCondition:
         bad = [one for one in self.listeners if one.resolved.status != "True"]
         if not bad:
-            return holds("ResolvedRefs")
+            return condition_true("ResolvedRefs")
         message = "; ".join(f"listener {one.spec.name}: {one.resolved.message}" for one in bad)
-        return fails("ResolvedRefs", "ListenersNotResolved", message)
+        return condition_false("ResolvedRefs", "ListenersNotResolved", message)
 
     def _why_not(self, listener: ListenerResult) -> str:
         if not listener.is_open:
@@ -351,7 +357,7 @@ def compile_gateways(
     and explainers.
     """
     usable = [one for one in gateways if one.identity.key not in problems]
-    assigned = assign(usable, settings, published)
+    assigned = assign_addresses(usable, settings, published)
     claims = ListenerClaims(None if steps_port is None else steps_port - settings.port_offset)
     results = {}
     count = 0
@@ -360,13 +366,13 @@ def compile_gateways(
         found = assigned.get(key, AssignedAddresses())
         refused = found.refused
         if key in problems:
-            refused = fails("Accepted", "InvalidParameters", problems[key])
+            refused = condition_false("Accepted", "InvalidParameters", problems[key])
         if count + len(gateway.spec.listeners) > MOST_LISTENERS:
-            refused = refused or fails("Programmed", "NoResources", _TOO_MANY)
+            refused = refused or condition_false("Programmed", "NoResources", _TOO_MANY)
         address = "" if refused is not None else found.bind
         listeners = compile_listeners(gateway, address, settings.port_offset, tls, claims)
         if needs_certificates:
-            listeners = tuple(one.asking_for_certificates() for one in listeners)
+            listeners = tuple(one.require_client_certificates() for one in listeners)
         count += sum(one.document is not None for one in listeners)
         results[key] = GatewayResult(gateway=gateway, assigned=found, listeners=listeners, refused=refused)
     return results
@@ -381,7 +387,7 @@ def class_status(one: GatewayClass, problem: str, release: str | None) -> Wanted
     """Of a GatewayClass of ours. ``problem``: with its parametersRef. ``release``: of the installed Gateway API
     definitions; None: unknown.
     """
-    conditions = [fails("Accepted", "InvalidParameters", problem) if problem else holds("Accepted")]
+    conditions = [condition_false("Accepted", "InvalidParameters", problem) if problem else condition_true("Accepted")]
     if release is not None:
         conditions.append(_supported(release))
     return WantedStatus(
@@ -397,7 +403,7 @@ def class_status(one: GatewayClass, problem: str, release: str | None) -> Wanted
 def _supported(release: str) -> WantedCondition:
     found = _RELEASE.match(release)
     if found and found[1] == "1" and _OLDEST_MINOR <= int(found[2]) <= _NEWEST_MINOR:
-        return holds("SupportedVersion")
+        return condition_true("SupportedVersion")
     known = f"releases 1.{_OLDEST_MINOR} to 1.{_NEWEST_MINOR} are known"
     message = f"the definitions are of release {release or 'unknown'}, {known}; Gateways are served as far as they go"
-    return fails("SupportedVersion", "UnsupportedVersion", message)
+    return condition_false("SupportedVersion", "UnsupportedVersion", message)

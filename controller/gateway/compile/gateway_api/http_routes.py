@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.backends import Resolution
+from controller.gateway.compile.gateway_api.backends import BackendResolution
 from controller.gateway.compile.gateway_api.listeners import AttachingRoute, ParentResult
-from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GROUP
-from controller.gateway.compile.gateway_api.route_conflicts import Claim
-from controller.gateway.compile.sources import to_bytes
+from controller.gateway.compile.gateway_api.resource_types import CONTROLLER_NAME, GROUP
+from controller.gateway.compile.gateway_api.route_conflicts import RouteClaim
+from controller.gateway.compile.source_objects import to_bytes
 from controller.kube.conditions import (
     IN_DIRECTORY,
     WantedCondition,
     WantedEntry,
     WantedList,
     WantedStatus,
-    fails,
-    holds,
+    condition_false,
+    condition_true,
 )
 from extproc.api.decode import decode
 from extproc.api.documents import Document
@@ -28,9 +28,9 @@ from extproc.api.http_route import ATTACHE_GROUP
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from controller.gateway.compile.gateway_api.backends import References
+    from controller.gateway.compile.gateway_api.backends import BackendReferences
     from controller.gateway.compile.gateway_api.listeners import Listeners
-    from controller.gateway.compile.gateway_api.objects import PoolSpec, Route
+    from controller.gateway.compile.gateway_api.resource_types import PoolSpec, Route
     from controller.gateway.compile.gateway_api.route_conflicts import Rivals
 
 # Fields of rules without effect here; every other unknown field is refused.
@@ -46,19 +46,23 @@ def pool_status(
     accepted: dict[str, bool] = {}
     for one in parents:
         accepted[one.gateway] = accepted.get(one.gateway, False) or one.accepted.status == "True"
-    resolved = fails("ResolvedRefs", "InvalidExtensionRef", picker_problem) if picker_problem else holds("ResolvedRefs")
+    resolved = (
+        condition_false("ResolvedRefs", "InvalidExtensionRef", picker_problem)
+        if picker_problem
+        else condition_true("ResolvedRefs")
+    )
     entries = []
     for key in sorted(accepted):
         namespace, _, name = key.partition("/")
-        refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no route that refers to it")
+        refused = condition_false("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no route that refers to it")
         if problem:
-            refused = fails("Accepted", "NotSupportedByParent", problem)
+            refused = condition_false("Accepted", "NotSupportedByParent", problem)
         is_accepted = accepted[key] and not problem
         reference = {"group": GROUP, "kind": "Gateway", "name": name, "namespace": namespace}
         entries.append(
             WantedEntry(
                 identity={"parentRef": reference, "controllerName": CONTROLLER_NAME},
-                conditions=(holds("Accepted") if is_accepted else refused, resolved),
+                conditions=(condition_true("Accepted") if is_accepted else refused, resolved),
             )
         )
     identity = pool.identity
@@ -77,11 +81,11 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
     ``attached``: names of listeners. ``resolutions``: of all its references.
     """
 
-    claim: Claim
+    claim: RouteClaim
     document: bytes | None
     attached: frozenset[str]
     parents: tuple[ParentResult, ...]
-    resolutions: tuple[Resolution, ...]
+    resolutions: tuple[BackendResolution, ...]
     status: WantedStatus
 
     @property
@@ -96,7 +100,7 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compile_http_route(
-    route: Route, listeners: Listeners, references: References, gateway: str | None, rivals: Rivals
+    route: Route, listeners: Listeners, references: BackendReferences, gateway: str | None, rivals: Rivals
 ) -> HttpRouteResult:
     """``gateway``: the one Gateway that is served, None if all of our classes are. ``rivals``: by the listeners that
     it loses, older routes.
@@ -104,18 +108,18 @@ def compile_http_route(
     identity = route.identity
     asking = AttachingRoute(kind=route.kind, namespace=identity.namespace, hostnames=route.hostnames)
     parents = listeners.attach(asking, route.parents)
-    resolutions: list[Resolution] = []
+    resolutions: list[BackendResolution] = []
     resolve = _Resolver(route, references, resolutions)
     rules = [resolve.rule(rule) for rule in route.spec.get("rules") or ()]
-    claim = Claim(route, frozenset(name for one in parents for name in one.attached))
+    claim = RouteClaim(route, frozenset(name for one in parents for name in one.attached))
     parents = [_without(one, rivals) for one in parents]
     served = sorted({name for one in parents for name in one.served})
     content = _content(route, rules, served)
     problem = _problem(content)
     if problem:
-        refused = fails("Accepted", "UnsupportedValue", problem)
+        refused = condition_false("Accepted", "UnsupportedValue", problem)
         parents = [_refuse(one, refused) for one in parents]
-        claim = Claim(route, frozenset())
+        claim = RouteClaim(route, frozenset())
     resolved = _resolved(resolutions)
     note = _note(route.spec)
     entries = [_entry(one, resolved, note) for one in _each_once(parents)]
@@ -137,13 +141,13 @@ def compile_http_route(
     )
 
 
-def _resolved(resolutions: Iterable[Resolution]) -> WantedCondition:
+def _resolved(resolutions: Iterable[BackendResolution]) -> WantedCondition:
     """The reason of the first reference that cannot be resolved, and the messages of all."""
     problems = [one.problem for one in resolutions if one.problem is not None]
     if not problems:
-        return holds("ResolvedRefs")
+        return condition_true("ResolvedRefs")
     message = "; ".join(dict.fromkeys(one.message for one in problems))
-    return fails("ResolvedRefs", problems[0].reason, message)
+    return condition_false("ResolvedRefs", problems[0].reason, message)
 
 
 def _content(route: Route, rules: list[Mapping[str, Any]], served: list[str]) -> Mapping[str, Any]:
@@ -168,7 +172,7 @@ def _problem(content: Mapping[str, Any]) -> str:
 class _Resolver:
     """Writes rules with what their references come to; ``found`` gets all of these."""
 
-    def __init__(self, route: Route, references: References, found: list[Resolution]) -> None:
+    def __init__(self, route: Route, references: BackendReferences, found: list[BackendResolution]) -> None:
         self._route = route
         self._references = references
         self._found = found
@@ -209,7 +213,7 @@ def _without(parent: ParentResult, rivals: Rivals) -> ParentResult:
     attached = tuple(one for one in parent.attached if one not in rivals)
     if not attached:
         message = f"the older {rivals[lost[0]]} has hosts in common with it, and a listener takes one of the two kinds"
-        return _refuse(parent, fails("Accepted", "HostnameConflict", message))
+        return _refuse(parent, condition_false("Accepted", "HostnameConflict", message))
     served = tuple(one for one in parent.served if one not in rivals)
     return msgspec.structs.replace(parent, attached=attached, served=served)
 
@@ -228,7 +232,7 @@ def _each_once(parents: Iterable[ParentResult]) -> list[ParentResult]:
 def _entry(parent: ParentResult, resolved: WantedCondition, note: str) -> WantedEntry:
     accepted = parent.accepted
     if accepted.status == "True" and note:
-        accepted = holds("Accepted", note)
+        accepted = condition_true("Accepted", note)
     return WantedEntry(
         identity={"parentRef": parent.reference(), "controllerName": CONTROLLER_NAME},
         conditions=(accepted, resolved, _programmed(parent)),
@@ -240,9 +244,9 @@ def _programmed(parent: ParentResult) -> WantedCondition:
     kinds.
     """
     if parent.served:
-        return holds("Programmed", IN_DIRECTORY)
+        return condition_true("Programmed", IN_DIRECTORY)
     why = "none of the listeners that it is attached to is served" if parent.attached else "it is not accepted"
-    return fails("Programmed", "Invalid", why)
+    return condition_false("Programmed", "Invalid", why)
 
 
 def _note(spec: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.objects import (
+from controller.gateway.compile.gateway_api.resource_types import (
     GROUP,
     GRPC_ROUTE,
     HTTP_ROUTE,
@@ -18,16 +18,16 @@ from controller.gateway.compile.gateway_api.objects import (
     ParentRef,
     RouteKind,
 )
-from controller.gateway.compile.secrets import (
-    PointedObject,
-    Pointer,
+from controller.gateway.compile.referenced_secrets import (
+    ReferencedKey,
+    ReferencedObject,
     authorities_problem,
     certificate_problem,
-    file_of,
-    files_of,
+    referenced_file,
+    referenced_files,
 )
-from controller.gateway.compile.sources import to_bytes
-from controller.kube.conditions import WantedCondition, WantedEntry, fails, holds
+from controller.gateway.compile.source_objects import to_bytes
+from controller.kube.conditions import WantedCondition, WantedEntry, condition_false, condition_true
 from extproc.api.addresses import join_host_port
 from extproc.api.decode import decode
 from extproc.api.documents import Document
@@ -36,8 +36,8 @@ from extproc.api.spec import API_VERSION, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from controller.gateway.compile.gateway_api.backends import Grants
-    from controller.gateway.compile.gateway_api.objects import Gateway, Reference
+    from controller.gateway.compile.gateway_api.backends import ReferenceGrants
+    from controller.gateway.compile.gateway_api.resource_types import Gateway, Reference
 
 _SECRET_FILES: Final = ("tls.crt", "tls.key")
 CLIENT_AUTHORITIES: Final = "clientca."
@@ -62,13 +62,13 @@ class TlsResult(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, bytes] = {}
     accepted: WantedCondition | None = None
     resolved: WantedCondition | None = None
-    pointers: frozenset[Pointer] = frozenset()
+    pointers: frozenset[ReferencedKey] = frozenset()
 
 
 class TlsCompiler:
     """``pointed``: the target of a pointer, None if it does not exist or is not read yet."""
 
-    def __init__(self, grants: Grants, pointed: Callable[[Pointer], PointedObject | None]) -> None:
+    def __init__(self, grants: ReferenceGrants, pointed: Callable[[ReferencedKey], ReferencedObject | None]) -> None:
         self._grants = grants
         self._pointed = pointed
 
@@ -77,10 +77,10 @@ class TlsCompiler:
         tls = listener.tls
         if tls is None or tls.mode != "Terminate":
             message = "an HTTPS listener ends TLS here; write tls with mode Terminate and certificateRefs"
-            return TlsResult(accepted=fails("Accepted", "UnsupportedValue", message))
+            return TlsResult(accepted=condition_false("Accepted", "UnsupportedValue", message))
         certificates: list[Mapping[str, str]] = []
         files: dict[str, bytes] = {}
-        pointers: set[Pointer] = set()
+        pointers: set[ReferencedKey] = set()
         resolved: WantedCondition | None = (
             None if tls.certificate_refs else _bad_certificate("there are no certificateRefs")
         )
@@ -88,8 +88,8 @@ class TlsCompiler:
             problem = self._certificate(gateway, reference, pointers, files)
             resolved = resolved or problem
             if problem is None:
-                pointer = Pointer("Secret", _key(gateway, reference))
-                crt, key = (file_of(pointer, name) for name in _SECRET_FILES)
+                pointer = ReferencedKey("Secret", _key(gateway, reference))
+                crt, key = (referenced_file(pointer, name) for name in _SECRET_FILES)
                 certificates.append({"certFile": crt, "keyFile": key})
         accepted, authorities, unresolved = self._authorities(gateway, listener.port, pointers, files)
         resolved = resolved or unresolved
@@ -101,12 +101,12 @@ class TlsCompiler:
         return TlsResult(document=document, files=files, resolved=resolved, pointers=frozenset(pointers))
 
     def _certificate(
-        self, gateway: Gateway, reference: Reference, pointers: set[Pointer], files: dict[str, bytes]
+        self, gateway: Gateway, reference: Reference, pointers: set[ReferencedKey], files: dict[str, bytes]
     ) -> WantedCondition | None:
         """Why the Secret cannot be used; None, and its files, if it can."""
         if reference.group or reference.kind not in ("", "Secret"):
             return _bad_certificate(f"certificateRefs name Secrets, not {reference.group}/{reference.kind}")
-        pointer = Pointer("Secret", _key(gateway, reference))
+        pointer = ReferencedKey("Secret", _key(gateway, reference))
         if not self._may(gateway, reference, "Secret"):
             return _not_permitted("Secret", pointer.key)
         pointers.add(pointer)
@@ -117,11 +117,11 @@ class TlsCompiler:
         problem = certificate_problem(found)
         if problem:
             return _bad_certificate(f"the Secret {pointer.key} cannot be used: {problem}")
-        files.update(files_of(pointer, found, _SECRET_FILES))
+        files.update(referenced_files(pointer, found, _SECRET_FILES))
         return None
 
     def _authorities(
-        self, gateway: Gateway, port: int, pointers: set[Pointer], files: dict[str, bytes]
+        self, gateway: Gateway, port: int, pointers: set[ReferencedKey], files: dict[str, bytes]
     ) -> tuple[WantedCondition | None, str, WantedCondition | None]:
         """Why not Accepted; the file of the authorities of clients' certificates, if any; why not ResolvedRefs."""
         validation = gateway.spec.tls.validation(port)
@@ -129,7 +129,7 @@ class TlsCompiler:
             return None, "", None
         if validation.mode != "AllowValidOnly":
             message = f"the mode {validation.mode} of client certificates is not supported; write AllowValidOnly"
-            return fails("Accepted", "UnsupportedValue", message), "", None
+            return condition_false("Accepted", "UnsupportedValue", message), "", None
         texts = []
         resolved: WantedCondition | None = None
         for reference in validation.ca_certificate_refs:
@@ -139,19 +139,19 @@ class TlsCompiler:
                 texts.append(text)
         if not texts:
             message = "no caCertificateRef can be used, so that no client could connect"
-            return fails("Accepted", "NoValidCACertificate", message), "", resolved
+            return condition_false("Accepted", "NoValidCACertificate", message), "", resolved
         identity = gateway.identity
         name = f"{CLIENT_AUTHORITIES}{identity.namespace}.{identity.name}_{port}.data"
         files[name] = b"\n".join(texts)
         return None, name, resolved
 
     def _authority(
-        self, gateway: Gateway, reference: Reference, pointers: set[Pointer]
+        self, gateway: Gateway, reference: Reference, pointers: set[ReferencedKey]
     ) -> tuple[bytes, WantedCondition | None]:
         if reference.group or reference.kind != "ConfigMap":
             message = f"caCertificateRefs name ConfigMaps, not {reference.group}/{reference.kind}"
-            return b"", fails("ResolvedRefs", "InvalidCACertificateKind", message)
-        pointer = Pointer("ConfigMap", _key(gateway, reference))
+            return b"", condition_false("ResolvedRefs", "InvalidCACertificateKind", message)
+        pointer = ReferencedKey("ConfigMap", _key(gateway, reference))
         if not self._may(gateway, reference, "ConfigMap"):
             return b"", _not_permitted("ConfigMap", pointer.key)
         pointers.add(pointer)
@@ -159,7 +159,7 @@ class TlsCompiler:
         problem = "it is not there" if found is None else authorities_problem(found)
         if found is None or problem:
             message = f"the ConfigMap {pointer.key} cannot be used: {problem}"
-            return b"", fails("ResolvedRefs", "InvalidCACertificateRef", message)
+            return b"", condition_false("ResolvedRefs", "InvalidCACertificateRef", message)
         return found.data["ca.crt"], None
 
     def _may(self, gateway: Gateway, reference: Reference, kind: str) -> bool:
@@ -173,11 +173,13 @@ def _key(gateway: Gateway, reference: Reference) -> str:
 
 
 def _bad_certificate(message: str) -> WantedCondition:
-    return fails("ResolvedRefs", "InvalidCertificateRef", message)
+    return condition_false("ResolvedRefs", "InvalidCertificateRef", message)
 
 
 def _not_permitted(kind: str, key: str) -> WantedCondition:
-    return fails("ResolvedRefs", "RefNotPermitted", f"no ReferenceGrant lets this Gateway use the {kind} {key}")
+    return condition_false(
+        "ResolvedRefs", "RefNotPermitted", f"no ReferenceGrant lets this Gateway use the {kind} {key}"
+    )
 
 
 class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,7 +196,7 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
     conflicted: WantedCondition
     document: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = {}
-    pointers: frozenset[Pointer] = frozenset()
+    pointers: frozenset[ReferencedKey] = frozenset()
     refused: str = ""
 
     @property
@@ -202,7 +204,7 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
         """Whether routes can attach to it."""
         return self.accepted.status == "True"
 
-    def asking_for_certificates(self) -> ListenerResult:
+    def require_client_certificates(self) -> ListenerResult:
         """The listener itself if it requires client certificates, by which callers are identified; else the same as not
         served.
         """
@@ -210,9 +212,11 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return msgspec.structs.replace(self, document=None, files={}, refused=_NO_CERTIFICATES)
 
-    def entry(self, attached: int, why_not: str) -> WantedEntry:
+    def status_entry(self, attached: int, why_not: str) -> WantedEntry:
         """Its part of the Gateway's status. ``attached``: how many routes are. ``why_not``: why it is not served."""
-        programmed = holds("Programmed") if self.document else fails("Programmed", "Invalid", why_not)
+        programmed = (
+            condition_true("Programmed") if self.document else condition_false("Programmed", "Invalid", why_not)
+        )
         kinds = [{"group": one.group, "kind": one.kind} for one in self.kinds]
         return WantedEntry(
             identity={"name": self.spec.name},
@@ -290,14 +294,14 @@ def _compile(
 ) -> ListenerResult:
     name = f"{gateway.identity.key}/{listener.name}"
     is_known = listener.protocol in _PROTOCOLS
-    kinds, resolved = _kinds(listener) if is_known else ((), holds("ResolvedRefs"))
+    kinds, resolved = _kinds(listener) if is_known else ((), condition_true("ResolvedRefs"))
     found = tls.compile(gateway, listener) if listener.protocol == "HTTPS" else TlsResult()
-    accepted = _refusal(name, listener, offset, conflict) or found.accepted or holds("Accepted")
+    accepted = _refusal(name, listener, offset, conflict) or found.accepted or condition_true("Accepted")
     document: dict[str, Any] | None = None
     if address and accepted.status == "True" and kinds and (listener.protocol == "HTTP" or found.document):
         document = _document(name, listener, address, offset, found)
         if wrong := _mistakes(document):
-            accepted, document = fails("Accepted", "UnsupportedValue", wrong), None
+            accepted, document = condition_false("Accepted", "UnsupportedValue", wrong), None
     return ListenerResult(
         name=name,
         spec=listener,
@@ -335,27 +339,27 @@ def _refusal(
 ) -> WantedCondition | None:
     if listener.protocol not in _PROTOCOLS:
         message = f"the protocol {listener.protocol} is not supported; write HTTP or HTTPS"
-        return fails("Accepted", "UnsupportedProtocol", message)
+        return condition_false("Accepted", "UnsupportedProtocol", message)
     if len(name) > _LONGEST_NAME:
         message = f"{name} has more than {_LONGEST_NAME} characters; give the Gateway or the listener a shorter name"
-        return fails("Accepted", "UnsupportedValue", message)
+        return condition_false("Accepted", "UnsupportedValue", message)
     if listener.port + offset > _HIGHEST_PORT:
         message = f"port {listener.port} plus the port offset {offset} is no port"
-        return fails("Accepted", "PortUnavailable", message)
-    return None if conflict is None else fails("Accepted", conflict.reason, conflict.message)
+        return condition_false("Accepted", "PortUnavailable", message)
+    return None if conflict is None else condition_false("Accepted", conflict.reason, conflict.message)
 
 
 def _kinds(listener: ListenerSpec) -> tuple[tuple[RouteKind, ...], WantedCondition]:
     listed = listener.allowed_routes.kinds
     if not listed:
-        return _KINDS, holds("ResolvedRefs")
+        return _KINDS, condition_true("ResolvedRefs")
     strange = [f"{one.group}/{one.kind}" for one in listed if one not in _KINDS]
     kinds = tuple(one for one in _KINDS if one in listed)
     if not strange:
-        return kinds, holds("ResolvedRefs")
+        return kinds, condition_true("ResolvedRefs")
     known = ", ".join(f"{one.group}/{one.kind}" for one in _KINDS)
     message = f"{', '.join(strange)} cannot attach here; {known} can"
-    return kinds, fails("ResolvedRefs", "InvalidRouteKinds", message)
+    return kinds, condition_false("ResolvedRefs", "InvalidRouteKinds", message)
 
 
 def _host(listener: ListenerSpec) -> str:
@@ -411,7 +415,7 @@ class Listeners:
                 found.append(self._attach(route, ref, key))
         return found
 
-    def open_to(self, route: AttachingRoute) -> list[str]:
+    def listeners_open_to(self, route: AttachingRoute) -> list[str]:
         """The served listeners of all Gateways that take ``route``, though it names none."""
         return [
             one.name
@@ -428,22 +432,26 @@ class Listeners:
         ]
         if not named:
             message = f"the Gateway {key} has no listener of this sectionName and port"
-            return ParentResult(ref=ref, gateway=key, accepted=fails("Accepted", "NoMatchingParent", message))
+            return ParentResult(ref=ref, gateway=key, accepted=condition_false("Accepted", "NoMatchingParent", message))
         allowed = [one for one in named if self._allows(one, route, namespace_of(key))]
         if not allowed:
             message = f"no listener of the Gateway {key} allows a {route.kind.kind} of the namespace {route.namespace}"
-            return ParentResult(ref=ref, gateway=key, accepted=fails("Accepted", "NotAllowedByListeners", message))
-        attached = [one for one in allowed if meets(one.spec.hostname, route.hostnames)]
+            return ParentResult(
+                ref=ref, gateway=key, accepted=condition_false("Accepted", "NotAllowedByListeners", message)
+            )
+        attached = [one for one in allowed if hostnames_intersect(one.spec.hostname, route.hostnames)]
         if not attached:
             hosts = ", ".join(one.spec.hostname or "*" for one in allowed)
             message = f"none of its hostnames is one of the listeners' ({hosts})"
-            return ParentResult(ref=ref, gateway=key, accepted=fails("Accepted", "NoMatchingListenerHostname", message))
+            return ParentResult(
+                ref=ref, gateway=key, accepted=condition_false("Accepted", "NoMatchingListenerHostname", message)
+            )
         return ParentResult(
             ref=ref,
             gateway=key,
             attached=tuple(one.name for one in attached),
             served=tuple(one.name for one in attached if one.document is not None),
-            accepted=holds("Accepted"),
+            accepted=condition_true("Accepted"),
         )
 
     def _allows(self, listener: ListenerResult, route: AttachingRoute, own: str) -> bool:
@@ -461,7 +469,7 @@ class Listeners:
         return False
 
 
-def meets(listener: str | None, hostnames: tuple[str, ...]) -> bool:
+def hostnames_intersect(listener: str | None, hostnames: tuple[str, ...]) -> bool:
     """Whether some host is one of both; nothing stands for all hosts."""
     return not listener or not hostnames or any(_overlap(listener.lower(), one.lower()) for one in hostnames)
 

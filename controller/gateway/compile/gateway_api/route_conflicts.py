@@ -13,20 +13,20 @@ from extproc.api.matches import ANY_HOST, covering_domains, covers_domain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from controller.gateway.compile.gateway_api.objects import Route
+    from controller.gateway.compile.gateway_api.resource_types import Route
 
 # Of a route: by the listeners that it loses to an older route of the other kind, that route.
 Rivals = dict[str, str]
 
 
-class Claim(NamedTuple):
+class RouteClaim(NamedTuple):
     """``listeners``: the names of those that ``route`` would be attached to without any other route."""
 
     route: Route
     listeners: frozenset[str]
 
 
-def rivals_of(claims: Iterable[Claim], hosts: Mapping[str, str]) -> dict[tuple[str, str], Rivals]:
+def find_rivals(claims: Iterable[RouteClaim], hosts: Mapping[str, str]) -> dict[tuple[str, str], Rivals]:
     """By route, without those that lose no listener. ``hosts``: of listeners, ``*`` for all."""
     claims = sorted(claims, key=lambda one: (one.route.identity.age, one.route.kind.kind))
     kinds: dict[str, set[str]] = {}

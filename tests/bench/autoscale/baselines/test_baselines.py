@@ -14,7 +14,7 @@ from bench.autoscale.baselines.baseline import hpa, kpa
 from bench.autoscale.baselines.dynamo import DynamoMemory, DynamoPlanner, MeanRequest
 from bench.autoscale.baselines.kthena import Kthena, RecommendationSample, recommended_instances, smallest_corrected
 from bench.autoscale.baselines.llm_d import KedaQueue, KedaSlo
-from bench.autoscale.baselines.wva import Means, WvaV1, WvaV2, as_wva_v1, median
+from bench.autoscale.baselines.wva import RequestMeans, WvaV1, WvaV2, analyze_v1, median
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
@@ -92,7 +92,7 @@ def test_llm_ds_latency_strategy_takes_silence_for_idleness_and_leaves_slowly() 
 
 def test_wva_v1_takes_an_engine_away_beside_a_full_one() -> None:
     # spare: 0.55 and 5; with one fewer of the two that it looks at: load 0.25 * 2, spare 0.3
-    found = as_wva_v1([(0.2, 0), (0.3, 0), (0.9, 7)], SpareCapacityParameters())
+    found = analyze_v1([(0.2, 0), (0.3, 0), (0.9, 7)], SpareCapacityParameters())
     assert (found.unsaturated, found.scale_up, found.scale_down_safe) == (2, False, True)
     assert found.kv_spare == pytest.approx(0.55)
     seen = pool(report(kv=0.2, waiting=0), report(kv=0.3, waiting=0), report(kv=0.9, waiting=7))
@@ -100,9 +100,9 @@ def test_wva_v1_takes_an_engine_away_beside_a_full_one() -> None:
 
 
 def test_wva_v1_with_all_engines_full() -> None:
-    found = as_wva_v1([(0.85, 2), (0.5, 6), (0.9, 7)], SpareCapacityParameters())
+    found = analyze_v1([(0.85, 2), (0.5, 6), (0.9, 7)], SpareCapacityParameters())
     assert (found.unsaturated, found.kv_spare, found.scale_up, found.scale_down_safe) == (0, 0.0, True, False)
-    assert as_wva_v1([], SpareCapacityParameters()).scale_up is False
+    assert analyze_v1([], SpareCapacityParameters()).scale_up is False
 
 
 def test_wva_v1_agrees_with_the_references_formulas_in_many_cases() -> None:
@@ -113,7 +113,7 @@ def test_wva_v1_agrees_with_the_references_formulas_in_many_cases() -> None:
         count = len(calm)
         kv = sum(one for one, _ in calm) / count if count else 0.8
         queue = sum(one for _, one in calm) / count if count else 5.0
-        found = as_wva_v1(loads, given)
+        found = analyze_v1(loads, given)
         assert found.scale_up == (0.8 - kv < 0.1 or 5 - queue < 3)
         assert found.scale_down_safe == (
             count >= 2 and 0.8 - kv * count / (count - 1) >= 0.1 and 5 - queue * count / (count - 1) >= 3
@@ -137,14 +137,14 @@ def test_wva_v2_gives_all_that_is_missing() -> None:
 
 
 def test_wva_v2_learns_from_full_queues() -> None:
-    strategy, history, means = WvaV2(), {}, Means(1000, 200)
+    strategy, history, means = WvaV2(), {}, RequestMeans(1000, 200)
     one = report(cache=100_000)
     assert strategy.capacity_of(one, 30_001, 5, means, history) == 30_001
     assert strategy.capacity_of(one, 20_000, 9, means, history) == 20_000
     assert strategy.capacity_of(one, 20_000, 4, means, history) == 25_000
     # a class of which nothing was seen: 256 sequences of 1,300 tokens are more than the cache
-    assert strategy.capacity_of(one, 20_000, 0, Means(1000, 600), history) == 80_000
-    assert strategy.capacity_of(report(cache=1_000_000), 0, 0, Means(10, 600), history) == 256 * 310
+    assert strategy.capacity_of(one, 20_000, 0, RequestMeans(1000, 600), history) == 80_000
+    assert strategy.capacity_of(report(cache=1_000_000), 0, 0, RequestMeans(10, 600), history) == 256 * 310
     assert median([1, 2]) == 1
 
 

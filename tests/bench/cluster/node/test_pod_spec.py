@@ -10,18 +10,25 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.pod_files import mounts, ports_of, remove_others, rewritten, volume_files, write_files
+from bench.cluster.node.pod_files import (
+    mount_paths,
+    ports_of,
+    remove_stale_files,
+    rewrite_argument,
+    volume_files,
+    write_files,
+)
 from bench.cluster.node.pod_network import Addresses, NoAddressLeft
 from bench.cluster.node.pod_spec import (
     IMAGES,
     ImageMissing,
+    ReferencedSources,
     ReferenceMissing,
-    Sources,
-    command,
+    container_command,
     environment,
     expand_variables,
+    image_repository,
     references,
-    repository,
 )
 
 POD: dict[str, Any] = {
@@ -30,7 +37,7 @@ POD: dict[str, Any] = {
 }
 CONFIG = {"kind": "ConfigMap", "data": {"colour": "red"}, "binaryData": {"blob": base64.b64encode(b"\0").decode()}}
 SECRET = {"kind": "Secret", "data": {"key": base64.b64encode(b"hush").decode()}}
-SOURCES = Sources(config_maps={"c": CONFIG}, secrets={"s": SECRET}, pod_ip="127.1.0.1", host_ip="127.0.0.1")
+SOURCES = ReferencedSources(config_maps={"c": CONFIG}, secrets={"s": SECRET}, pod_ip="127.1.0.1", host_ip="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -43,19 +50,22 @@ SOURCES = Sources(config_maps={"c": CONFIG}, secrets={"s": SECRET}, pod_ip="127.
     ],
 )
 def test_a_repository_is_an_image_without_registry_and_tag(image: str, name: str) -> None:
-    assert repository(image) == name
+    assert image_repository(image) == name
 
 
 def test_a_command_replaces_the_entry_point_and_args_follow_it() -> None:
     entry = IMAGES["attache/engine-sim"]
-    assert command({"image": "attache/engine-sim", "args": ["--port", "1"]}, IMAGES) == (entry, ("--port", "1"))
-    assert command({"image": "busybox", "command": ["sh"], "args": ["-c"]}, IMAGES) == ((), ("sh", "-c"))
+    assert container_command({"image": "attache/engine-sim", "args": ["--port", "1"]}, IMAGES) == (
+        entry,
+        ("--port", "1"),
+    )
+    assert container_command({"image": "busybox", "command": ["sh"], "args": ["-c"]}, IMAGES) == ((), ("sh", "-c"))
     with pytest.raises(ImageMissing, match="nobody/nothing"):
-        command({"image": "nobody/nothing:v1"}, IMAGES)
+        container_command({"image": "nobody/nothing:v1"}, IMAGES)
 
 
 def test_redis_takes_the_words_of_its_container_and_connections_of_other_pods() -> None:
-    entry, words = command({"image": "redis:8-alpine", "args": ["redis-server", "--save", ""]}, IMAGES)
+    entry, words = container_command({"image": "redis:8-alpine", "args": ["redis-server", "--save", ""]}, IMAGES)
     done = subprocess.run([*entry, "echo", *words[1:]], capture_output=True, text=True, check=True)
     assert done.stdout == "--save  --protected-mode no\n"
 
@@ -168,11 +178,13 @@ def test_words_are_rewritten_for_this_machine(word: str, becomes: str, tmp_path:
             {"mountPath": "/v", "name": "v"},
         ]
     }
-    places = mounts(container, tmp_path)
+    places = mount_paths(container, tmp_path)
     assert places["/config/deep"] == tmp_path / "d"
     named = {"/config": "/v/c", "/config/deep": "/v/d", "/v": "/x/v"}
     declared = ports_of({"spec": {"containers": [{"name": "engine", "ports": [{"containerPort": 8000}]}]}})
-    assert rewritten(word, {path: Path(place) for path, place in named.items()}, "127.1.0.1", declared) == becomes
+    assert (
+        rewrite_argument(word, {path: Path(place) for path, place in named.items()}, "127.1.0.1", declared) == becomes
+    )
 
 
 def test_files_are_written_once_and_removed_when_they_are_no_more(tmp_path: Path) -> None:
@@ -180,26 +192,26 @@ def test_files_are_written_once_and_removed_when_they_are_no_more(tmp_path: Path
     assert not write_files(tmp_path, {"a": b"1"})
     assert write_files(tmp_path, {"a": b"3"})
     (tmp_path / "old").write_text("x")
-    remove_others(tmp_path, {"a": b"3"})
+    remove_stale_files(tmp_path, {"a": b"3"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "sub"]
 
 
 def test_addresses_are_handed_out_again_as_late_as_possible() -> None:
     with Addresses() as addresses:
-        given = [addresses.take() for _ in range(254 * 255)]
+        given = [addresses.allocate() for _ in range(254 * 255)]
         assert len(set(given)) == len(given)
         assert {one.rpartition(".")[2] for one in given} == {str(number) for number in range(1, 255)}
         with pytest.raises(NoAddressLeft):
-            addresses.take()
-        addresses.give_back(given[3])
-        addresses.give_back(given[0])
-        assert [addresses.take(), addresses.take()] == [given[0], given[3]]
+            addresses.allocate()
+        addresses.release(given[3])
+        addresses.release(given[0])
+        assert [addresses.allocate(), addresses.allocate()] == [given[0], given[3]]
 
 
 def test_two_clusters_have_different_networks() -> None:
     with Addresses([201, 202]) as first, Addresses([201, 202]) as second:
-        assert (first.take(), second.take()) == ("127.201.0.1", "127.202.0.1")
+        assert (first.allocate(), second.allocate()) == ("127.201.0.1", "127.202.0.1")
         with pytest.raises(NoAddressLeft):
             Addresses([201, 202])
     with Addresses([201, 202]) as again:
-        assert again.take() == "127.201.0.1"
+        assert again.allocate() == "127.201.0.1"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.scheduler import NowhereToGo, choose, node_capacities, requests_of
+from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities, requests_of
 
 
 def node(name: str, gpus: int = 2, *, ready: str = "True", **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
@@ -32,7 +32,7 @@ def pod(gpus: int = 0, on: str = "", phase: str = "Pending", **spec: Any) -> dic
 
 
 def chosen(one: dict[str, Any], nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> str:
-    return choose(one, node_capacities(nodes, pods), len(nodes))
+    return choose_node(one, node_capacities(nodes, pods), len(nodes))
 
 
 def test_a_pod_goes_where_gpus_are_left() -> None:
@@ -44,24 +44,24 @@ def test_a_pod_goes_where_gpus_are_left() -> None:
 
 def test_what_fits_nowhere_is_said_as_kube_scheduler_says_it() -> None:
     nodes = [node("a"), node("b", gpus=8, ready="Unknown")]
-    with pytest.raises(NowhereToGo) as error:
+    with pytest.raises(PodUnschedulable) as error:
         chosen(pod(3), nodes, [])
     assert str(error.value) == "0/2 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) were not ready."
-    with pytest.raises(NowhereToGo, match="no nodes"):
+    with pytest.raises(PodUnschedulable, match="no nodes"):
         chosen(pod(), [], [])
 
 
 def test_selectors_taints_and_the_number_of_pods_count() -> None:
     tainted = node("b", taints=[{"key": "gpu", "value": "yes", "effect": "NoSchedule"}])
     nodes = [node("a"), tainted]
-    with pytest.raises(NowhereToGo, match="untolerated taint"):
+    with pytest.raises(PodUnschedulable, match="untolerated taint"):
         chosen(pod(nodeSelector={"name": "b"}), nodes, [])
     tolerating = [{"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"}]
     assert chosen(pod(nodeSelector={"name": "b"}, tolerations=tolerating), nodes, []) == "b"
     assert chosen(pod(nodeSelector={"name": "b"}, tolerations=[{"operator": "Exists"}]), nodes, []) == "b"
-    with pytest.raises(NowhereToGo, match="Too many pods"):
+    with pytest.raises(PodUnschedulable, match="Too many pods"):
         chosen(pod(), [node("a")], [pod(on="a") for _ in range(3)])
-    with pytest.raises(NowhereToGo, match="not ready"):
+    with pytest.raises(PodUnschedulable, match="not ready"):
         chosen(pod(), [node("a", unschedulable=True)], [])
 
 

@@ -25,7 +25,7 @@ from bench.lab.policies.routers import (
     PrefixCache,
     RandomPick,
 )
-from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PrefixMemoryPolicy
+from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, PrefixMemoryPolicy, PrefixMemoryRule
 from bench.virtual.observers import REQUEST_KEY
 from extproc.api.errors import ConfigInvalid
 from extproc.endpoints.ledger import begin_request
@@ -66,7 +66,7 @@ class Engines:
         for address, tokens in cached.items():
             column[self.table.row_of(address)] = tokens
         facts = RequestFacts("m", float(request.prompt_tokens), headers={REQUEST_KEY: str(request.key)})
-        self.tracker.arrives(request, (0, 0), self.now)
+        self.tracker.on_arrival(request, (0, 0), self.now)
         return View(self.table, Demand(column, request.prompt_tokens - column), facts, self.now)
 
     def pick(self, picker: Picker, request: Request | None = None, **cached: float) -> str:
@@ -74,7 +74,7 @@ class Engines:
         asked = request or self.request()
         address = self.table.addresses[picker.pick(self.view(asked, **cached), rng=self.rng).rows[0]]
         if isinstance(picker, AffinityWithTokenLoad | KvRouter | LMetric | ExploitExplore | PrefixMemoryPolicy):
-            self.tracker.sent(asked, address, self.now)
+            self.tracker.on_sent(asked, address, self.now)
         return address
 
 
@@ -115,10 +115,10 @@ def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_o
     row = scene.tracker.row_of(scene.table, address)
     assert scene.tracker.prefill_tokens[row] == 6400
     assert scene.tracker.blocks_with(scene.request("a"))[row] == 100
-    scene.tracker.first_token(first, 1.0)
+    scene.tracker.on_first_token(first, 1.0)
     assert scene.tracker.prefill_tokens[row] == 0
     assert scene.tracker.blocks_with(scene.request("b"))[row] == 200
-    scene.tracker.ended(first, 2.0)
+    scene.tracker.on_ended(first, 2.0)
     assert scene.tracker.blocks_with(scene.request("b"))[row] == 100
 
 
@@ -127,7 +127,7 @@ def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
     picker = KvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     busy = scene.pick(picker, first)
-    scene.tracker.first_token(first, 0.5)
+    scene.tracker.on_first_token(first, 0.5)
     other = "e1" if busy == "e0" else "e0"
     # there: 100 - 50 to compute and 100 + 100 in use; elsewhere 100 and 100
     assert scene.pick(picker, scene.request("b"), **{busy: 3200}) == other
@@ -195,7 +195,7 @@ def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_min
 @pytest.mark.parametrize("by", ["sent", "ended"])
 def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
     scene = Engines(2)
-    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, MemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
+    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, PrefixMemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
     first = scene.request("a")
     holder = scene.pick(picker, first)
     other = "e1" if holder == "e0" else "e0"
@@ -208,7 +208,7 @@ def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
 def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
     scene = Engines(1)
     scene.table.kv_capacity_tokens[0] = 150 * BLOCK
-    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, MemoryRule(), BLOCK)
+    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, PrefixMemoryRule(), BLOCK)
     for text in "ab":
         scene.pick(picker, scene.request(text))
     held = picker._held[0].keys()

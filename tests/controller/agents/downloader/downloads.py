@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPolicy
 from controller.agents.downloader.core.uri import parse_uri, redact_uri
-from controller.agents.downloader.download import CacheRules, Job, download
+from controller.agents.downloader.download import CacheFillSettings, DownloadJob, download
 from controller.agents.downloader.environment import Environment
-from controller.agents.downloader.fetch import Sizes
-from controller.agents.downloader.progress import Tracker
+from controller.agents.downloader.fetch import FetchSizes
+from controller.agents.downloader.progress import ProgressTracker
 from controller.agents.downloader.transfer import Timeouts
 
 if TYPE_CHECKING:
@@ -52,13 +52,15 @@ def job(
     limits: ArchiveLimits | None = None,
     wanted: Mapping[str, Any] | None = None,
     **more: Any,  # noqa: ANN401 - fields of Job
-) -> Job:
+) -> DownloadJob:
     """A job with small parts and little retry. ``wanted``: fields of Wanted."""
-    rules = CacheRules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK)
+    rules = CacheFillSettings(
+        sizes=FetchSizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK
+    )
     if limits is not None:
-        rules = CacheRules(rules.sizes, rules.retry, limits)
+        rules = CacheFillSettings(rules.sizes, rules.retry, limits)
     given = {"rules": rules, "timeouts": Timeouts(connect_s=2, stall_s=5)} | more
-    return Job(FileSelection(parse_uri(uri), **(wanted or {})), redact_uri(uri), cache, **given)
+    return DownloadJob(FileSelection(parse_uri(uri), **(wanted or {})), redact_uri(uri), cache, **given)
 
 
 async def fetched(
@@ -71,7 +73,7 @@ async def fetched(
 ) -> Path:
     """Where the weights are after a download in this process; raises what the download raises."""
     one = job(uri, cache, **more)
-    done = await download(one, Environment(environment or {}), Tracker(one.shown_uri, [told] if told else []))
+    done = await download(one, Environment(environment or {}), ProgressTracker(one.shown_uri, [told] if told else []))
     if done.use is not None:
         done.use.release()
     return done.path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.agents.downloader.archives import ArchiveLimits, Member, MemberCheck, Unpacker, files_in
+from controller.agents.downloader.archives import ArchiveLimits, Member, MemberCheck, Unpacker, walk_files
 from controller.agents.downloader.core.errors import ContentRefused
 from tests.controller.agents.downloader.downloads import MIB, below, fetched
 from tests.controller.agents.downloader.servers import Files, serving
@@ -67,7 +67,7 @@ async def test_a_tar_of_a_model_is_unpacked_with_its_links(tmp_path: Path, mode:
         mode=mode,
     )
     path = await unpacked(tmp_path, "model.tar" + (".gz" if mode == "w:gz" else ""), content)
-    assert sorted(str(one.relative_to(path)) for one in files_in(path)) == [
+    assert sorted(str(one.relative_to(path)) for one in walk_files(path)) == [
         "llama/config.json",
         "llama/copy.bin",
         "llama/model.bin",
@@ -171,9 +171,9 @@ async def test_size_and_members_of_an_archive_are_limited(tmp_path: Path) -> Non
 def test_directories_that_names_only_imply_count_as_members() -> None:
     members = MemberCheck(ArchiveLimits(members=100))
     for number in range(4):
-        members.path_of(Member(f"{number}/" + "/".join("x" * 20), "file"))
+        members.check_member(Member(f"{number}/" + "/".join("x" * 20), "file"))
     with pytest.raises(ContentRefused, match="more than 100 members"):
-        members.path_of(Member("5/" + "/".join("x" * 20), "file"))
+        members.check_member(Member("5/" + "/".join("x" * 20), "file"))
 
 
 def test_a_huge_header_is_refused_before_it_is_read(tmp_path: Path) -> None:

@@ -173,15 +173,15 @@ async def test_sigterm_keeps_what_is_there_and_says_so_by_its_status(tmp_path: P
 
 def test_a_lock_is_free_as_soon_as_its_holder_is_dead(tmp_path: Path) -> None:
     cache = WeightCache(tmp_path)
-    cache.make()
+    cache.create_directories()
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        cache.lock("key").acquire()
+        cache.fill_lock("key").acquire()
         os.write(write, b"x")
         signal.pause()
     os.read(read, 1)
-    assert not cache.lock("key").acquire()
+    assert not cache.fill_lock("key").acquire()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert cache.lock("key").acquire()
+    assert cache.fill_lock("key").acquire()

@@ -8,32 +8,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.agents.downloader.archives import check_symlink
-from controller.agents.downloader.cache import EntryState, EvictionCandidate, next_step, read_marker, to_evict
+from controller.agents.downloader.cache import (
+    EntryState,
+    EvictionCandidate,
+    choose_evictions,
+    next_cache_step,
+    read_marker,
+)
 from controller.agents.downloader.core.errors import ContentRefused, UriInvalid
 from controller.agents.downloader.core.fetch_plan import (
+    ByteRange,
     Checksum,
+    FileListing,
+    FilePart,
     FileSelection,
-    Listing,
-    Pace,
-    Part,
     RemoteFile,
     RetryPolicy,
-    Span,
-    archive_of,
+    SlowTransferDetector,
+    archive_kind,
+    cache_entry_key,
+    cached_listing_key,
     choose_files,
-    content_key,
-    forgetting_line,
     is_wanted,
-    journal_head,
+    journal_discard_line,
+    journal_header,
     journal_line,
+    mark_single_archive,
     merge_ranges,
     missing_ranges,
-    parts_of,
-    question_key,
+    plan_file_parts,
     read_journal,
+    retry_delay_s,
     safe_path,
-    single_archive,
-    wait_s,
 )
 from controller.agents.downloader.core.uri import (
     AzureLocation,
@@ -50,7 +56,7 @@ from controller.agents.downloader.core.uri import (
 
 DIGEST = "sha256:" + "a" * 64
 SPANS = st.lists(
-    st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda one: Span(min(one), max(one))), max_size=12
+    st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda one: ByteRange(min(one), max(one))), max_size=12
 )
 
 
@@ -120,7 +126,7 @@ def test_the_same_weights_have_one_key_and_others_another() -> None:
     def key(
         uri: str, revision: str = "r", files: tuple[RemoteFile, ...] = (RemoteFile("a", 1, "u"),), **more: object
     ) -> str:
-        return content_key(FileSelection(parse_uri(uri), **more), Listing(revision, files))  # type: ignore[arg-type]
+        return cache_entry_key(FileSelection(parse_uri(uri), **more), FileListing(revision, files))  # type: ignore[arg-type]
 
     signed = "https://h/m?file=a&X-Amz-Signature={0}&X-Amz-Date={0}"
     assert key(signed.format("1")) == key(signed.format("2"))
@@ -138,13 +144,13 @@ def test_the_same_weights_have_one_key_and_others_another() -> None:
         key("hf://o/m", files=(RemoteFile("a", 1, "u", version="2"),)),
     ]
     assert len(set(different)) == len(different)
-    assert question_key(FileSelection(parse_uri("hf://o/m@v1")), "a") == question_key(
+    assert cached_listing_key(FileSelection(parse_uri("hf://o/m@v1")), "a") == cached_listing_key(
         FileSelection(parse_uri("hf://o/m"), revision="v1"), "a"
     )
 
 
 @given(SPANS, st.integers(0, 400))
-def test_what_is_missing_and_what_is_there_make_the_whole(there: list[Span], size: int) -> None:
+def test_what_is_missing_and_what_is_there_make_the_whole(there: list[ByteRange], size: int) -> None:
     have = {byte for span in there for byte in range(span.start, min(span.end, size))}
     lack = [byte for span in missing_ranges(size, there) for byte in range(span.start, span.end)]
     assert sorted(have | set(lack)) == list(range(size))
@@ -157,25 +163,25 @@ def test_what_is_missing_and_what_is_there_make_the_whole(there: list[Span], siz
 
 @given(SPANS, st.integers(1, 400), st.integers(1, 100))
 def test_parts_are_no_larger_than_asked_and_fetch_each_missing_byte_once(
-    there: list[Span], size: int, part: int
+    there: list[ByteRange], size: int, part: int
 ) -> None:
-    parts = list(parts_of(3, RemoteFile("a", size, "u"), there, part))
+    parts = list(plan_file_parts(3, RemoteFile("a", size, "u"), there, part))
     assert all(one.end is not None and one.end - one.start <= part for one in parts)
     asked = [byte for one in parts for byte in range(one.start, one.end or 0)]
     assert sorted(asked) == [byte for span in missing_ranges(size, there) for byte in range(span.start, span.end)]
 
 
 def test_a_file_without_ranges_is_one_part() -> None:
-    assert list(parts_of(0, RemoteFile("a", 9, "u", ranges=False), [Span(0, 4)], 2)) == [Part(0, 0, 9)]
-    assert list(parts_of(0, RemoteFile("a", None, "u"), [], 2)) == [Part(0, 0, None)]
-    assert list(parts_of(0, RemoteFile("a", 0, "u"), [], 2)) == []
+    assert list(plan_file_parts(0, RemoteFile("a", 9, "u", ranges=False), [ByteRange(0, 4)], 2)) == [FilePart(0, 0, 9)]
+    assert list(plan_file_parts(0, RemoteFile("a", None, "u"), [], 2)) == [FilePart(0, 0, None)]
+    assert list(plan_file_parts(0, RemoteFile("a", 0, "u"), [], 2)) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), SPANS.filter(bool)), max_size=5), st.integers(0, 200))
 def test_a_journal_that_a_crash_cut_short_never_says_more_than_is_there(
-    wrote: list[tuple[int, list[Span]]], cut: int
+    wrote: list[tuple[int, list[ByteRange]]], cut: int
 ) -> None:
-    head = journal_head(Listing("r", ()), "digest")
+    head = journal_header(FileListing("r", ()), "digest")
     lines = [journal_line(file, span) for file, spans in wrote for span in spans if span.end > span.start]
     whole = head + "".join(lines)
     there = read_journal(whole[: max(len(head), len(whole) - cut)], head)
@@ -189,16 +195,16 @@ def test_a_journal_that_a_crash_cut_short_never_says_more_than_is_there(
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_what_is_written_behind_a_line_that_was_cut_short_counts(cut: int) -> None:
     """The disk was full, or the machine crashed."""
-    head = journal_head(Listing("r", ()), "d")
-    text = head + journal_line(1, Span(0, 64)) + journal_line(1, Span(64, 128))[:-cut]
-    assert read_journal(text + journal_line(2, Span(0, 9)), head) == {1: [Span(0, 64)], 2: [Span(0, 9)]}
-    assert read_journal(text + forgetting_line(1), head) == {1: []}
+    head = journal_header(FileListing("r", ()), "d")
+    text = head + journal_line(1, ByteRange(0, 64)) + journal_line(1, ByteRange(64, 128))[:-cut]
+    assert read_journal(text + journal_line(2, ByteRange(0, 9)), head) == {1: [ByteRange(0, 64)], 2: [ByteRange(0, 9)]}
+    assert read_journal(text + journal_discard_line(1), head) == {1: []}
 
 
 def test_a_file_that_was_removed_is_forgotten() -> None:
-    head = journal_head(Listing("r", ()), "d")
-    text = head + journal_line(0, Span(0, 9)) + forgetting_line(0) + journal_line(0, Span(2, 4))
-    assert read_journal(text, head) == {0: [Span(2, 4)]}
+    head = journal_header(FileListing("r", ()), "d")
+    text = head + journal_line(0, ByteRange(0, 9)) + journal_discard_line(0) + journal_line(0, ByteRange(2, 4))
+    assert read_journal(text, head) == {0: [ByteRange(2, 4)]}
 
 
 def test_patterns_fit_as_the_hub_has_them() -> None:
@@ -218,14 +224,14 @@ def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
 def test_a_file_in_a_file_and_two_of_one_name_are_refused() -> None:
     for paths in (("a", "a/b"), ("a", "a")):
         with pytest.raises(ContentRefused):
-            choose_files(Listing("r", tuple(RemoteFile(path, 1, "u") for path in paths)), [], [], {})
+            choose_files(FileListing("r", tuple(RemoteFile(path, 1, "u") for path in paths)), [], [], {})
 
 
 def test_one_archive_is_unpacked_and_one_among_files_is_not() -> None:
     archive, other = RemoteFile("m.tar.gz", 1, "u"), RemoteFile("x", 1, "u")
-    assert single_archive(Listing("r", (archive,))).files[0].archive == "tar.gz"
-    assert single_archive(Listing("r", (archive, other))).files == (archive, other)
-    assert [archive_of(one) for one in ("a.tgz", "a.TAR", "a.zip", "a.tar.zst", "tar", "a.gz")] == [
+    assert mark_single_archive(FileListing("r", (archive,))).files[0].archive == "tar.gz"
+    assert mark_single_archive(FileListing("r", (archive, other))).files == (archive, other)
+    assert [archive_kind(one) for one in ("a.tgz", "a.TAR", "a.zip", "a.tar.zst", "tar", "a.gz")] == [
         "tar.gz", "tar", "zip", "tar.zst", "", "",
     ]  # fmt: skip
 
@@ -244,9 +250,9 @@ def test_a_link_that_is_admitted_stays_below_the_directory(parts: list[str], dep
 
 
 def test_only_who_holds_the_lock_fetches() -> None:
-    assert next_step(EntryState(is_ready=True, holds_lock=False)) == "use"
-    assert next_step(EntryState(is_ready=False, holds_lock=True)) == "fetch"
-    assert next_step(EntryState(is_ready=False, holds_lock=False)) == "follow"
+    assert next_cache_step(EntryState(is_ready=True, holds_lock=False)) == "use"
+    assert next_cache_step(EntryState(is_ready=False, holds_lock=True)) == "fetch"
+    assert next_cache_step(EntryState(is_ready=False, holds_lock=False)) == "follow"
 
 
 def test_a_marker_that_was_cut_short_is_none() -> None:
@@ -272,7 +278,7 @@ ENTRIES = st.lists(
 def test_eviction_takes_the_least_recent_that_nobody_holds_and_no_more_than_needed(
     entries: list[EvictionCandidate], limit: int, needed: int
 ) -> None:
-    gone = to_evict(entries, limit=limit, needed=needed, keep="7")
+    gone = choose_evictions(entries, limit=limit, needed=needed, keep="7")
     by_key = {one.key: one for one in entries}
     assert all(not by_key[key].is_held and key != "7" for key in gone)
     assert gone == sorted(gone, key=lambda key: (by_key[key].is_ready, by_key[key].used_at_s))
@@ -286,17 +292,17 @@ def test_eviction_takes_the_least_recent_that_nobody_holds_and_no_more_than_need
 @given(st.integers(1, 7), st.floats(0, 1000), st.integers(0, 1000))
 def test_waits_grow_are_bounded_and_obey_what_the_server_asks(failures: int, asked_s: float, seed: int) -> None:
     retry = RetryPolicy(attempts=8, first_s=0.5, longest_s=30)
-    waited_s = wait_s(retry, failures, None, random.Random(seed))
+    waited_s = retry_delay_s(retry, failures, None, random.Random(seed))
     assert waited_s is not None
     bound_s = min(30, 0.5 * 2 ** (failures - 1))
     assert bound_s / 2 <= waited_s <= bound_s
-    asked = wait_s(retry, failures, asked_s, random.Random(seed))
+    asked = retry_delay_s(retry, failures, asked_s, random.Random(seed))
     assert asked == max(waited_s, min(asked_s, 300))
-    assert wait_s(retry, 8, asked_s, random.Random(seed)) is None
+    assert retry_delay_s(retry, 8, asked_s, random.Random(seed)) is None
 
 
 def test_a_server_that_drips_counts_as_stalled() -> None:
-    pace = Pace(window_s=10, least_bytes=1000, now_s=0)
-    assert not pace.is_too_slow(1, 9.9)
-    assert pace.is_too_slow(1, 10.1)
-    assert not pace.is_too_slow(1000, 20.2)
+    pace = SlowTransferDetector(window_s=10, least_bytes=1000, now_s=0)
+    assert not pace.add_bytes_and_check(1, 9.9)
+    assert pace.add_bytes_and_check(1, 10.1)
+    assert not pace.add_bytes_and_check(1000, 20.2)

@@ -16,10 +16,16 @@ from aiohttp import ClientSession, web
 from bench.stack.processes import free_ports
 from controller.agents.downloader import fetch as fetching
 from controller.agents.downloader.cache import WeightCache
-from controller.agents.downloader.core.errors import CacheUnusable, DiskFull, LibraryMissing, TimeIsUp, Unavailable
-from controller.agents.downloader.download import CacheRules, download
-from controller.agents.downloader.environment import Environment, library
-from controller.agents.downloader.progress import Tracker
+from controller.agents.downloader.core.errors import (
+    CacheUnusable,
+    DiskFull,
+    DownloadTimeout,
+    LibraryMissing,
+    SourceUnavailable,
+)
+from controller.agents.downloader.download import CacheFillSettings, download
+from controller.agents.downloader.environment import Environment, import_optional
+from controller.agents.downloader.progress import ProgressTracker
 from controller.agents.downloader.transfer import Timeouts
 from tests.controller.agents.downloader.downloads import MIB, QUICK, Told, below, command, fetched, job, random_bytes
 from tests.controller.agents.downloader.servers import Files, Hub, serving
@@ -97,7 +103,7 @@ async def test_a_source_that_fails_for_good_is_given_up_with_its_own_words(tmp_p
     store = Files({"/m.bin": LARGE})
     async with serving(store.answer) as host:
         store.faults = [unavailable] * 10
-        with pytest.raises(Unavailable, match="answers 503"):
+        with pytest.raises(SourceUnavailable, match="answers 503"):
             await fetched(f"http://{host}/m.bin?sig=secret", tmp_path)
         assert len(store.seen) == 3
 
@@ -120,7 +126,7 @@ async def test_all_of_it_has_a_time_limit_and_the_next_run_goes_on(tmp_path: Pat
     told = Told()
     async with serving(store.answer) as host:
         store.faults = [lambda request: _without_faults(store, request), half, silent, silent, silent]
-        with pytest.raises(TimeIsUp, match="took longer than 1 s"):
+        with pytest.raises(DownloadTimeout, match="took longer than 1 s"):
             await fetched(f"http://{host}/m.bin", tmp_path, told=told, timeout_s=1.0)
         assert told.all[-1].phase == "Failed"
         assert told.all[-1].reason == "TimedOut"
@@ -139,7 +145,7 @@ def _length(request: web.BaseRequest) -> int:
 async def test_a_disk_without_room_is_found_before_the_first_byte(tmp_path: Path) -> None:
     store = Files({"/m.bin": LARGE})
     async with serving(store.answer) as host:
-        rules = CacheRules(retry=QUICK, keep_free=2**62)
+        rules = CacheFillSettings(retry=QUICK, keep_free=2**62)
         with pytest.raises(DiskFull, match=rf"{len(LARGE)} bytes are needed in .*, and \d+ are free"):
             await fetched(f"http://{host}/m.bin", tmp_path, rules=rules)
     assert len(store.seen) == 1
@@ -166,7 +172,7 @@ async def test_a_file_without_an_end_leaves_the_disk_what_is_to_stay_free(
     monkeypatch.setattr(WeightCache, "free_bytes", free_bytes)
     async with serving(endless) as host:
         with pytest.raises(DiskFull, match="stay free"):
-            await fetched(f"http://{host}/m.bin", tmp_path, rules=CacheRules(retry=QUICK, keep_free=2 * MIB))
+            await fetched(f"http://{host}/m.bin", tmp_path, rules=CacheFillSettings(retry=QUICK, keep_free=2 * MIB))
     assert free_bytes(WeightCache(tmp_path)) >= MIB
 
 
@@ -183,7 +189,7 @@ async def test_what_somebody_got_by_credentials_is_no_answer_to_who_has_others(
         uri = f"http://{host}/m.bin"
         path = await fetched(uri, tmp_path, ours)
     assert await fetched(uri, tmp_path, ours) == path
-    with pytest.raises(Unavailable):
+    with pytest.raises(SourceUnavailable):
         await fetched(uri, tmp_path, theirs)
 
 
@@ -288,13 +294,13 @@ async def test_a_link_is_replaced_and_a_directory_gets_a_link_for_each_file(tmp_
 
 async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tmp_path: Path) -> None:
     store = Files({f"/{name}.bin": random_bytes(MIB, seed) for seed, name in enumerate("abcd")})
-    rules = CacheRules(retry=QUICK, cache_limit=int(2.5 * MIB))
+    rules = CacheFillSettings(retry=QUICK, cache_limit=int(2.5 * MIB))
     async with serving(store.answer) as host:
         paths = {}
         held = None
         for age, name in enumerate("abc"):
             one = job(f"http://{host}/{name}.bin", tmp_path, rules=rules)
-            done = await download(one, Environment({}), Tracker(one.shown_uri))
+            done = await download(one, Environment({}), ProgressTracker(one.shown_uri))
             paths[name] = done.path
             assert done.use is not None
             os.utime(done.path.parent / "used", (1000 + age, 1000 + age))
@@ -313,7 +319,7 @@ async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tm
         await fetched(f"http://{host}/d.bin", tmp_path, rules=rules)
         assert [name for name in "abc" if paths[name].exists()] == ["c"]
         with pytest.raises(DiskFull, match="the cache may have"):
-            await fetched(f"http://{host}/b.bin", tmp_path, rules=CacheRules(retry=QUICK, cache_limit=1000))
+            await fetched(f"http://{host}/b.bin", tmp_path, rules=CacheFillSettings(retry=QUICK, cache_limit=1000))
 
 
 async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: Path) -> None:
@@ -329,7 +335,7 @@ async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: 
                 lines.append((await running.stdout.readline()).decode())
         assert lines[-1].startswith("/"), lines
         key = next(one.name for one in (one.parent for one in below(tmp_path, "ready.json")))
-        assert not WeightCache(tmp_path).use(key).acquire()
+        assert not WeightCache(tmp_path).use_lock(key).acquire()
         async with ClientSession() as http:
             async with http.get(f"http://{metrics}/readyz") as answer:
                 assert answer.status == 200
@@ -338,7 +344,7 @@ async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: 
         running.terminate()
         async with asyncio.timeout(120):
             assert await running.wait() == 0
-    assert WeightCache(tmp_path).use(key).acquire()
+    assert WeightCache(tmp_path).use_lock(key).acquire()
     assert 'attache_download_phase{phase="Ready"} 1.0' in said
     figures = dict(line.rsplit(" ", 1) for line in said.splitlines() if not line.startswith("#"))
     assert float(figures["attache_download_fetched_bytes_total"]) == len(LARGE)
@@ -366,7 +372,7 @@ async def test_no_credential_is_in_the_cache_or_in_what_is_said(tmp_path: Path) 
 
 def test_a_library_that_is_missing_says_what_to_install() -> None:
     with pytest.raises(LibraryMissing, match=r"pip install 'attache\[s3\]'"):
-        library("no_such_library.part", "s3")
+        import_optional("no_such_library.part", "s3")
 
 
 @pytest.mark.parametrize(

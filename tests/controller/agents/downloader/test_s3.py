@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.agents.downloader.core.errors import AccessRefused, ChecksumMismatch, NotThere
+from controller.agents.downloader.core.errors import AccessRefused, ChecksumMismatch, SourceNotFound
 from controller.agents.downloader.core.fetch_plan import Checksum
-from controller.agents.downloader.sources.buckets import checksum_in
+from controller.agents.downloader.sources.buckets import s3_checksum
 from tests.controller.agents.downloader.downloads import MIB, command, fetched, random_bytes
 from tests.controller.agents.downloader.s3_server import S3Server, s3_server
 
@@ -68,7 +68,7 @@ async def test_a_newer_object_is_another_entry_and_the_old_one_stays(tmp_path: P
 
 async def test_a_bucket_a_prefix_or_credentials_that_are_not_there_are_said(tmp_path: Path, s3: S3Server) -> None:
     for uri in ("s3://nobody/x", "s3://models/none"):
-        with pytest.raises(NotThere):
+        with pytest.raises(SourceNotFound):
             await fetched(uri, tmp_path, s3.environment)
     refused = await command("s3://models/llama", "--cache", str(tmp_path), AWS_ENDPOINT_URL_S3=f"http://{s3.host}")
     _, errors = await refused.communicate()
@@ -100,4 +100,4 @@ async def test_a_wrong_checksum_of_an_object_is_refused(tmp_path: Path, s3: S3Se
     ],
 )
 def test_the_best_checksum_of_an_object_is_taken(head: dict[str, Any], checksum: Checksum | None) -> None:
-    assert checksum_in(head) == checksum
+    assert s3_checksum(head) == checksum

@@ -14,9 +14,9 @@ from controller.agents.downloader.core.errors import (
     AccessRefused,
     ChecksumMismatch,
     ContentRefused,
-    NotThere,
     SourceChanged,
-    Unavailable,
+    SourceNotFound,
+    SourceUnavailable,
     UriInvalid,
 )
 from tests.controller.agents.downloader.downloads import MIB, Told, below, fetched, random_bytes
@@ -67,8 +67,8 @@ async def test_a_folder_of_a_repository_is_a_model_of_its_own(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("uri", "token", "error", "says"),
     [
-        ("hf://org/model@nightly", "hf_secret", NotThere, "no revision 'nightly'"),
-        ("hf://org/other", "hf_secret", NotThere, "no org/other"),
+        ("hf://org/model@nightly", "hf_secret", SourceNotFound, "no revision 'nightly'"),
+        ("hf://org/other", "hf_secret", SourceNotFound, "no org/other"),
         ("hf://org/model", "", AccessRefused, "gated"),
     ],
 )
@@ -127,7 +127,7 @@ async def test_redirects_have_an_end(tmp_path: Path) -> None:
         return answers.Response(status=302, headers={"Location": request.path + "x"})
 
     async with serving(again) as host:
-        with pytest.raises(Unavailable, match="redirects more than 5 times"):
+        with pytest.raises(SourceUnavailable, match="redirects more than 5 times"):
             await fetched(f"http://{host}/m.bin", tmp_path)
 
 
@@ -237,7 +237,7 @@ async def test_webhdfs_is_read_from_offsets_at_the_data_node(tmp_path: Path) -> 
         assert files_of(single) == {"model.bin": LARGE}
         with pytest.raises(AccessRefused):
             await fetched(f"hdfs://{host}/m", tmp_path)
-        with pytest.raises(NotThere):
+        with pytest.raises(SourceNotFound):
             await fetched(f"hdfs://{host}/none", tmp_path, {"HADOOP_USER_NAME": "hadoop"})
 
 
@@ -288,7 +288,7 @@ async def test_weights_that_are_mounted_are_linked_and_not_copied(tmp_path: Path
         await fetched("pvc://weights/out", tmp_path / "c", claims=tmp_path / "pvc")
     with pytest.raises(ContentRefused, match="leads out of"):
         await fetched("file:///etc/passwd", tmp_path / "c", files=tmp_path)
-    with pytest.raises(NotThere, match="is the volume mounted"):
+    with pytest.raises(SourceNotFound, match="is the volume mounted"):
         await fetched("pvc://weights/none", tmp_path / "c", claims=tmp_path / "pvc")
     with pytest.raises(UriInvalid, match="need a copy"):
         await fetched("pvc://weights/llama", tmp_path / "c", claims=tmp_path / "pvc", wanted={"allow": ("*.json",)})
@@ -301,7 +301,7 @@ async def test_patterns_choose_and_what_they_leave_may_not_be_nothing(tmp_path: 
         wanted = {"allow": ("*.json", "*.pth"), "ignore": ("original/",)}
         path = await fetched("hf://org/model", tmp_path, environment, wanted=wanted, told=told)
         assert files_of(path) == {"config.json": b"{}"}
-        with pytest.raises(NotThere, match="that the patterns leave"):
+        with pytest.raises(SourceNotFound, match="that the patterns leave"):
             await fetched("hf://org/model", tmp_path, environment, wanted={"allow": ("*.gguf",)})
     assert told.phases == ["Resolving", "Downloading", "Ready"]
     assert (told.all[-1].bytes_done, told.all[-1].files_done) == (2, 1)

@@ -18,7 +18,7 @@ from controller.agents.runtime.agent import Agent
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.health import HealthSettings
-from controller.agents.runtime.server import AgentServer, serving
+from controller.agents.runtime.server import AgentServer, serve_agent
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings, WarmUp
 from extproc.engines.dialects import DIALECTS
 
@@ -272,7 +272,7 @@ async def beside(
     async with EngineClient(url, settings.dialect) as client:
         agent = Agent(settings, client, downloads, clock=loop.time, unix_clock=unix_clock, follow_s=0.05)
         async with (
-            serving(AgentServer(agent, loop.time), "127.0.0.1", port),
+            serve_agent(AgentServer(agent, loop.time), "127.0.0.1", port),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http,
         ):
             found = Beside(agent, http, downloads, ending)

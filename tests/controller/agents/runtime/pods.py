@@ -16,13 +16,13 @@ from tests.controller.agents.runtime.doubles import free_port
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
 @contextlib.asynccontextmanager
-async def process(guard: Guard, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def process(guard: ProcessGuard, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
     one = await asyncio.create_subprocess_exec(sys.executable, "-m", *words, start_new_session=True)
     guard.add(one.pid)
     try:
@@ -38,7 +38,7 @@ async def process(guard: Guard, *words: str) -> AsyncIterator[asyncio.subprocess
 class Pod:
     """An engine and its agent; each is started by its context."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: ProcessGuard) -> None:
         self.guard = guard
         self.engine_url = f"http://127.0.0.1:{free_port()}"
         self.agent_url = f"http://127.0.0.1:{free_port()}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from controller.agents.runtime.adapter_names import SourcePolicy, link_name
+from controller.agents.runtime.adapter_names import SourcePolicy, adapter_link_name
 from tests.controller.agents.runtime.doubles import FakeEngine, beside
 from tests.waiting import eventually
 
@@ -46,7 +46,7 @@ async def test_an_adapter_is_downloaded_and_loaded(engine: FakeEngine, tmp_path:
     async with beside(engine, tmp_path) as agent:
         answer = await agent.load("sql", "hf://acme/sql")
         assert answer.json() == {"id": "sql", "state": "loaded", "evicted": []}
-        link = tmp_path / "cache" / "adapters" / link_name("sql", "hf://acme/sql")
+        link = tmp_path / "cache" / "adapters" / adapter_link_name("sql", "hf://acme/sql")
         assert engine.adapters == {"sql": str(link)}
         assert link.is_dir()
         listed = (await agent.http.get("/v1/adapters")).json()["data"]
@@ -102,7 +102,7 @@ async def test_the_least_recently_used_adapter_goes(engine: FakeEngine, tmp_path
         assert engine.calls == [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
         assert await agent.metric('adapter_unloads_total{reason="evicted"}') == 1
         # another pod of the node may have it by the same link
-        assert (tmp_path / "cache" / "adapters" / link_name("b", "hf://acme/b")).is_dir()
+        assert (tmp_path / "cache" / "adapters" / adapter_link_name("b", "hf://acme/b")).is_dir()
 
 
 async def test_an_adapter_in_use_stays(engine: FakeEngine, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ async def test_the_file_is_followed(engine: FakeEngine, tmp_path: Path) -> None:
         engine.in_use, engine.running = ["a"], 1
         declare(file, {"b": {"uri": "hf://acme/b2"}, "c": {"uri": "hf://acme/c"}})
         # other files have another path, under the same name
-        await eventually(lambda: engine.adapters.get("b", "").endswith(link_name("b", "hf://acme/b2")))
+        await eventually(lambda: engine.adapters.get("b", "").endswith(adapter_link_name("b", "hf://acme/b2")))
         await eventually(lambda: set(engine.adapters) == {"a", "b", "c"})
         # 'a' goes once it is idle
         engine.in_use, engine.running = [], 0

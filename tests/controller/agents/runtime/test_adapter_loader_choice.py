@@ -13,10 +13,10 @@ from controller.agents.runtime.adapter_loader import (
     EngineAdapters,
     LoadFailures,
     WantedAdapters,
-    changes,
-    next_step,
+    adapter_changes,
+    adapter_to_evict,
+    next_adapter_action,
     retry_at_s,
-    victim,
 )
 from controller.agents.runtime.adapter_names import DeclaredAdapter
 
@@ -28,7 +28,7 @@ def shelf(*adapters: Adapter, limit: int = 2, pinned: str = "", tells_use: bool 
 
 
 def step(held: EngineAdapters, name: str, path: str = "") -> AdapterAction:
-    return next_step(held, name, path, keep_s=10.0, now_s=100.0)
+    return next_adapter_action(held, name, path, keep_s=10.0, now_s=100.0)
 
 
 OLD, NEW = Adapter("old", used_at_s=1.0), Adapter("new", used_at_s=50.0)
@@ -48,7 +48,7 @@ def test_the_least_recently_used_goes() -> None:
 
 
 def test_equally_old_ones_go_by_name_so_that_the_choice_can_be_repeated() -> None:
-    assert victim(shelf(Adapter("b"), Adapter("a")), keep_s=1.0, now_s=9.0) == "a"
+    assert adapter_to_evict(shelf(Adapter("b"), Adapter("a")), keep_s=1.0, now_s=9.0) == "a"
 
 
 def test_those_in_use_pinned_or_just_used_stay() -> None:
@@ -96,7 +96,7 @@ def test_nothing_pinned_in_use_or_fresh_ever_goes(
 
 
 def wished(held: EngineAdapters, **declared: DeclaredAdapter) -> AdapterChanges:
-    return changes(held, WantedAdapters(declared, {}), keep_s=10.0, now_s=100.0)
+    return adapter_changes(held, WantedAdapters(declared, {}), keep_s=10.0, now_s=100.0)
 
 
 def test_the_file_is_loaded_in_its_order_while_there_is_room() -> None:
@@ -116,14 +116,14 @@ def test_pinned_ones_come_first_and_whatever_has_to_go() -> None:
 def test_removed_ones_go_when_they_are_idle() -> None:
     busy = Adapter("busy", used_at_s=1.0, is_in_use=True)
     wishes = WantedAdapters({}, {}, removed=frozenset({"old", "busy", "absent"}))
-    assert changes(shelf(OLD, busy), wishes, keep_s=10.0, now_s=100.0).unload == ("old",)
+    assert adapter_changes(shelf(OLD, busy), wishes, keep_s=10.0, now_s=100.0).unload == ("old",)
 
 
 def test_what_failed_is_tried_later_and_later() -> None:
     declared = {"a": DeclaredAdapter("hf://acme/a")}
     wishes = WantedAdapters(declared, {}, failures={"a": LoadFailures(3, 95.0, "404")})
-    assert changes(shelf(), wishes, keep_s=1.0, now_s=100.0).load == ()
-    assert changes(shelf(), wishes, keep_s=1.0, now_s=103.0).load == ("a",)
+    assert adapter_changes(shelf(), wishes, keep_s=1.0, now_s=100.0).load == ()
+    assert adapter_changes(shelf(), wishes, keep_s=1.0, now_s=103.0).load == ("a",)
     assert [retry_at_s(LoadFailures(times, 0.0, "")) for times in (1, 2, 3, 50)] == [2.0, 4.0, 8.0, 120.0]
 
 

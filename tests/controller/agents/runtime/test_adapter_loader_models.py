@@ -19,22 +19,22 @@ from controller.agents.runtime.adapter_loader import (
     AdapterAction,
     EngineAdapters,
     WantedAdapters,
-    changes,
-    next_step,
-    unused_for,
+    adapter_changes,
+    idle_adapters,
+    next_adapter_action,
 )
-from controller.agents.runtime.adapter_names import DeclaredAdapter, NameInvalid, SourcePolicy, read_declared
+from controller.agents.runtime.adapter_names import DeclaredAdapter, NameInvalid, SourcePolicy, parse_declared_adapters
 from controller.agents.runtime.agent import Agent
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
-from controller.agents.runtime.repository import add_model, remove_model
-from controller.agents.runtime.server import AgentServer, serving
+from controller.agents.runtime.model_repository import add_model, remove_model
+from controller.agents.runtime.server import AgentServer, serve_agent
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
-from controller.models.runtimes.presets import built_in
-from controller.models.runtimes.settings import words
+from controller.models.runtimes.presets import built_in_presets
+from controller.models.runtimes.settings import build_command_line
 from extproc.engines.dialects import DIALECTS
 from tests.controller.agents.runtime.doubles import FakeDownloads, free_port
-from tests.controller.agents.runtime.test_repository import Repository, running_repository
+from tests.controller.agents.runtime.test_model_repository import Repository, running_repository
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -122,9 +122,12 @@ def test_without_a_known_format_it_is_told_what_to_write(
 
 
 def test_formats_are_those_of_the_preset() -> None:
-    rules = built_in()["mlserver"].spec.arguments
+    rules = built_in_presets()["mlserver"].spec.arguments
     for name, implementation in MLSERVER.implementations.items():
-        env = {one["name"]: one["value"] for one in words(rules, {"name": "x", "model": "/m", "format": name}).env}
+        env = {
+            one["name"]: one["value"]
+            for one in build_command_line(rules, {"name": "x", "model": "/m", "format": name}).env
+        }
         assert env["MLSERVER_MODEL_IMPLEMENTATION"] == implementation
 
 
@@ -164,7 +167,7 @@ def test_the_file_has_memory_and_format_and_a_mistake_costs_no_other_model() -> 
             "minus": {"uri": "s3://m/b", "memory": -1},
         }
     )
-    found, wrong = read_declared(content.encode(), policy, is_directory=True)
+    found, wrong = parse_declared_adapters(content.encode(), policy, is_directory=True)
     assert found == {"iris": DeclaredAdapter("s3://m/iris", memory=5, format="sklearn")}
     assert wrong.keys() == {"a/b", "a\n", "..", "minus"}
 
@@ -174,7 +177,7 @@ def shelf(sizes: Mapping[str, int], *held: Adapter, pinned: str = "") -> EngineA
 
 
 def step(held: EngineAdapters, name: str, path: str = "") -> AdapterAction:
-    return next_step(held, name, path, keep_s=10.0, now_s=100.0)
+    return next_adapter_action(held, name, path, keep_s=10.0, now_s=100.0)
 
 
 def test_models_go_until_there_is_memory_and_none_goes_in_vain() -> None:
@@ -198,14 +201,14 @@ def test_other_files_take_the_place_of_a_model_without_a_gap() -> None:
 def test_models_of_the_file_are_loaded_ahead_if_all_of_them_fit(size: int, load: tuple[str, ...]) -> None:
     declared = {"a": DeclaredAdapter("u", memory=size), "p": DeclaredAdapter("u", pinned=True, memory=5)}
     held = shelf({name: one.memory for name, one in declared.items()}, pinned="p")
-    assert changes(held, WantedAdapters(declared, {}), keep_s=0.0, now_s=1.0).load == load
+    assert adapter_changes(held, WantedAdapters(declared, {}), keep_s=0.0, now_s=1.0).load == load
 
 
 def test_what_is_unused_is_what_nobody_pinned_or_used() -> None:
     old, new, busy = Adapter("old", used_at_s=1.0), Adapter("new", used_at_s=95.0), Adapter("busy", is_in_use=True)
     held = shelf({}, old, new, busy, Adapter("kept"), Adapter("strange"), pinned="kept")
     held = msgspec.structs.replace(held, pinned=frozenset({"kept"}))
-    assert unused_for(held, ["old", "new", "busy", "kept", "gone"], 10.0, 100.0) == ["old"]
+    assert idle_adapters(held, ["old", "new", "busy", "kept", "gone"], 10.0, 100.0) == ["old"]
 
 
 class Running:
@@ -254,7 +257,7 @@ async def running(tmp_path: Path, *, memory: int = 10, idle_unload_s: float = 0.
     async with running_repository(server), EngineClient(url, TRITON) as client:
         agent = Agent(agent_settings, client, downloads, clock=clock, unix_clock=unix_clock, follow_s=0.02)
         async with (
-            serving(AgentServer(agent, clock), "127.0.0.1", port),
+            serve_agent(AgentServer(agent, clock), "127.0.0.1", port),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http,
         ):
             task = asyncio.create_task(agent.run())

@@ -21,7 +21,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 ADAPTERS = 10
 SLOTS = 2
@@ -29,7 +29,7 @@ REQUESTS = 40
 
 
 @pytest.fixture(params=[2])
-async def pods(guard: Guard, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[list[Pod]]:
+async def pods(guard: ProcessGuard, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[list[Pod]]:
     for number in range(ADAPTERS):
         (tmp_path / f"a{number}").mkdir()
     found = [Pod(guard) for _ in range(request.param)]
@@ -124,7 +124,7 @@ def archive(**files: str) -> bytes:
 
 
 @pytest.mark.slow
-async def test_adapters_come_by_the_downloader(guard: Guard, tmp_path: Path) -> None:
+async def test_adapters_come_by_the_downloader(guard: ProcessGuard, tmp_path: Path) -> None:
     pod = Pod(guard)
     cache, file = tmp_path / "cache", tmp_path / "adapters.json"
     async with (

@@ -14,13 +14,13 @@ from controller.agents.runtime.adapter_names import (
     DeclaredAdapter,
     NameInvalid,
     SourcePolicy,
+    adapter_link_name,
     check_name,
     is_uri,
-    link_name,
     local_path,
-    read_declared,
+    parse_declared_adapters,
 )
-from controller.agents.runtime.engine_client import is_answer, parse_prompts, warm_up_prompts
+from controller.agents.runtime.engine_client import is_model_output, parse_prompts, warm_up_prompts
 from controller.agents.runtime.metrics import read_page
 from extproc.engines.answers import adapters_in, base_model, repository_models
 from extproc.engines.dialects import DIALECTS
@@ -47,13 +47,13 @@ def test_a_model_of_a_repository_is_one_directory() -> None:
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_links_stay_in_their_directory(name: str, uri: str) -> None:
-    made = link_name(name, uri)
+    made = adapter_link_name(name, uri)
     assert "/" not in made
     assert made not in {".", ".."}
 
 
 def test_another_uri_or_name_has_another_link() -> None:
-    assert len({link_name("a/b", "x"), link_name("a-b", "x"), link_name("a/b", "y")}) == 3
+    assert len({adapter_link_name("a/b", "x"), adapter_link_name("a-b", "x"), adapter_link_name("a/b", "y")}) == 3
 
 
 def test_a_link_out_of_an_allowed_directory_is_refused(tmp_path: Path) -> None:
@@ -77,24 +77,27 @@ def test_what_is_a_uri() -> None:
 
 
 def test_the_file_of_adapters() -> None:
-    found = read_declared(b'{"a": {"uri": "hf://acme/a", "pinned": true}}', SourcePolicy())
+    found = parse_declared_adapters(b'{"a": {"uri": "hf://acme/a", "pinned": true}}', SourcePolicy())
     assert found == ({"a": DeclaredAdapter("hf://acme/a", pinned=True)}, {})
     # the prefixes that bind callers do not bind whoever writes the file
-    assert read_declared(b'{"a": {"uri": "s3://x/a"}}', SourcePolicy((), ("hf://",)))[1] == {}
-    assert read_declared(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == ({"resnet": DeclaredAdapter()}, {})
+    assert parse_declared_adapters(b'{"a": {"uri": "s3://x/a"}}', SourcePolicy((), ("hf://",)))[1] == {}
+    assert parse_declared_adapters(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == (
+        {"resnet": DeclaredAdapter()},
+        {},
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a"', b"\xff"])
 def test_a_broken_file_of_adapters(content: bytes) -> None:
     with pytest.raises(ValueError, match="no JSON object"):
-        read_declared(content, SourcePolicy())
+        parse_declared_adapters(content, SourcePolicy())
 
 
 @pytest.mark.parametrize(
     "wrong", [b'"a": 1', b'"a": {}', b'"a": {"uri": "/etc"}', b'"a": {"uri": "x://"}', b'"../a": {"uri": "hf://a/b"}']
 )
 def test_an_adapter_with_a_mistake_harms_no_other(wrong: bytes) -> None:
-    found, mistakes = read_declared(b'{"b": {"uri": "hf://acme/b"}, %s}' % wrong, SourcePolicy())
+    found, mistakes = parse_declared_adapters(b'{"b": {"uri": "hf://acme/b"}, %s}' % wrong, SourcePolicy())
     assert list(found) == ["b"]
     assert len(mistakes) == 1
 
@@ -103,17 +106,17 @@ def test_an_adapter_with_a_mistake_harms_no_other(wrong: bytes) -> None:
     "body", [b'{"data":' + b"[" * 100_000, b'{"error":' * 100_000, b'{"data":[{"id":"\xff"}]}', b""]
 )
 def test_answers_that_nobody_can_read_are_answers_all_the_same(body: bytes) -> None:
-    assert not is_answer(body, "data")
+    assert not is_model_output(body, "data")
     for read in (base_model, adapters_in, repository_models):
         with pytest.raises(ValueError, match=r"the list of models|the index of a repository"):
             read(body)
 
 
 def test_what_is_an_answer_of_a_model() -> None:
-    assert is_answer(b'{"choices": [{}]}', "choices")
+    assert is_model_output(b'{"choices": [{}]}', "choices")
     for wrong in (b'{"choices": []}', b'{"error": 1}', b"<html>", b"[]", b'{"choices": 1}'):
-        assert not is_answer(wrong, "choices")
-    assert is_answer(b"anything", "")
+        assert not is_model_output(wrong, "choices")
+    assert is_model_output(b"anything", "")
 
 
 def test_lists_of_models() -> None:
@@ -158,6 +161,6 @@ def test_an_idle_engine_has_no_adapter_in_use_whatever_its_last_series_says() ->
         load = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n"
         page = read_page((load + info).encode(), DIALECTS["vLLM"], unix_s=100.0)
         assert uses.adapters({"a": "/a"}, page, 1000.0)["a"].is_in_use is is_in_use
-    assert uses.are_known(page)
-    assert not uses.are_known(None)
-    assert AdapterUsage(DIALECTS["SGLang"]).are_known(None)
+    assert uses.is_usage_known(page)
+    assert not uses.is_usage_known(None)
+    assert AdapterUsage(DIALECTS["SGLang"]).is_usage_known(None)

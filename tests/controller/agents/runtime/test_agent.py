@@ -17,14 +17,14 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.stack.guard import Guard
+    from bench.stack.process_guard import ProcessGuard
 
 # Of the agent, with its metrics read; measured: 39 MiB.
 MOST_KIB = 64 * 1024
 
 
 @pytest.fixture
-async def pod(guard: Guard) -> AsyncIterator[Pod]:
+async def pod(guard: ProcessGuard) -> AsyncIterator[Pod]:
     one = Pod(guard)
     async with one.http:
         yield one

@@ -143,9 +143,9 @@ async def test_a_client_that_leaves_is_not_in_the_batch() -> None:
         first = asyncio.create_task(one.predict(0))
         await eventually(lambda: bool(one.engine.rows))
         calls = [asyncio.create_task(one.predict(number)) for number in range(1, 4)]
-        await eventually(lambda: one.batcher.queue.waiting == 3)
+        await eventually(lambda: one.batcher.queue.waiting_count == 3)
         calls[1].cancel()
-        await eventually(lambda: one.batcher.queue.waiting == 2)
+        await eventually(lambda: one.batcher.queue.waiting_count == 2)
         one.engine.gate.set()
         answers = await asyncio.gather(first, calls[0], calls[2])
     assert [a.json()["predictions"] for a in answers] == [[0], [2], [6]]

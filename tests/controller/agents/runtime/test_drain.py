@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from controller.agents.runtime.drain import Drain, DrainSettings, EngineLoad, observe_engine
+from controller.agents.runtime.drain import DrainSettings, DrainState, EngineLoad, observe_engine
 
 SETTINGS = DrainSettings(settle_s=5.0, timeout_s=60.0)
 IDLE, BUSY, UNKNOWN, GONE = EngineLoad(0, 0), EngineLoad(3, 1), EngineLoad(), EngineLoad(is_gone=True)
 
 
-def drained(*seen: tuple[float, EngineLoad], finishes_requests: bool = False) -> Drain:
-    drain = Drain(0.0)
+def drained(*seen: tuple[float, EngineLoad], finishes_requests: bool = False) -> DrainState:
+    drain = DrainState(0.0)
     for now_s, load in seen:
         drain = observe_engine(drain, load, SETTINGS, finishes_requests=finishes_requests, now_s=now_s)
     return drain

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import bench.micro
-from controller.agents.runtime.metrics import AgentState, Counters, EnginePage, read_page, write_page
+from controller.agents.runtime.metrics import AgentState, Counters, EngineMetricsPage, read_page, write_page
 from extproc.engines.dialects import DIALECTS, FAMILIES
 from tests.proportion import takes_time_in_proportion
 
@@ -70,7 +70,7 @@ nv_inference_request_success{model="llama",version="1"} 12
 """
 
 
-def read(text: str, dialect: str = "vLLM") -> EnginePage:
+def read(text: str, dialect: str = "vLLM") -> EngineMetricsPage:
     return read_page(text.encode(), DIALECTS[dialect], unix_s=100.0)
 
 

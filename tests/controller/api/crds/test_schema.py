@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import pytest
 
-from controller.api.crds.schema import schema_of
+from controller.api.crds.schema import crd_schema
 from extproc.api.quantities import ByteSize, Duration
 from extproc.api.spec import Spec, exactly_one, keyed_by
 
@@ -38,7 +38,7 @@ class Outer(Spec, frozen=True):
 
 
 def properties(cls: type) -> dict[str, Any]:
-    found: dict[str, Any] = schema_of(cls)["properties"]
+    found: dict[str, Any] = crd_schema(cls)["properties"]
     return found
 
 
@@ -53,7 +53,7 @@ def test_types_bounds_and_defaults() -> None:
     }
     assert found["choice"] == {"type": "string", "enum": ["A", "B"], "default": "A"}
     assert found["waitTime"]["default"] == "1s"
-    assert schema_of(Outer)["required"] == ["needed"]
+    assert crd_schema(Outer)["required"] == ["needed"]
 
 
 def test_a_struct_that_is_a_default_is_an_empty_object_or_what_differs() -> None:
@@ -110,4 +110,4 @@ def test_a_type_that_kubernetes_has_no_schema_for_is_said() -> None:
         field: bool | str = True
 
     with pytest.raises(TypeError, match="boolean"):
-        schema_of(Odd)
+        crd_schema(Odd)

@@ -28,7 +28,7 @@ from controller.autoscaler.decision.situation import (
     Speed,
     TargetSituation,
 )
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.spec import Metadata
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
-    from controller.autoscaler.decision.memory import Memory
+    from controller.autoscaler.decision.saved_state import Memory
 
 # 8B on an H100, nearly; a replica can do 11.8 of these requests a second.
 SPEED = Speed(prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True)
@@ -96,7 +96,7 @@ class Fluid:
         self._engines: list[Engine] = [
             self._engine(self.now_s - 1000, ready_s=self.now_s - 940) for _ in range(replicas)
         ]
-        self._points: deque[Point] = deque([Point(self.now_s, Totals())], maxlen=_HISTORY_S)
+        self._points: deque[TrafficPoint] = deque([TrafficPoint(self.now_s, TrafficTotals())], maxlen=_HISTORY_S)
         self._arrivals = self._finished = 0
         self._ttft = [0] * (len(TTFT_BOUNDS_S) + 1)
         self._tpot = [0] * (len(TPOT_BOUNDS_S) + 1)
@@ -132,7 +132,7 @@ class Fluid:
             self._ttft[bucket_of(wait_s + 0.1 / (1 - self._busy), TTFT_BOUNDS_S)] += 1
             self._tpot[bucket_of(SPEED.step_s / (1 - self._busy), TPOT_BOUNDS_S)] += 1
         self._finished += served
-        self._points.append(Point(self.now_s, self._totals()))
+        self._points.append(TrafficPoint(self.now_s, self._totals()))
 
     def situation(self) -> Situation:
         """As the manager would see it."""
@@ -198,8 +198,8 @@ class Fluid:
             return engine
         return Engine(engine.name, EngineState.READY, engine.created_at_s, self.now_s, EngineReport(self.now_s))
 
-    def _totals(self) -> Totals:
-        return Totals(
+    def _totals(self) -> TrafficTotals:
+        return TrafficTotals(
             arrivals=self._arrivals,
             finished=self._finished,
             prompt_tokens=self._finished * PROMPT,

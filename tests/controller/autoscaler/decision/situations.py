@@ -21,7 +21,7 @@ from controller.autoscaler.decision.situation import (
     Speed,
     TargetSituation,
 )
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.spec import Metadata
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 
@@ -95,12 +95,12 @@ def traffic_of(
     arrivals, points = before, []
     for second in range(-seconds, 1):
         arrivals += rate if isinstance(rate, (int, float)) else rate(second)
-        points.append(Point(now_s + second, _totals(arrivals, ttft_s, tpot_s)))
+        points.append(TrafficPoint(now_s + second, _totals(arrivals, ttft_s, tpot_s)))
     return Traffic(tuple(points))
 
 
-def _totals(arrivals: float, ttft_s: float | None, tpot_s: float | None) -> Totals:
-    return Totals(
+def _totals(arrivals: float, ttft_s: float | None, tpot_s: float | None) -> TrafficTotals:
+    return TrafficTotals(
         arrivals=arrivals,
         finished=arrivals,
         prompt_tokens=arrivals * PROMPT,

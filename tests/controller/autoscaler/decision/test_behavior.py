@@ -17,11 +17,11 @@ from controller.autoscaler.decision.behavior import (
     PastRecommendation,
     ReplicaChange,
     ScalingHistory,
+    add_recommendation,
     apply_behavior,
+    hpa_tolerance,
+    limit_by_policies,
     stabilize,
-    tolerance_of,
-    with_recommendation,
-    within_policies,
 )
 from tests.examples import examples
 
@@ -60,7 +60,7 @@ def test_histories_are_those_of_kubernetes_own_code() -> None:
         for at_s, recommended, desired in story["looks"]:
             found, _ = apply_behavior(behavior, past, recommended=recommended, current=current, now_s=at_s)
             assert found == desired
-            past = with_recommendation(behavior, past, PastRecommendation(at_s, recommended))
+            past = add_recommendation(behavior, past, PastRecommendation(at_s, recommended))
             if found != current:
                 past = ScalingHistory(past.recommendations, (*past.changes, ReplicaChange(at_s, found - current)))
             current = found
@@ -151,7 +151,7 @@ def test_what_is_forgotten_is_never_needed() -> None:
             whole = ScalingHistory(
                 (*whole.recommendations, PastRecommendation(now_s, recommended)), whole.changes + change
             )
-            kept = with_recommendation(
+            kept = add_recommendation(
                 behavior,
                 ScalingHistory(kept.recommendations, kept.changes + change),
                 PastRecommendation(now_s, recommended),
@@ -162,7 +162,7 @@ def test_a_steady_load_leaves_little_to_remember() -> None:
     rng = random.Random(6)
     behavior, past = Behavior(scale_down=ScalingRules(stabilization_window_seconds=3600)), ScalingHistory()
     for step in range(720):
-        past = with_recommendation(behavior, past, PastRecommendation(step * 5.0, rng.choice((7, 8, 9))))
+        past = add_recommendation(behavior, past, PastRecommendation(step * 5.0, rng.choice((7, 8, 9))))
     assert len(past.recommendations) <= 6
 
 
@@ -171,7 +171,7 @@ def test_a_peak_holds_replicas_for_the_window_and_no_longer() -> None:
     current, seen = 2.0, []
     for at_s, recommended in ((0.0, 8.0), *((step * 15.0, 2.0) for step in range(1, 24))):
         found, _ = apply_behavior(behavior, past, recommended=recommended, current=current, now_s=at_s)
-        past = with_recommendation(behavior, past, PastRecommendation(at_s, recommended))
+        past = add_recommendation(behavior, past, PastRecommendation(at_s, recommended))
         if found != current:
             past = ScalingHistory(past.recommendations, (*past.changes, ReplicaChange(at_s, found - current)))
         current = found
@@ -190,15 +190,15 @@ def test_a_short_dip_does_not_end_a_scale_out_but_a_window_waits_for_it() -> Non
 
 def test_the_smallest_of_several_policies() -> None:
     rules = ScalingRules(0, "Min", (ScalingRule("Pods", 4, 60), ScalingRule("Percent", 10, 60)))
-    assert within_policies(Behavior(scale_up=rules), (), desired=100, current=20, now_s=NOW_S) == 22
-    assert within_policies(Behavior(scale_down=rules), (), desired=1, current=20, now_s=NOW_S) == 18
+    assert limit_by_policies(Behavior(scale_up=rules), (), desired=100, current=20, now_s=NOW_S) == 22
+    assert limit_by_policies(Behavior(scale_down=rules), (), desired=1, current=20, now_s=NOW_S) == 18
 
 
 def test_changes_of_the_period_use_up_the_policy() -> None:
     rules = ScalingRules(0, "Max", (ScalingRule("Pods", 2, 60),))
     changes = (ReplicaChange(NOW_S - 30, 1), ReplicaChange(NOW_S - 90, 5))
-    assert within_policies(Behavior(scale_up=rules), changes, desired=100, current=10, now_s=NOW_S) == 11
-    assert within_policies(Behavior(scale_down=rules), changes, desired=1, current=10, now_s=NOW_S) == 7
+    assert limit_by_policies(Behavior(scale_up=rules), changes, desired=100, current=10, now_s=NOW_S) == 11
+    assert limit_by_policies(Behavior(scale_down=rules), changes, desired=1, current=10, now_s=NOW_S) == 7
 
 
 def test_disabled_forbids_a_direction() -> None:
@@ -209,8 +209,8 @@ def test_disabled_forbids_a_direction() -> None:
 
 def test_fractions_of_replicas_are_not_rounded() -> None:
     rules = Behavior(ScalingRules(0, "Max", (ScalingRule("Percent", 10, 60),)))
-    assert within_policies(rules, (), desired=9, current=2.5, now_s=NOW_S, whole=False) == pytest.approx(2.75)
-    assert within_policies(rules, (), desired=9, current=2, now_s=NOW_S) == 3
+    assert limit_by_policies(rules, (), desired=9, current=2.5, now_s=NOW_S, whole=False) == pytest.approx(2.75)
+    assert limit_by_policies(rules, (), desired=9, current=2, now_s=NOW_S) == 3
 
 
 def test_steps_say_what_changed_the_answer() -> None:
@@ -224,5 +224,5 @@ def test_steps_say_what_changed_the_answer() -> None:
 
 
 def test_the_default_tolerance_is_that_of_kubernetes() -> None:
-    assert tolerance_of(ScalingRules()) == 0.1
-    assert tolerance_of(ScalingRules(tolerance=0.0)) == 0.0
+    assert hpa_tolerance(ScalingRules()) == 0.1
+    assert hpa_tolerance(ScalingRules(tolerance=0.0)) == 0.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, EngineCapacity
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.memory import decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import decode_memory, encode_memory
 from controller.autoscaler.decision.situation import (
     Backlog,
     Engine,
@@ -23,7 +23,7 @@ from controller.autoscaler.decision.situation import (
     Situation,
     TargetSituation,
 )
-from controller.autoscaler.decision.speeds import speed_of
+from controller.autoscaler.decision.speeds import estimate_speed
 from extproc.api.quantities import decode_quantity
 from extproc.api.status_pages import EngineDemand
 from tests.controller.autoscaler.decision.situations import (
@@ -118,7 +118,7 @@ def situations(draw: st.DrawFn, binding: AutoscalingPolicyBinding, now_s: float)
         engine = Engine(spec.name, state, now_s + draw(SEEN) - 1e9, now_s, report)
         demand = EngineDemand(prefill_tokens_per_s=draw(AMOUNT), step_s=draw(SEEN), step_s_per_token=draw(SEEN))
         current = draw(st.sampled_from([None, 0, 1, 2 * MILLION]))
-        target = TargetSituation(spec, current, (engine,) if current else (), speed_of(spec.capacity, [demand]))
+        target = TargetSituation(spec, current, (engine,) if current else (), estimate_speed(spec.capacity, [demand]))
         stages.setdefault(spec.stage, []).append(target)
     traffic = traffic_of(draw(st.sampled_from([0.0, 3.0, 1e12])), seconds=60, now_s=now_s, ttft_s=1.0, tpot_s=0.1)
     waiting = Backlog(int(draw(SEEN)), draw(SEEN), draw(SEEN), int(draw(SEEN)))
@@ -162,7 +162,7 @@ def test_what_is_nothing_of_ours_is_a_mistake_that_can_be_told(text: bytes) -> N
 def test_declared_durations_are_kept_for_the_next_leader() -> None:
     written = {"prefillTokensPerSecond": 100.0, "step": "20ms", "stepPerToken": "1us"}
     capacity = msgspec.convert(written, EngineCapacity, dec_hook=decode_quantity)
-    target = target_of(spec=spec_of(), speed=speed_of(capacity, []))
+    target = target_of(spec=spec_of(), speed=estimate_speed(capacity, []))
     situation = situation_of(target, traffic=traffic_of(1.0))
     _, memory = decide(AutoscalingPolicySpec(), binding_of(spec_of()), [situation], None, NOW_S)
     again = decode_memory(encode_memory(memory), NOW_S).stages["Both"].speeds["main"]

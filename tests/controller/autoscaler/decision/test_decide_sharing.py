@@ -25,7 +25,7 @@ from tests.controller.autoscaler.decision.situations import (
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.decision import Decision
-    from controller.autoscaler.decision.memory import Memory
+    from controller.autoscaler.decision.saved_state import Memory
 
 # numbers are worked out for load as it is
 POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))

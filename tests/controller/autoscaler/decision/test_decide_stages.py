@@ -25,14 +25,14 @@ from controller.autoscaler.decision.situation import (
     TargetSituation,
     objective_of_stage,
 )
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 from tests.controller.autoscaler.decision.situations import spec_of
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.memory import Memory
+    from controller.autoscaler.decision.saved_state import Memory
 
 SPEED = Speed(prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True)
 OBJECTIVE = LatencyObjective(ttft=Duration("2s"), tpot=Duration("40ms"))
@@ -63,7 +63,7 @@ class Fleet:
         self.work = {"prefill": 0.0, "decode": 0.0}
         self.sums = {"arrivals": 0.0, "prompt": 0.0, "output": 0.0}
         self.histograms = ([0] * (len(TTFT_BOUNDS_S) + 1), [0] * (len(TPOT_BOUNDS_S) + 1))
-        self.points = [Point(self.now_s, Totals())]
+        self.points = [TrafficPoint(self.now_s, TrafficTotals())]
 
     def run(self, seconds: int, prompt: float, output: float) -> Fleet:
         for second in range(seconds):
@@ -96,8 +96,10 @@ class Fleet:
         }
         ttft, tpot = (tuple(one) for one in self.histograms)
         prompts = self.sums["prompt"]
-        totals = Totals(self.sums["arrivals"], 0.0, self.sums["arrivals"], prompts, 0.0, self.sums["output"], prompts)
-        self.points.append(Point(self.now_s, msgspec.structs.replace(totals, ttft=ttft, tpot=tpot)))
+        totals = TrafficTotals(
+            self.sums["arrivals"], 0.0, self.sums["arrivals"], prompts, 0.0, self.sums["output"], prompts
+        )
+        self.points.append(TrafficPoint(self.now_s, msgspec.structs.replace(totals, ttft=ttft, tpot=tpot)))
 
     def is_ready(self, created_at_s: float) -> bool:
         return self.now_s - created_at_s >= START_S

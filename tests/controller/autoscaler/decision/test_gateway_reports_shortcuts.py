@@ -9,8 +9,15 @@ import msgspec
 import pytest
 
 from controller.autoscaler.decision.gateway_reports import MOST, merge_reports, sanitize_gauges
-from controller.autoscaler.decision.offered_load import load_of
-from controller.autoscaler.decision.traffic import History, PackedPoints, Totals, Traffic, TrafficSums, sum_traffic
+from controller.autoscaler.decision.offered_load import estimate_offered_load
+from controller.autoscaler.decision.traffic import (
+    PackedPoints,
+    Traffic,
+    TrafficHistory,
+    TrafficSums,
+    TrafficTotals,
+    sum_traffic,
+)
 from extproc.api.status_pages import EngineDemand, ServerDemand
 
 SECONDS = 700
@@ -18,7 +25,7 @@ SECONDS = 700
 
 def history_of(rng: random.Random, idle_from: int, ticks: int = SECONDS) -> PackedPoints:
     """Random arrivals until ``idle_from``, then none."""
-    made, sums = History(), TrafficSums()
+    made, sums = TrafficHistory(), TrafficSums()
     for tick in range(1, ticks + 1):
         number = rng.choice((0, 0, 1, 5, 40)) if tick < idle_from else 0
         more = TrafficSums(
@@ -27,11 +34,11 @@ def history_of(rng: random.Random, idle_from: int, ticks: int = SECONDS) -> Pack
         if number:
             more.ttft[rng.randrange(len(more.ttft))] = number
             sums.add(more)
-        made.tick(tick, float(tick), sums if number else None)
+        made.add_point(tick, float(tick), sums if number else None)
     return made.points(ticks + 0.5, sums)
 
 
-def without_histograms(totals: Totals) -> Totals:
+def without_histograms(totals: TrafficTotals) -> TrafficTotals:
     return msgspec.structs.replace(totals, ttft=(), tpot=())
 
 
@@ -50,8 +57,8 @@ def test_counters_are_those_of_the_points(seed: int) -> None:
 def test_load_is_that_of_all_points(idle_from: int, window_s: float) -> None:
     packed = history_of(random.Random(idle_from), idle_from)
     for now_s in (0.5, 1.0, 7.3, 200.0, 500.2, SECONDS + 0.5):
-        found = load_of(Traffic(packed), window_s=window_s, now_s=now_s)
-        assert found == load_of(Traffic(tuple(packed)), window_s=window_s, now_s=now_s)
+        found = estimate_offered_load(Traffic(packed), window_s=window_s, now_s=now_s)
+        assert found == estimate_offered_load(Traffic(tuple(packed)), window_s=window_s, now_s=now_s)
 
 
 def test_rates_and_latencies_are_those_of_all_points() -> None:

@@ -8,15 +8,15 @@ import random
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.offered_load import OfferedLoad, load_of
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.offered_load import OfferedLoad, estimate_offered_load
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from tests.controller.autoscaler.decision.fluid import poisson
 from tests.controller.autoscaler.decision.situations import NOW_S, traffic_of
 
 
 def load(traffic: Traffic) -> OfferedLoad:
     """With the strategy's defaults."""
-    found = load_of(traffic, window_s=30.0, now_s=NOW_S)
+    found = estimate_offered_load(traffic, window_s=30.0, now_s=NOW_S)
     assert found is not None
     return found
 
@@ -51,15 +51,15 @@ def test_a_steady_rise_is_continued_from_the_middle_of_its_window() -> None:
     assert found.slope == pytest.approx(0.05, rel=0.05)
     # from the middle of the window to now as it is, and from now on damped
     ahead = found.mean_per_s + found.slope * (found.window_s / 2 + 0.7 * 60)
-    assert found.arrivals_in(60.0) == pytest.approx(ahead)
-    assert found.mean_per_s < found.arrivals_per_s < found.arrivals_in(60.0)
+    assert found.predicted_arrivals_per_s(60.0) == pytest.approx(ahead)
+    assert found.mean_per_s < found.arrivals_per_s < found.predicted_arrivals_per_s(60.0)
 
 
 def test_a_trend_begins_no_higher_than_the_newest_arrivals() -> None:
     found = load(traffic_of(lambda second: 40.0 + second * 0.05))
     flat = msgspec.structs.replace(found, newest_per_s=30.0, newest_error=1.0)
-    assert flat.arrivals_in(0.0) == flat.arrivals_per_s
-    assert flat.arrivals_in(600.0) == pytest.approx(31.0 + 0.7 * 600 * found.slope)
+    assert flat.predicted_arrivals_per_s(0.0) == flat.arrivals_per_s
+    assert flat.predicted_arrivals_per_s(600.0) == pytest.approx(31.0 + 0.7 * 600 * found.slope)
 
 
 def test_a_rise_that_has_ended_is_not_continued() -> None:
@@ -90,9 +90,9 @@ def test_requests_mean_what_the_finished_ones_had() -> None:
 
 def test_refused_requests_are_no_load_but_their_known_work_is() -> None:
     points = [
-        Point(
+        TrafficPoint(
             NOW_S - 60 + second,
-            Totals(arrivals=2.0 * second, refused=second, finished=second, prefill_work=900.0 * second),
+            TrafficTotals(arrivals=2.0 * second, refused=second, finished=second, prefill_work=900.0 * second),
         )
         for second in range(61)
     ]
@@ -103,7 +103,7 @@ def test_refused_requests_are_no_load_but_their_known_work_is() -> None:
 
 
 def test_nothing_is_known_from_a_single_point() -> None:
-    assert load_of(Traffic((Point(NOW_S, Totals()),)), window_s=30.0, now_s=NOW_S) is None
+    assert estimate_offered_load(Traffic((TrafficPoint(NOW_S, TrafficTotals()),)), window_s=30.0, now_s=NOW_S) is None
 
 
 def test_burstier_arrivals_than_poissons_count_as_noise() -> None:

@@ -28,7 +28,7 @@ BUCKETS = len(TTFT_BOUNDS_S) + 1
 
 def signals(*servers: str, gateways: Iterable[str] = GATEWAYS, now: float = 0.0) -> Signals:
     made = Signals(TRUSTED)
-    made.follow(servers or (LLAMA,), now)
+    made.set_subscriptions(servers or (LLAMA,), now)
     made.set_gateways(list(gateways), now)
     made.tick(now)
     return made
@@ -46,7 +46,7 @@ def said(
 
 
 def of(made: Signals, now: float, *servers: str) -> ServerSignals:
-    return made.of(servers or (LLAMA,), now)
+    return made.merged_signals(servers or (LLAMA,), now)
 
 
 def arrivals(made: Signals, now: float) -> float:
@@ -202,7 +202,7 @@ def test_several_servers_are_summed_at_every_instant() -> None:
         )
         made.ingest(GATEWAYS[0], Demand("a", second, second, pages), float(second))
         if second == 5:
-            made.follow((LLAMA, QWEN), 4.5)
+            made.set_subscriptions((LLAMA, QWEN), 4.5)
         made.tick(second)
     found = of(made, 10.0, LLAMA, QWEN)
     assert found.waiting.requests == 1
@@ -216,7 +216,7 @@ def test_several_servers_are_summed_at_every_instant() -> None:
 
 def test_nobody_speaks_for_other_namespaces_but_those_that_are_trusted() -> None:
     made = Signals(TRUSTED)
-    made.follow((LLAMA, "team/own"), 0.0)
+    made.set_subscriptions((LLAMA, "team/own"), 0.0)
     made.set_gateways(("attache/g-0", "team/g"), 0.0)
     for server in (LLAMA, "team/own"):
         made.ingest("team/g", said("t", 1 if server == LLAMA else 2, 1.0, server=server, arrivals=5, queued=9), 1.0)
@@ -404,9 +404,9 @@ def test_latencies_of_a_window_come_from_its_points() -> None:
 def test_what_is_followed_no_more_is_forgotten() -> None:
     made = signals()
     made.ingest(GATEWAYS[0], said("a", 1, 1.0, arrivals=5), 1.0)
-    made.follow((), 2.0)
+    made.set_subscriptions((), 2.0)
     assert len(of(made, 2.0).traffic.points) == 0
-    made.follow((LLAMA,), 3.0)
+    made.set_subscriptions((LLAMA,), 3.0)
     made.ingest(GATEWAYS[0], said("a", 2, 3.0, arrivals=7), 3.0)
     assert arrivals(made, 3.0) == 0
 

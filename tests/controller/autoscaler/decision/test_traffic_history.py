@@ -13,15 +13,15 @@ from controller.autoscaler.decision.traffic import (
     EACH_OLD_HISTOGRAM,
     FINE,
     RECENT,
-    History,
     Traffic,
+    TrafficHistory,
     TrafficSums,
 )
 
 HOURS_S = 7800
 
 
-def fed(history: History, ticks: int) -> tuple[TrafficSums, list[tuple[float, int, int]]]:
+def fed(history: TrafficHistory, ticks: int) -> tuple[TrafficSums, list[tuple[float, int, int]]]:
     """The sums at last, and after each tick: arrivals, and requests in both histograms."""
     rng, sums, said = random.Random(1), TrafficSums(), list[tuple[float, int, int]]()
     for number in range(1, ticks + 1):
@@ -32,7 +32,7 @@ def fed(history: History, ticks: int) -> tuple[TrafficSums, list[tuple[float, in
             more.tpot[rng.randrange(3, len(more.tpot))] += 1
         sums.add(more)
         said.append((sums.counters[0], sum(sums.ttft), sum(sums.tpot)))
-        history.tick(number, float(number), sums)
+        history.add_point(number, float(number), sums)
     return sums, said
 
 
@@ -48,13 +48,13 @@ def size_of(thing: object) -> int:
 
 
 def test_two_hours_of_a_busy_server_with_latencies_in_all_buckets_take_less_than_90_kib() -> None:
-    history = History()
+    history = TrafficHistory()
     fed(history, HOURS_S)
     assert 40 * 1024 < size_of(history) < 90 * 1024
 
 
 def test_counters_of_all_points_and_histograms_of_the_newest_are_exact() -> None:
-    history = History()
+    history = TrafficHistory()
     sums, said = fed(history, HOURS_S)
     points = history.points(HOURS_S + 0.5, sums)
     assert len(points) == FINE + COARSE + 1
@@ -77,12 +77,12 @@ def test_counters_of_all_points_and_histograms_of_the_newest_are_exact() -> None
 
 
 def test_what_is_spread_over_the_past_reaches_thinned_points_too() -> None:
-    history = History()
+    history = TrafficHistory()
     sums, _ = fed(history, HOURS_S)
     before = history.points(HOURS_S + 0.5, sums)
     more = TrafficSums([1000.0] * 7)
     more.ttft[5] = 1000
-    history.spread(more, HOURS_S - 1000.0, float(HOURS_S))
+    history.spread_over(more, HOURS_S - 1000.0, float(HOURS_S))
     after = history.points(HOURS_S + 0.5, sums)
     for at, time in enumerate(before.times[:-1]):
         share = max(0.0, (time - HOURS_S + 1000.0) / 1000.0)

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from bench.stack.processes import free_ports
-from controller.autoscaler.export.exports import Decisions, DesiredReplicas, desired_replicas_of
+from controller.autoscaler.export.desired_replicas import DesiredReplicas, DesiredReplicasStore, desired_by_target
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
-from controller.autoscaler.export.keda_access import Readers
+from controller.autoscaler.export.keda_access import ReadPermissions
 from tests.certificates import Authority
 from tests.waiting import eventually
 
@@ -82,12 +82,12 @@ def fields(message: bytes) -> dict[int, Any]:
 
 
 @pytest.fixture
-def decisions() -> Decisions:
-    return Decisions()
+def decisions() -> DesiredReplicasStore:
+    return DesiredReplicasStore()
 
 
 @pytest.fixture
-async def channel(decisions: Decisions) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(decisions: DesiredReplicasStore) -> AsyncIterator[grpc.aio.Channel]:
     scaler = KedaScaler(decisions)
     port = await scaler.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as connected:
@@ -107,7 +107,7 @@ async def refusal(channel: grpc.aio.Channel, method: str, message: bytes) -> tup
 
 
 async def test_the_metric_is_the_desired_replicas_with_a_target_of_one(
-    channel: grpc.aio.Channel, decisions: Decisions
+    channel: grpc.aio.Channel, decisions: DesiredReplicasStore
 ) -> None:
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(7, is_active=True)})
     named = reference("shop", binding="llama")
@@ -118,7 +118,7 @@ async def test_the_metric_is_the_desired_replicas_with_a_target_of_one(
     assert await call(channel, "IsActive", named) == {1: 1}
 
 
-async def test_each_target_has_its_own(channel: grpc.aio.Channel, decisions: Decisions) -> None:
+async def test_each_target_has_its_own(channel: grpc.aio.Channel, decisions: DesiredReplicasStore) -> None:
     decisions.set_desired(
         "shop/llama", {"h100": DesiredReplicas(2, is_active=True), "l40s": DesiredReplicas(0, is_active=False)}
     )
@@ -132,7 +132,9 @@ async def test_each_target_has_its_own(channel: grpc.aio.Channel, decisions: Dec
     assert "h100, l40s" in text
 
 
-async def test_what_is_not_known_fails_and_is_never_zero(channel: grpc.aio.Channel, decisions: Decisions) -> None:
+async def test_what_is_not_known_fails_and_is_never_zero(
+    channel: grpc.aio.Channel, decisions: DesiredReplicasStore
+) -> None:
     named = reference("shop", binding="llama")
     for method, message in (("IsActive", named), ("GetMetrics", part(1, named))):
         assert (await refusal(channel, method, message))[0] is grpc.StatusCode.UNAVAILABLE
@@ -142,7 +144,9 @@ async def test_what_is_not_known_fails_and_is_never_zero(channel: grpc.aio.Chann
     assert (await refusal(channel, "IsActive", named))[0] is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_binding_of_another_namespace_cannot_be_read(channel: grpc.aio.Channel, decisions: Decisions) -> None:
+async def test_a_binding_of_another_namespace_cannot_be_read(
+    channel: grpc.aio.Channel, decisions: DesiredReplicasStore
+) -> None:
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(2, is_active=True)})
     assert (await refusal(channel, "IsActive", reference("bank", binding="llama")))[0] is grpc.StatusCode.UNAVAILABLE
     for wrong in (reference("bank", binding="shop/llama"), reference("bank")):
@@ -150,7 +154,9 @@ async def test_a_binding_of_another_namespace_cannot_be_read(channel: grpc.aio.C
             assert (await refusal(channel, method, wrong))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_change_is_pushed_and_the_same_is_not_repeated(channel: grpc.aio.Channel, decisions: Decisions) -> None:
+async def test_a_change_is_pushed_and_the_same_is_not_repeated(
+    channel: grpc.aio.Channel, decisions: DesiredReplicasStore
+) -> None:
     told: asyncio.Queue[bool] = asyncio.Queue()
 
     async def listen() -> None:
@@ -174,7 +180,7 @@ async def test_a_change_is_pushed_and_the_same_is_not_repeated(channel: grpc.aio
         await asyncio.gather(listening, return_exceptions=True)
 
 
-async def test_a_stream_says_it_again_now_and_then(decisions: Decisions) -> None:
+async def test_a_stream_says_it_again_now_and_then(decisions: DesiredReplicasStore) -> None:
     scaler = KedaScaler(decisions, repeat_s=0.01)
     port = await scaler.start("127.0.0.1:0")
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
@@ -185,7 +191,9 @@ async def test_a_stream_says_it_again_now_and_then(decisions: Decisions) -> None
     await scaler.stop(0)
 
 
-async def test_with_tls_files_are_read_anew_and_clients_checked(decisions: Decisions, tmp_path: Path) -> None:
+async def test_with_tls_files_are_read_anew_and_clients_checked(
+    decisions: DesiredReplicasStore, tmp_path: Path
+) -> None:
     authority, stranger = Authority(), Authority("somebody else")
     files = authority.issue(dns=["keda.test"]).write(tmp_path, "server")
     (tmp_path / "clients.crt").write_bytes(authority.cert)
@@ -233,13 +241,13 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
 
 def test_what_was_decided_by_target() -> None:
     desired = {"h100": 3, "l40s": 0, "gone": None}
-    assert desired_replicas_of(desired) == {
+    assert desired_by_target(desired) == {
         "h100": DesiredReplicas(3, is_active=True),
         "l40s": DesiredReplicas(0, is_active=False),
     }
 
 
-async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
+async def test_it_serves_until_it_is_cancelled(decisions: DesiredReplicasStore) -> None:
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
     address = f"127.0.0.1:{free_ports(1)[0]}"
     async with asyncio.timeout(120), grpc.aio.insecure_channel(address) as channel:
@@ -253,14 +261,14 @@ async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
             await asked(reference("shop", binding="llama"))
 
 
-async def test_who_no_longer_leads_knows_nothing(channel: grpc.aio.Channel, decisions: Decisions) -> None:
+async def test_who_no_longer_leads_knows_nothing(channel: grpc.aio.Channel, decisions: DesiredReplicasStore) -> None:
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(2, is_active=True)})
     decisions.clear()
     code, _ = await refusal(channel, "IsActive", reference("shop", binding="llama"))
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_an_address_that_is_taken_is_told(decisions: Decisions) -> None:
+async def test_an_address_that_is_taken_is_told(decisions: DesiredReplicasStore) -> None:
     first, second = KedaScaler(decisions), KedaScaler(decisions)
     port = await first.start("127.0.0.1:0")
     with pytest.raises(OSError, match="cannot listen"):
@@ -269,7 +277,7 @@ async def test_an_address_that_is_taken_is_told(decisions: Decisions) -> None:
     await second.stop(0)
 
 
-async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
+async def test_one_caller_cannot_take_all_streams(decisions: DesiredReplicasStore) -> None:
     scaler = KedaScaler(decisions, most_streams=16)
     port = await scaler.start("127.0.0.1:0")
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
@@ -306,7 +314,7 @@ async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
     await scaler.stop(0)
 
 
-async def test_news_of_a_binding_wake_only_those_who_ask_about_it(decisions: Decisions) -> None:
+async def test_news_of_a_binding_wake_only_those_who_ask_about_it(decisions: DesiredReplicasStore) -> None:
     decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
     last = decisions.last_decision("shop/llama", "")
     asked: list[str] = []
@@ -317,7 +325,7 @@ async def test_news_of_a_binding_wake_only_those_who_ask_about_it(decisions: Dec
         return known(binding, target)
 
     decisions.last_decision = counted  # type: ignore[method-assign]
-    waits = [asyncio.create_task(decisions.other_than(last, "shop/llama", "")) for _ in range(100)]
+    waits = [asyncio.create_task(decisions.wait_for_change(last, "shop/llama", "")) for _ in range(100)]
     await asyncio.sleep(0)
     asked.clear()
     for number in range(100):
@@ -328,8 +336,8 @@ async def test_news_of_a_binding_wake_only_those_who_ask_about_it(decisions: Dec
     assert await asyncio.gather(*waits) == [DesiredReplicas(4, is_active=True)] * 100
 
 
-async def test_only_listed_namespaces_are_told(decisions: Decisions) -> None:
-    scaler = KedaScaler(decisions, readers=Readers(namespaces=frozenset({"shop"})))
+async def test_only_listed_namespaces_are_told(decisions: DesiredReplicasStore) -> None:
+    scaler = KedaScaler(decisions, readers=ReadPermissions(namespaces=frozenset({"shop"})))
     port = await scaler.start("127.0.0.1:0")
     for namespace in ("shop", "bank"):
         decisions.set_desired(f"{namespace}/llama", {"h100": DesiredReplicas(3, is_active=True)})
@@ -345,12 +353,12 @@ async def test_only_listed_namespaces_are_told(decisions: Decisions) -> None:
     await scaler.stop(0)
 
 
-async def test_a_clients_certificate_says_what_it_may_read(decisions: Decisions, tmp_path: Path) -> None:
+async def test_a_clients_certificate_says_what_it_may_read(decisions: DesiredReplicasStore, tmp_path: Path) -> None:
     authority = Authority()
     files = authority.issue(dns=["keda.test"]).write(tmp_path, "server")
     (tmp_path / "clients.crt").write_bytes(authority.cert)
     follow = TlsFiles(Path(files["certFile"]), Path(files["keyFile"]), tmp_path / "clients.crt")
-    readers = Readers(clients={"keda-operator": frozenset(), "scaler.shop": frozenset({"shop"})})
+    readers = ReadPermissions(clients={"keda-operator": frozenset(), "scaler.shop": frozenset({"shop"})})
     scaler = KedaScaler(decisions, readers=readers)
     port = await scaler.start("127.0.0.1:0", server_credentials(follow))
     for namespace in ("shop", "bank"):

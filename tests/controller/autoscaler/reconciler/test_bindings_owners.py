@@ -12,11 +12,11 @@ from controller.api.autoscaling_binding import ScaleTarget
 from controller.autoscaler.reconciler.bindings import (
     TargetClaim,
     autoscaler_trimmer,
-    hold_of,
-    other_owner,
-    place_of,
-    rival,
-    scaled_by_others,
+    manual_override,
+    other_annotated_owner,
+    prior_claimant,
+    scalable_ref,
+    targets_of_other_autoscalers,
 )
 from controller.autoscaler.reconciler.scalables import (
     KINDS,
@@ -24,8 +24,8 @@ from controller.autoscaler.reconciler.scalables import (
     SCALED_TO,
     SCALER,
     Scalable,
-    kind_of,
-    scalable_of,
+    find_scalable_kind,
+    parse_scalable,
 )
 from controller.kube.resources import DEPLOYMENTS
 
@@ -44,7 +44,7 @@ def deployment(replicas: int, *, writer: str = "", annotations: dict[str, str] |
         "spec": {"replicas": replicas, "selector": {"matchLabels": {"app": "x"}}},
     }
     kind = next(one for one in KINDS if one.resource == DEPLOYMENTS)
-    return scalable_of(kind, thing)
+    return parse_scalable(kind, thing)
 
 
 def ours(to: object) -> dict[str, str]:
@@ -54,16 +54,16 @@ def ours(to: object) -> dict[str, str]:
 def test_the_older_binding_has_the_right_and_among_equals_the_first_name() -> None:
     younger = TargetClaim("2026-11-22T09:00:00Z", "default/0", "2")
     equal = TargetClaim("2026-11-22T08:00:00Z", "default/b", "3")
-    assert rival(MINE, [younger, equal]) == ""
-    assert rival(younger, [MINE]) == "default/a"
-    assert rival(equal, [MINE, younger]) == "default/a"
+    assert prior_claimant(MINE, [younger, equal]) == ""
+    assert prior_claimant(younger, [MINE]) == "default/a"
+    assert prior_claimant(equal, [MINE, younger]) == "default/a"
 
 
 def test_a_mark_of_a_binding_that_is_gone_keeps_nobody_off() -> None:
     found = deployment(2, annotations={SCALED_BY: "default/b/9"})
-    assert other_owner(found, MINE, lambda _: True) == "default/b"
-    assert other_owner(found, MINE, lambda _: False) == ""
-    assert other_owner(deployment(2, annotations=ours(2)), MINE, lambda _: True) == ""
+    assert other_annotated_owner(found, MINE, lambda _: True) == "default/b"
+    assert other_annotated_owner(found, MINE, lambda _: False) == ""
+    assert other_annotated_owner(deployment(2, annotations=ours(2)), MINE, lambda _: True) == ""
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def test_what_somebody_else_wrote_is_held(
     replicas: int, writer: str, annotations: dict[str, str], is_held: bool
 ) -> None:
     found = deployment(replicas, writer=writer, annotations=annotations)
-    hold = hold_of(found, MINE, WROTE_AT_S, hold_s=600.0, now_s=WROTE_AT_S + 599)
+    hold = manual_override(found, MINE, WROTE_AT_S, hold_s=600.0, now_s=WROTE_AT_S + 599)
     assert (hold is not None) == is_held
-    assert hold_of(found, MINE, WROTE_AT_S, hold_s=600.0, now_s=WROTE_AT_S + 600) is None
+    assert manual_override(found, MINE, WROTE_AT_S, hold_s=600.0, now_s=WROTE_AT_S + 600) is None
 
 
 def test_a_hold_counts_from_when_it_was_written_not_from_when_it_was_seen() -> None:
     found = deployment(7, writer="kubectl", annotations=ours(3))
-    hold = hold_of(found, MINE, WROTE_AT_S + 300, hold_s=600.0, now_s=WROTE_AT_S + 300)
+    hold = manual_override(found, MINE, WROTE_AT_S + 300, hold_s=600.0, now_s=WROTE_AT_S + 300)
     assert hold is not None
     assert (hold.writer, hold.replicas, hold.until_s) == ("kubectl", 7, WROTE_AT_S + 600)
 
@@ -100,9 +100,9 @@ def test_a_role_of_a_model_infer_is_an_object_of_its_own() -> None:
     spec = {"name": "main", "ref": {"kind": "ModelInfer", "name": "llama"}, "maxReplicas": 3}
     groups = msgspec.convert(spec, ScaleTarget)
     role = msgspec.convert({**spec, "role": "decode"}, ScaleTarget)
-    assert place_of("default", groups) == ("default", "attache.dev", "ModelInfer", "llama")
-    assert place_of("default", role) == ("default", "attache.dev", "ModelInferRole", "llama-decode")
-    assert kind_of("apps", "ReplicaSet") is None
+    assert scalable_ref("default", groups) == ("default", "attache.dev", "ModelInfer", "llama")
+    assert scalable_ref("default", role) == ("default", "attache.dev", "ModelInferRole", "llama-decode")
+    assert find_scalable_kind("apps", "ReplicaSet") is None
 
 
 def test_other_autoscalers_are_found_by_what_they_scale() -> None:
@@ -114,7 +114,7 @@ def test_other_autoscalers_are_found_by_what_they_scale() -> None:
         {"metadata": metadata, "spec": {"scaleTargetRef": {"name": "b"}}}
     )
     broken = autoscaler_trimmer("ScaledObject")({"metadata": metadata, "spec": {}})
-    assert scaled_by_others([hpa, keda, broken]) == {
+    assert targets_of_other_autoscalers([hpa, keda, broken]) == {
         ("default", "apps", "Deployment", "a"): "HorizontalPodAutoscaler one",
         ("default", "apps", "Deployment", "b"): "ScaledObject one",
     }

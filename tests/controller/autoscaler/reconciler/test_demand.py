@@ -10,7 +10,7 @@ import pytest
 
 from controller.autoscaler.decision.gateway_reports import EngineSignal
 from controller.autoscaler.decision.situation import EngineReport
-from controller.autoscaler.reconciler.demand import GatewayDemand, by_pod
+from controller.autoscaler.reconciler.demand import GatewayDemand, group_by_pod
 from controller.kube.informer import Informer
 from controller.kube.resources import PODS
 from extproc.api.status_pages import Demand, EngineDemand, ServerDemand
@@ -87,7 +87,9 @@ def test_ranks_of_a_pod_are_one_engine_of_their_speed_together() -> None:
         report = EngineReport(at_s=1.0, in_flight=in_flight, kv_capacity_tokens=1000.0)
         return EngineSignal(report, prefill_tokens_per_s=100.0, step_s=0.01, step_s_per_token=0.002)
 
-    reports, learned = by_pod({"10.0.0.1:8000": signal(1), "10.0.0.1:8001": signal(2), "[fd00::1]:8000": signal(5)})
+    reports, learned = group_by_pod(
+        {"10.0.0.1:8000": signal(1), "10.0.0.1:8001": signal(2), "[fd00::1]:8000": signal(5)}
+    )
     assert {ip: one.in_flight for ip, one in reports.items()} == {"10.0.0.1": 3, "fd00::1": 5}
     one = learned["10.0.0.1"]
     assert (one.prefill_tokens_per_s, one.step_s, one.step_s_per_token) == (200.0, 0.01, 0.001)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.autoscaler.reconciler.scalables import SCALED_TO, kind_of, scalable_of
+from controller.autoscaler.reconciler.scalables import SCALED_TO, find_scalable_kind, parse_scalable
 from controller.kube.resources import DEPLOYMENTS
 
 
@@ -22,7 +22,7 @@ from controller.kube.resources import DEPLOYMENTS
     ],
 )
 def test_what_nobody_of_us_wrote_as_replicas_is_none(text: str, numbers: set[int]) -> None:
-    kind = kind_of(DEPLOYMENTS.group, DEPLOYMENTS.kind)
+    kind = find_scalable_kind(DEPLOYMENTS.group, DEPLOYMENTS.kind)
     assert kind is not None
     metadata = {"name": "llama", "namespace": "default", "annotations": {SCALED_TO: text}}
-    assert scalable_of(kind, {"metadata": metadata}).scaled_to == numbers
+    assert parse_scalable(kind, {"metadata": metadata}).scaled_to == numbers

@@ -9,7 +9,7 @@ import pytest
 
 from controller.autoscaler.decision.situation import EngineReport, EngineState
 from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind
-from controller.autoscaler.reconciler.situations import engine_state, engines_of
+from controller.autoscaler.reconciler.situations import engine_state, engines_from_pods
 from controller.kube.pods import view_of
 from controller.kube.resources import DEPLOYMENTS, MODEL_INFERS
 from controller.models.model_infer import names
@@ -55,13 +55,13 @@ def test_a_pod_says_what_its_engine_does(given: dict[str, Any], state: EngineSta
 
 
 def test_a_pod_that_has_ended_is_no_engine() -> None:
-    assert engines_of(kind(DEPLOYMENTS), [view_of(pod(phase="Failed"))], {}) == ()
+    assert engines_from_pods(kind(DEPLOYMENTS), [view_of(pod(phase="Failed"))], {}) == ()
 
 
 def test_each_pod_of_a_deployment_is_an_engine_with_its_own_report() -> None:
     pods = [view_of(pod("a", "10.0.0.1", conditions=[READY])), view_of(pod("b", "10.0.0.2"))]
     known = EngineReport(at_s=5.0, in_flight=3)
-    first, second = engines_of(kind(DEPLOYMENTS), pods, {"10.0.0.1": known})
+    first, second = engines_from_pods(kind(DEPLOYMENTS), pods, {"10.0.0.1": known})
     assert (first.name, first.report, second.report) == ("a", known, None)
     assert first.ready_at_s is not None
     assert first.ready_at_s - first.created_at_s == 30.0
@@ -81,7 +81,7 @@ def test_a_group_is_as_good_as_its_worst_pod_and_as_busy_as_all_together() -> No
         "10.0.0.3": EngineReport(at_s=5.0, in_flight=3, waiting=1.0, kv_usage=0.25),
         "10.0.0.4": EngineReport(at_s=4.0, in_flight=2, kv_usage=0.5),
     }
-    broken, whole = engines_of(kind(MODEL_INFERS), pods, reports)
+    broken, whole = engines_from_pods(kind(MODEL_INFERS), pods, reports)
     assert (broken.state, broken.ready_at_s, broken.report) == (EngineState.FAILING, None, None)
     assert whole.state is EngineState.READY
     assert whole.report == EngineReport(at_s=4.0, in_flight=5, waiting=1.0, kv_usage=0.5)

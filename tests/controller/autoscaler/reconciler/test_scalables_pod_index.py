@@ -22,33 +22,33 @@ def test_it_finds_what_a_look_at_all_pods_finds() -> None:
         one = pod(rng.choice("ab"), str(rng.randrange(40)), app=rng.choice("xyz"), role=rng.choice("pq"))
         if rng.random() < 0.3:
             known.pop(one.key, None)
-            index.put(one.key, None)
+            index.set_pod(one.key, None)
         else:
             known[one.key] = one
-            index.put(one.key, one)
+            index.set_pod(one.key, one)
         selector = {"app": rng.choice("xyz"), **({"role": "p"} if step > 500 and rng.random() < 0.5 else {})}
         wanted = [
             each
             for key, each in sorted(known.items())
             if key.startswith("a/") and selector.items() <= dict(each.labels).items()
         ]
-        assert index.of("a", selector) == wanted
+        assert index.find_pods("a", selector) == wanted
 
 
 def test_nothing_is_selected_by_nothing() -> None:
     index = PodIndex()
-    index.put("a/1", pod("a", "1"))
-    assert index.of("a", {}) == []
-    assert index.of("a", {"app": "x"}) == []
-    index.put("a/1", msgspec.structs.replace(pod("a", "1"), labels={"app": "x"}))
-    assert [one.name for one in index.of("a", {"app": "x"})] == ["1"]
+    index.set_pod("a/1", pod("a", "1"))
+    assert index.find_pods("a", {}) == []
+    assert index.find_pods("a", {"app": "x"}) == []
+    index.set_pod("a/1", msgspec.structs.replace(pod("a", "1"), labels={"app": "x"}))
+    assert [one.name for one in index.find_pods("a", {"app": "x"})] == ["1"]
 
 
 def test_what_is_not_in_it_changes_nothing_when_it_goes() -> None:
     index = PodIndex()
-    index.put("a/1", pod("a", "1", app="x"))
+    index.set_pod("a/1", pod("a", "1", app="x"))
     version = index.version
-    index.put("b/1", None)
+    index.set_pod("b/1", None)
     assert index.version == version
-    index.put("a/1", None)
-    assert (index.version, index.of("a", {"app": "x"})) == (version + 1, [])
+    index.set_pod("a/1", None)
+    assert (index.version, index.find_pods("a", {"app": "x"})) == (version + 1, [])

@@ -12,7 +12,7 @@ from controller.bundle.envoy.authentication import (
     AUTHENTICATION_FILES,
     authentication_files,
     certificate_lua_pattern,
-    unused_files,
+    unused_authentication_files,
 )
 from controller.bundle.envoy.bundle import build_bundle
 from extproc.api.authentication import Authentication, CertificateName
@@ -104,4 +104,4 @@ def test_the_bundle_has_the_files_of_one_way_to_authenticate() -> None:
     authentication = Authentication(client_certificates=(named,))
     files = authentication_files(authentication)
     assert set(files) == {"certificates.json"}
-    assert unused_files(authentication) == set(AUTHENTICATION_FILES) - set(files)
+    assert unused_authentication_files(authentication) == set(AUTHENTICATION_FILES) - set(files)

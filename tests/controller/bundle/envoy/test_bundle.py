@@ -7,7 +7,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint, LbEndpoint
 
 from controller.bundle.envoy import clusters
 from controller.bundle.envoy.bundle import BundleWriter, build_bundle
-from controller.bundle.envoy.envoy_json import Memo, address, to_plain
+from controller.bundle.envoy.envoy_json import BuildMemo, envoy_address, to_plain
 from extproc.api.load import Loader
 
 DOCUMENTS = """apiVersion: attache.dev/v1alpha1
@@ -31,7 +31,7 @@ spec:
 
 
 def test_what_is_asked_for_again_is_made_once_and_what_is_not_is_forgotten() -> None:
-    memo, made = Memo(), []
+    memo, made = BuildMemo(), []
 
     def make(*given: object) -> int:
         made.append(given)
@@ -40,9 +40,9 @@ def test_what_is_asked_for_again_is_made_once_and_what_is_not_is_forgotten() -> 
     one, equal = [1], [1]
     assert [memo.get(make, one), memo.get(make, one), memo.get(make, equal)] == [1, 1, 2]
     assert memo.get(make, one, 0.5) == memo.get(make, one, 1 / 2) == 3
-    memo.next_build()
+    memo.start_build()
     assert memo.get(make, one) == 1
-    memo.next_build()
+    memo.start_build()
     assert [memo.get(make, one), memo.get(make, equal)] == [1, 4]
 
 
@@ -62,7 +62,7 @@ def test_bundles_by_a_writer_that_knows_earlier_ones_are_the_same() -> None:
 
 def test_endpoints_are_what_envoys_schema_would_write() -> None:
     for text in ("10.0.0.1:8000", "[fd00::2]:65535"):
-        assert clusters.plain_endpoint(text) == to_plain(LbEndpoint(endpoint=Endpoint(address=address(text))))
+        assert clusters.endpoint_json(text) == to_plain(LbEndpoint(endpoint=Endpoint(address=envoy_address(text))))
 
 
 def test_a_change_of_endpoints_alone_writes_anew_the_files_of_their_server_and_nothing_else() -> None:

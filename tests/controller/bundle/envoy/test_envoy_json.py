@@ -135,7 +135,7 @@ def by_the_library(message: Any) -> Any:  # noqa: ANN401 - any message, any JSON
 
 def is_the_librarys(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> bool:
     ours = build_bundle(snapshot, "/x")
-    monkeypatch.setattr(envoy_json, "plain", by_the_library)
+    monkeypatch.setattr(envoy_json, "message_json", by_the_library)
     return ours == build_bundle(snapshot, "/x")
 
 

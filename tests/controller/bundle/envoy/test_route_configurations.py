@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from controller.bundle.envoy.envoy_json import Memo
-from controller.bundle.envoy.http_routes import literal, redirect_action
+from controller.bundle.envoy.envoy_json import BuildMemo
+from controller.bundle.envoy.http_routes import escape_header_value, redirect_action
 from controller.bundle.envoy.listeners import listener_groups
 from controller.bundle.envoy.route_configurations import route_configuration
 from extproc.api.http_route import HTTPRouteMatch, PathMatch, PathModifier, RequestRedirect
@@ -24,7 +24,7 @@ def configurations(listeners: list[dict[str, Any]], *routes: dict[str, Any]) -> 
     gateway = document("GatewayConfig", "gateway", {"listeners": listeners, "failureMode": "Close"})
     text = yaml.safe_dump_all([backend("a", "127.0.0.1:80"), *routes, gateway])
     snapshot = load_snapshot({"all.yaml": text.encode()})
-    memo = Memo()
+    memo = BuildMemo()
     found = {}
     for group in listener_groups(snapshot.gateway):
         resource: Any = route_configuration(group, snapshot, memo)
@@ -45,7 +45,7 @@ def test_answers_have_what_is_left_if_only_keys_have_limits(own: dict[str, Any],
     gateway = document("GatewayConfig", "gateway", {"failureMode": "Close", "authentication": authentication})
     snapshot = load_snapshot({"all.yaml": yaml.safe_dump_all([gateway]).encode()})
     (group,) = listener_groups(snapshot.gateway)
-    text = str(route_configuration(group, snapshot, Memo()))
+    text = str(route_configuration(group, snapshot, BuildMemo()))
     left = ("x-attache-budget-remaining", "x-ratelimit-remaining-requests")
     assert {name for name in left if f":{name})%" in text} == named
 
@@ -154,7 +154,7 @@ def test_prefixes_are_replaced_by_whole_elements(prefix: str, new: str, told: st
 
 
 def test_a_header_of_the_configuration_holds_no_commands_of_envoy() -> None:
-    assert literal("100% %REQ(x)%") == "100%% %%REQ(x)%%"
+    assert escape_header_value("100% %REQ(x)%") == "100%% %%REQ(x)%%"
 
 
 def test_a_route_for_all_hosts_is_made_once_however_many_hosts_others_have() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.gateway.compile.compiler import Compiler, CompileResult, file_name
-from controller.gateway.compile.pods import pod_of, trimmed_engine_pod
-from controller.gateway.directory import DirectoryWriter
+from controller.gateway.compile.pods import parse_pod, trimmed_engine_pod
+from controller.gateway.directory_writer import DirectoryWriter
 from controller.kube.resources import key_of
 from extproc.api.load import load_directory, load_snapshot
 from extproc.api.snapshot import failure_mode_of
@@ -167,11 +167,11 @@ def test_a_pods_price_is_its_annotation_if_that_is_one(price: str, expected: flo
 
 def test_an_endpoint_is_labelled_with_the_node_of_its_pod_unless_the_pod_says_otherwise() -> None:
     on_a_node = {**pod("a"), "spec": {"nodeName": "gpu-7"}}
-    found = pod_of(trimmed_engine_pod(on_a_node))
+    found = parse_pod(trimmed_engine_pod(on_a_node))
     assert found.labels["kubernetes.io/hostname"] == "gpu-7"
     own = {**on_a_node, "metadata": {**on_a_node["metadata"], "labels": {"kubernetes.io/hostname": "rack-3"}}}
-    assert pod_of(trimmed_engine_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
-    assert "kubernetes.io/hostname" not in pod_of(trimmed_engine_pod(pod("a"))).labels
+    assert parse_pod(trimmed_engine_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
+    assert "kubernetes.io/hostname" not in parse_pod(trimmed_engine_pod(pod("a"))).labels
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_an_endpoint_is_labelled_with_the_node_of_its_pod_unless_the_pod_says_ot
 def test_llm_ds_annotation_says_which_ranks_of_a_pod_serve(annotations: dict[str, str], ports: list[int]) -> None:
     one = pod("a")
     one["metadata"]["annotations"] = annotations
-    found = pod_of(trimmed_engine_pod(one)).endpoints([8000, 8001])
+    found = parse_pod(trimmed_engine_pod(one)).endpoints([8000, 8001])
     assert [int(endpoint["address"].rpartition(":")[2]) for endpoint in found] == ports
 
 

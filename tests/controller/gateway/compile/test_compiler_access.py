@@ -10,7 +10,7 @@ import pytest
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, CompileResult
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.secrets import Pointer
+from controller.gateway.compile.referenced_secrets import ReferencedKey
 from controller.kube.resources import key_of
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import Subject
@@ -54,7 +54,7 @@ def said(outcome: CompileResult, kind: str, key: str, type_: str) -> tuple[str, 
 
 def test_keys_of_a_secret_are_pointed_to_and_come_as_digests() -> None:
     outcome = compiled(config(**KEYS), secret("keys", {"web": "sk-0123456789"}), config=CONFIG)
-    assert outcome.pointers == {Pointer("Secret", "default/keys")}
+    assert outcome.pointers == {ReferencedKey("Secret", "default/keys")}
     text = b"".join(outcome.files.values())
     assert b"sk-0123456789" not in text
     authentication = load_snapshot(outcome.files).gateway.authentication

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from controller.gateway.compile.compiler import Compiler, size_problem
+from controller.gateway.compile.compiler import Compiler, directory_size_problem
 from extproc.api.load import MAX_DIRECTORY_BYTES, MAX_JSON_BYTES
 from tests.kube_objects import pod, server
 
@@ -11,9 +11,9 @@ from tests.kube_objects import pod, server
 def test_a_directory_that_is_too_large_says_whose_objects_are() -> None:
     whole = b"x" * MAX_JSON_BYTES
     files = {f"httproute.blue.r{number}.json": whole for number in range(MAX_DIRECTORY_BYTES // MAX_JSON_BYTES)}
-    assert size_problem(files) == ""
-    assert size_problem({**files, "secret.green.a_tls.key.data": b"is not read as a document"}) == ""
-    said = size_problem({**files, "modelroute.default.a.json": b"x"})
+    assert directory_size_problem(files) == ""
+    assert directory_size_problem({**files, "secret.green.a_tls.key.data": b"is not read as a document"}) == ""
+    said = directory_size_problem({**files, "modelroute.default.a.json": b"x"})
     assert said == (
         f"all objects come to {MAX_DIRECTORY_BYTES + 1} bytes, and {MAX_DIRECTORY_BYTES} are read; "
         f"the namespaces with most of them: blue {MAX_DIRECTORY_BYTES}, default 1"

@@ -14,10 +14,10 @@ from controller.gateway.compile.file_discovery import (
     DiscoveryInvalid,
     FileDiscovery,
     FilePoolCompiler,
-    discovery_of,
+    parse_file_discovery,
     read_endpoints,
 )
-from controller.gateway.picker_role import read_text
+from controller.gateway.picker_runner import read_bounded_text
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
@@ -51,7 +51,7 @@ endpoints:
 
 
 def discovery(text: str) -> FileDiscovery | None:
-    return discovery_of(read_picker_file("epp.yaml", text).config)
+    return parse_file_discovery(read_picker_file("epp.yaml", text).config)
 
 
 def test_the_file_says_where_the_endpoints_are() -> None:
@@ -172,4 +172,6 @@ def test_fields_of_the_model_server_that_cannot_be_are_told() -> None:
 
 def test_a_pipe_is_not_waited_for_and_no_name_of_a_file_ends_the_role(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert [read_text(one) for one in (tmp_path / "pipe", tmp_path, Path("a\0b"), Path("x" * 5000))] == [None] * 4
+    assert [read_bounded_text(one) for one in (tmp_path / "pipe", tmp_path, Path("a\0b"), Path("x" * 5000))] == [
+        None
+    ] * 4

@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.gateway.compile.gateway_config import Credentials, SecretContent, resolve_gateway_config, secrets_of
+from controller.gateway.compile.gateway_config import (
+    Credentials,
+    SecretContent,
+    referenced_secrets,
+    resolve_gateway_config,
+)
 from extproc.api.authentication import Authentication
 from extproc.api.load import load_snapshot
 from extproc.api.quantities import decode_quantity
@@ -157,7 +162,9 @@ def test_virtual_keys_stand_behind_those_of_the_object() -> None:
 
 def test_what_is_pointed_to() -> None:
     given = {"apiKeySecrets": [{"name": "keys"}]}
-    assert secrets_of(msgspec.convert(given, Authentication), "team") == {"team/keys"}
-    assert secrets_of(msgspec.convert({"jwt": [ISSUER]}, Authentication), "team") == {"team/login"}
-    assert secrets_of(msgspec.convert({"virtualKeys": {"secret": "keys"}}, Authentication), "team") == {"team/keys"}
-    assert not secrets_of(None, "team")
+    assert referenced_secrets(msgspec.convert(given, Authentication), "team") == {"team/keys"}
+    assert referenced_secrets(msgspec.convert({"jwt": [ISSUER]}, Authentication), "team") == {"team/login"}
+    assert referenced_secrets(msgspec.convert({"virtualKeys": {"secret": "keys"}}, Authentication), "team") == {
+        "team/keys"
+    }
+    assert not referenced_secrets(None, "team")

@@ -16,7 +16,7 @@ from controller.gateway.compile.picker_mode import (
 )
 from extproc.api.load import load_snapshot
 from extproc.llmd.files import InstalledPlugins
-from tests.controller.gateway.compile.test_pools import pool
+from tests.controller.gateway.compile.test_inference_pools import pool
 from tests.kube_objects import Object, picker_config, pod
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller.gateway.compile.programmed_condition import Consumer, is_settled, with_use
+from controller.gateway.compile.programmed_condition import ConfigConsumer, add_programmed_condition, are_statuses_known
 from controller.kube.conditions import (
     WantedCondition,
     WantedEntry,
     WantedList,
     WantedStatus,
-    fails,
-    holds,
+    condition_false,
+    condition_true,
     merge_status,
 )
 from extproc.api.status_pages import ConfigReport
@@ -20,36 +20,38 @@ from extproc.api.status_pages import ConfigReport
 FILE = "modelserver.default.llama.json"
 NEW = {FILE: "new", "gateway.json": "g"}
 OLD = {FILE: "old", "gateway.json": "g"}
-WRITER = Consumer("the gateway role", ConfigReport(files=NEW), is_writer=True)
+WRITER = ConfigConsumer("the gateway role", ConfigReport(files=NEW), is_writer=True)
 
 
 def status(*conditions: WantedCondition, kind: str = "ModelServer", generation: int = 2) -> WantedStatus:
-    shown = conditions or (holds("Accepted"), holds("Programmed"))
+    shown = conditions or (condition_true("Accepted"), condition_true("Programmed"))
     return WantedStatus(kind=kind, key="default/llama", generation=generation, conditions=shown)
 
 
-def programmed(*consumers: Consumer, observed: dict[str, Any] | None = None) -> tuple[str, str, str]:
-    found = with_use(status(), observed or {}, NEW, [WRITER, *consumers])
+def programmed(*consumers: ConfigConsumer, observed: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    found = add_programmed_condition(status(), observed or {}, NEW, [WRITER, *consumers])
     (one,) = (one for one in found.conditions if one.type == "Programmed")
     return one.status, one.reason, one.message
 
 
-def extproc(**report: Any) -> Consumer:  # noqa: ANN401 - fields of the report
-    return Consumer("extproc", ConfigReport(**report))
+def extproc(**report: Any) -> ConfigConsumer:  # noqa: ANN401 - fields of the report
+    return ConfigConsumer("extproc", ConfigReport(**report))
 
 
 def test_it_is_true_once_all_use_it() -> None:
-    envoy = Consumer("Envoy", ConfigReport(files=NEW))
+    envoy = ConfigConsumer("Envoy", ConfigReport(files=NEW))
     assert programmed(extproc(files=NEW), envoy) == ("True", "Programmed", "in use by extproc and Envoy")
 
 
 def test_it_is_unknown_while_somebody_has_not_taken_it() -> None:
-    assert programmed(extproc(files=NEW), Consumer("Envoy", ConfigReport(files=OLD, waiting="no Envoy answers"))) == (
+    assert programmed(
+        extproc(files=NEW), ConfigConsumer("Envoy", ConfigReport(files=OLD, waiting="no Envoy answers"))
+    ) == (
         "Unknown",
         "Pending",
         "no Envoy answers",
     )
-    assert programmed(Consumer("extproc", None))[2] == "extproc does not answer"
+    assert programmed(ConfigConsumer("extproc", None))[2] == "extproc does not answer"
     assert programmed(extproc(files=OLD))[2] == "extproc has not taken it yet"
 
 
@@ -63,69 +65,69 @@ def test_it_is_false_with_the_reason_if_somebody_refuses() -> None:
 
 def test_a_model_that_no_engine_lists_is_told_beside_the_endpoints() -> None:
     consumer = extproc(files=NEW, wrong_models={"default/llama": "its engines list 'a' and not 'b'"})
-    wanted = status(holds("Programmed"), holds("Available", "new requests go to 1 of 1 endpoints"))
-    found = with_use(wanted, {}, NEW, [WRITER, consumer])
+    wanted = status(condition_true("Programmed"), condition_true("Available", "new requests go to 1 of 1 endpoints"))
+    found = add_programmed_condition(wanted, {}, NEW, [WRITER, consumer])
     (one,) = (one for one in found.conditions if one.type == "Available")
     assert (one.status, one.reason) == ("True", "ModelNotListed")
     assert one.message == "new requests go to 1 of 1 endpoints; its engines list 'a' and not 'b'"
-    assert with_use(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].reason == "Available"
+    assert add_programmed_condition(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].reason == "Available"
 
 
 def test_a_model_server_whose_breaker_is_open_is_not_available() -> None:
     consumer = extproc(files=NEW, open_breakers={"default/llama": "its breaker is open"})
-    wanted = status(holds("Programmed"), holds("Available", "new requests go to 2 of 2 endpoints"))
-    found = with_use(wanted, {}, NEW, [WRITER, consumer])
+    wanted = status(condition_true("Programmed"), condition_true("Available", "new requests go to 2 of 2 endpoints"))
+    found = add_programmed_condition(wanted, {}, NEW, [WRITER, consumer])
     (one,) = (one for one in found.conditions if one.type == "Available")
     assert (one.status, one.reason) == ("False", "BreakerOpen")
     assert one.message == "new requests go to 2 of 2 endpoints; its breaker is open"
-    assert with_use(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].status == "True"
+    assert add_programmed_condition(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].status == "True"
 
 
 def test_pods_that_come_and_go_do_not_turn_it() -> None:
-    served = merge_status(status(holds("Programmed")), {}, "2026-11-01T00:00:00Z")
+    served = merge_status(status(condition_true("Programmed")), {}, "2026-11-01T00:00:00Z")
     assert served is not None
     assert programmed(extproc(files=OLD), observed=served) == ("True", "Programmed", "in use by extproc")
     refused = programmed(extproc(files=OLD, refused="a.json: wrong"), observed=served)
     assert refused == ("True", "Programmed", "in use by extproc; no change is used: a.json: wrong")
     lost = programmed(extproc(refused="a.json: wrong", has_nothing=True), observed=served)
     assert lost == ("False", "Refused", "extproc does not use it: a.json: wrong"), "it serves nothing of before either"
-    before = merge_status(status(holds("Programmed"), generation=1), {}, "2026-11-01T00:00:00Z")
+    before = merge_status(status(condition_true("Programmed"), generation=1), {}, "2026-11-01T00:00:00Z")
     assert programmed(extproc(files=OLD), observed=before)[0] == "Unknown", "another generation"
 
 
 def test_while_the_gateway_config_is_invalid_objects_say_that_nothing_changes() -> None:
     refused = "GatewayConfig default/main: listen: wrong"
     for files, expected in ((NEW, ("True", "Programmed")), (OLD, ("False", "GatewayConfigInvalid"))):
-        writer = Consumer("the gateway role", ConfigReport(files=files, refused=refused), is_writer=True)
-        found = with_use(status(), {}, NEW, [writer, extproc(files=files)])
+        writer = ConfigConsumer("the gateway role", ConfigReport(files=files, refused=refused), is_writer=True)
+        found = add_programmed_condition(status(), {}, NEW, [writer, extproc(files=files)])
         one = found.conditions[1]
         assert (one.status, one.reason) == expected
         assert refused in one.message
 
 
 def test_what_is_not_served_stays_as_it_was_said() -> None:
-    refused = status(fails("Accepted", "Invalid", "x"), fails("Programmed", "Invalid", "y"))
-    assert with_use(refused, {}, NEW, [WRITER, extproc(files=OLD)]) == refused
+    refused = status(condition_false("Accepted", "Invalid", "x"), condition_false("Programmed", "Invalid", "y"))
+    assert add_programmed_condition(refused, {}, NEW, [WRITER, extproc(files=OLD)]) == refused
 
 
 def test_missing_keys_are_the_gateway_configs() -> None:
-    missing = Consumer("Envoy", ConfigReport(files=NEW, missing_keys=("/keys/a: No such file or directory",)))
+    missing = ConfigConsumer("Envoy", ConfigReport(files=NEW, missing_keys=("/keys/a: No such file or directory",)))
     config = status(kind="GatewayConfig")
-    found = with_use(config, {}, NEW, [WRITER, missing]).conditions
+    found = add_programmed_condition(config, {}, NEW, [WRITER, missing]).conditions
     assert [(one.type, one.status, one.reason) for one in found[1:]] == [
         ("Programmed", "True", "Programmed"),
         ("ResolvedRefs", "False", "KeyNotFound"),
     ]
     assert "/keys/a: No such file" in found[2].message
-    assert with_use(config, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[2].status == "True"
+    assert add_programmed_condition(config, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[2].status == "True"
     # nobody was asked, so nothing is known
-    assert len(with_use(config, {}, NEW, [WRITER]).conditions) == 2
+    assert len(add_programmed_condition(config, {}, NEW, [WRITER]).conditions) == 2
 
 
 def test_what_is_unknown_is_looked_at_again_soon() -> None:
-    pending = with_use(status(), {}, NEW, [WRITER, Consumer("extproc", None)])
-    assert not is_settled([pending])
-    assert is_settled([with_use(status(), {}, NEW, [WRITER, extproc(files=NEW)])])
+    pending = add_programmed_condition(status(), {}, NEW, [WRITER, ConfigConsumer("extproc", None)])
+    assert not are_statuses_known([pending])
+    assert are_statuses_known([add_programmed_condition(status(), {}, NEW, [WRITER, extproc(files=NEW)])])
 
 
 def shown(wanted: WantedStatus) -> list[str]:
@@ -143,31 +145,34 @@ def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None
     def entry(name: str, programmed: WantedCondition) -> WantedEntry:
         return WantedEntry(identity={"name": name}, conditions=(programmed,))
 
-    entries = entry("http", holds("Programmed")), entry("https", fails("Programmed", "Invalid", "no certificate"))
+    entries = (
+        entry("http", condition_true("Programmed")),
+        entry("https", condition_false("Programmed", "Invalid", "no certificate")),
+    )
     gateway = WantedStatus(
         kind="Gateway",
         key="default/web",
         generation=2,
-        conditions=(holds("Accepted"), holds("Programmed")),
+        conditions=(condition_true("Accepted"), condition_true("Programmed")),
         lists=(WantedList(name="listeners", entries=entries),),
         is_plain=True,
     )
-    behind = Consumer("extproc", ConfigReport(files={"gateway.json": "old"}))
-    pending = with_use(gateway, {}, NEW, [WRITER, behind])
+    behind = ConfigConsumer("extproc", ConfigReport(files={"gateway.json": "old"}))
+    pending = add_programmed_condition(gateway, {}, NEW, [WRITER, behind])
     not_yet = "Unknown extproc has not taken it yet"
     assert shown(pending) == [not_yet, not_yet, "False no certificate"]
-    assert not is_settled([pending])
-    used = with_use(gateway, {}, NEW, [WRITER, extproc(files=NEW)])
+    assert not are_statuses_known([pending])
+    used = add_programmed_condition(gateway, {}, NEW, [WRITER, extproc(files=NEW)])
     assert shown(used) == ["True in use by extproc", "True in use by extproc", "False no certificate"]
-    assert is_settled([used])
+    assert are_statuses_known([used])
     # another Gateway's change makes the file new; a listener that comes into use waits for it
     served = merge_status(used, {}, "2026-11-01T00:00:00Z")
     assert served is not None
-    more = WantedList(name="listeners", entries=(entries[0], entry("https", holds("Programmed"))))
+    more = WantedList(name="listeners", entries=(entries[0], entry("https", condition_true("Programmed"))))
     changed = WantedStatus(
         kind="Gateway", key="default/web", generation=2, conditions=gateway.conditions, lists=(more,), is_plain=True
     )
-    assert shown(with_use(changed, served, NEW, [WRITER, behind])) == [
+    assert shown(add_programmed_condition(changed, served, NEW, [WRITER, behind])) == [
         "True in use by extproc",
         "True in use by extproc",
         not_yet,
@@ -176,10 +181,10 @@ def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None
 
 def test_a_route_says_of_each_parent_whether_its_file_is_used() -> None:
     parent = {"parentRef": {"name": "web"}, "controllerName": "attache.dev/gateway"}
-    entry = WantedEntry(identity=parent, conditions=(holds("Accepted"), holds("Programmed")))
+    entry = WantedEntry(identity=parent, conditions=(condition_true("Accepted"), condition_true("Programmed")))
     parents = WantedList(name="parents", entries=(entry,), controller="attache.dev/gateway")
     route = WantedStatus(kind="HTTPRoute", key="default/app", generation=1, conditions=(), lists=(parents,))
     digests = {"httproute.default.app.json": "new"}
-    use = [Consumer("extproc", ConfigReport(files=digests)), Consumer("Envoy", None)]
-    assert shown(with_use(route, {}, digests, use)) == ["Unknown Envoy does not answer"]
-    assert shown(with_use(route, {}, digests, use[:1])) == ["True in use by extproc"]
+    use = [ConfigConsumer("extproc", ConfigReport(files=digests)), ConfigConsumer("Envoy", None)]
+    assert shown(add_programmed_condition(route, {}, digests, use)) == ["Unknown Envoy does not answer"]
+    assert shown(add_programmed_condition(route, {}, digests, use[:1])) == ["True in use by extproc"]

@@ -13,7 +13,7 @@ from controller.kube.resources import PODS
 from controller.models.model.model_state import ModelState
 from controller.models.model.reconcile import reconcile
 from controller.models.model_infer import names
-from controller.models.runtimes.legs import OWN_LEGS
+from controller.models.runtimes.prefill_connectors import OWN_LEGS
 from extproc.api.load import load_snapshot
 from extproc.api.model_server import Connector as OwnConnector
 from extproc.llmd.files import InstalledPlugins

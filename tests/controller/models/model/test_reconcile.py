@@ -10,7 +10,7 @@ import pytest
 
 from controller.kube.plan import Apply, Delete, Plan
 from controller.kube.resources import MODEL_INFERS
-from controller.models.model.children import start_time_of
+from controller.models.model.children import smoothed_start_time
 from controller.models.model.model_state import ModelSettings, ModelState
 from controller.models.model.reconcile import reconcile
 
@@ -522,7 +522,7 @@ def test_a_policy_says_how_long_requests_wait_and_that_there_may_be_no_engine() 
 def test_what_a_start_takes_is_told_coarsely(
     measured_s: float | None, told_before: str | None, tells: str | None
 ) -> None:
-    assert start_time_of(measured_s, told_before) == tells
+    assert smoothed_start_time(measured_s, told_before) == tells
 
 
 def test_the_measured_start_reaches_the_model_server_and_stays_while_it_varies_little() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from controller.api.common import PodTemplate
 from controller.models.model_infer import names
-from controller.models.model_infer.child_objects import PodOptions, pod
+from controller.models.model_infer.child_objects import PodOptions, build_pod
+from controller.models.model_infer.desired_state import Revision, RoleRevision
 from controller.models.model_infer.names import PodPosition
-from controller.models.model_infer.target import Revision, RoleRevision
 
 OWNER = {
     "apiVersion": "attache.dev/v1alpha1",
@@ -25,7 +25,9 @@ def made(index: int = 0, **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - of a 
     template = PodTemplate(spec={"containers": [{"name": "engine", "image": "i"}], **spec})
     role = RoleRevision(name="decode", hash="abc", entry=template, worker=template, workers=1)
     place = PodPosition(group=1, role="decode", replica=0, index=index)
-    found: dict[str, Any] = pod(place, Revision(hash="all", roles=(role,), replicas={}), role, PodOptions(owner=OWNER))
+    found: dict[str, Any] = build_pod(
+        place, Revision(hash="all", roles=(role,), replicas={}), role, PodOptions(owner=OWNER)
+    )
     return found
 
 

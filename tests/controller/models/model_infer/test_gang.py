@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from controller.api.pod_shapes import quantity, requests_of
+from controller.api.pod_spec_checks import parse_quantity, resource_requests
 from controller.kube.resources import MODEL_INFER_ROLES, PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
-from controller.models.model_infer.gang import takes, total
+from controller.models.model_infer.gang import is_schedulable, total_requests
 from controller.models.model_infer.model_infer_state import NodeCapacity, PodGroups
 from tests.model_infer_cluster import Cluster, model_infer, role
 
@@ -221,7 +221,7 @@ def test_a_role_starts_after_another_is_ready() -> None:
     [("2", 2), ("500m", 0.5), ("1Gi", 2**30), ("1.5k", 1500), ("2e3", 2000), (4, 4), ("1Ki", 1024), ("n/a", 0)],
 )
 def test_quantities(text: object, value: float) -> None:
-    assert quantity(text) == pytest.approx(value)
+    assert parse_quantity(text) == pytest.approx(value)
 
 
 def test_what_a_pod_asks_for() -> None:
@@ -237,8 +237,8 @@ def test_what_a_pod_asks_for() -> None:
         ],
         "overhead": {"cpu": "50m"},
     }
-    assert requests_of(spec) == {"cpu": 1.8, GPU: 2.0, "memory": 2.0**30}
-    assert total([spec, spec]) == {"cpu": "3600m", "memory": str(2**31), GPU: "4"}
+    assert resource_requests(spec) == {"cpu": 1.8, GPU: 2.0, "memory": 2.0**30}
+    assert total_requests([spec, spec]) == {"cpu": "3600m", "memory": str(2**31), GPU: "4"}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_which_node_takes_a_pod(spec: dict[str, Any], is_taken: bool) -> None:
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
         spec = {**spec, "affinity": {"nodeAffinity": required}}
     found = node("a", 8, labels={"kind": "h100"}, taints=[{"key": "gpu", "value": "yes", "effect": "NoSchedule"}])
-    assert takes(found, spec) == is_taken
+    assert is_schedulable(found, spec) == is_taken
 
 
 def test_the_gang_changes_no_pod() -> None:

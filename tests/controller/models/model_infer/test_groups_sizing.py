@@ -6,13 +6,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.models.model_infer.groups import Member, SizeBounds, group_changes
+from controller.models.model_infer.groups import RemovalCandidate, SizeBounds, group_changes
 
 
-def members(text: str) -> list[Member]:
+def members(text: str) -> list[RemovalCandidate]:
     """One a word, by ordinal. ``r``: ready, ``o``: outdated, ``d``: draining, ``g``: going, ``p``: protected."""
     return [
-        Member(
+        RemovalCandidate(
             ordinal=ordinal,
             is_ready="r" in word,
             is_outdated="o" in word,
@@ -104,7 +104,7 @@ def test_bounds_hold_for_any_members(
     states: list[tuple[bool, ...]], wanted: int, unavailable: int, surge: int, is_moving: bool
 ) -> None:
     found = [
-        Member(
+        RemovalCandidate(
             ordinal=ordinal,
             is_ready=ready and not draining and not going,
             is_outdated=outdated,

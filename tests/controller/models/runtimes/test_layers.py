@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.models.runtimes.layers import collect_layers, fold_layers, strategic
+from controller.models.runtimes.layers import collect_layers, fold_layers, strategic_merge
 
 Plain = dict[str, Any]
 
@@ -97,11 +97,11 @@ Plain = dict[str, Any]
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_pod_specs_merge_as_kubernetes_merges_them(name: str, lower: Plain, upper: Plain, merged: Plain) -> None:
-    assert strategic(lower, upper) == merged, name
+    assert strategic_merge(lower, upper) == merged, name
 
 
 def test_three_layers_the_highest_wins() -> None:
-    assert strategic({"a": 1, "b": 1, "c": 1}, {"b": 2, "c": 2}, {"c": 3}) == {"a": 1, "b": 2, "c": 3}
+    assert strategic_merge({"a": 1, "b": 1, "c": 1}, {"b": 2, "c": 2}, {"c": 3}) == {"a": 1, "b": 2, "c": 3}
 
 
 def test_typed_fields_merge_named_items_and_replace_lists() -> None:
@@ -118,7 +118,7 @@ def test_what_a_layer_deletes_of_a_pod_may_stand_below_all_typed_layers() -> Non
     upper = {"config": {"pod": {"containers": [{"name": "exporter", "$patch": "delete"}]}}}
     found = collect_layers(lower, upper)
     preset = {"containers": [{"name": "engine"}, {"name": "exporter"}]}
-    assert strategic(preset, *found["config"]["pod"]) == {
+    assert strategic_merge(preset, *found["config"]["pod"]) == {
         "containers": [{"name": "engine"}],
         "nodeSelector": {"a": "1"},
     }
@@ -127,5 +127,5 @@ def test_what_a_layer_deletes_of_a_pod_may_stand_below_all_typed_layers() -> Non
 
 def test_the_layers_themselves_are_left_alone() -> None:
     lower = {"containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}
-    strategic(lower, {"containers": [{"name": "a", "env": [{"name": "X", "value": "2"}]}]})
+    strategic_merge(lower, {"containers": [{"name": "a", "env": [{"name": "X", "value": "2"}]}]})
     assert lower == {"containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}

@@ -13,9 +13,9 @@ import yaml
 
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import Arguments, Engine, EngineConfig, LoraLimits, Parallelism
-from controller.models.model.pods import TRANSFER_S
-from controller.models.runtimes.presets import built_in, objects
-from controller.models.runtimes.settings import EngineSettings, settings_of, unknown_settings, words
+from controller.models.model.pod_templates import TRANSFER_S
+from controller.models.runtimes.presets import built_in_objects, built_in_presets
+from controller.models.runtimes.settings import EngineSettings, build_command_line, engine_settings, unknown_settings
 from extproc.api.model_server import PdGroup
 from extproc.engines.dialects import DIALECTS
 from extproc.protocol import LIVE_PATH
@@ -32,12 +32,14 @@ def engine(**fields: Any) -> EngineSettings:  # noqa: ANN401 - fields of Engine 
 
 
 def args(preset: str, node: str = "entry", **fields: object) -> list[str]:
-    settings = settings_of(engine(**fields), node)  # type: ignore[arg-type]  # a literal
-    return words(built_in()[preset].spec.arguments, settings).args
+    settings = engine_settings(engine(**fields), node)  # type: ignore[arg-type]  # a literal
+    return build_command_line(built_in_presets()[preset].spec.arguments, settings).args
 
 
 def env(preset: str, **fields: object) -> dict[str, str]:
-    found = words(built_in()[preset].spec.arguments, settings_of(engine(**fields), "entry")).env
+    found = build_command_line(
+        built_in_presets()[preset].spec.arguments, engine_settings(engine(**fields), "entry")
+    ).env
     return {one["name"]: one.get("value", "") for one in found}
 
 
@@ -45,19 +47,21 @@ def test_manifests_are_the_built_in_presets() -> None:
     files = {path.name: yaml.safe_load(path.read_text()) for path in MANIFESTS.glob("*.yaml")}
     kustomization = files.pop("kustomization.yaml")
     assert kustomization["resources"] == sorted(files)
-    assert sorted(files.values(), key=str) == sorted(objects(), key=str), "run python -m controller.models.runtimes"
+    assert sorted(files.values(), key=str) == sorted(built_in_objects(), key=str), (
+        "run python -m controller.models.runtimes"
+    )
 
 
-@pytest.mark.parametrize("name", sorted(built_in()))
+@pytest.mark.parametrize("name", sorted(built_in_presets()))
 def test_a_preset_has_no_mistake(name: str) -> None:
-    preset = built_in()[name]
+    preset = built_in_presets()[name]
     assert preset.problem == ""
     assert list(unknown_settings(preset.spec.arguments)) == []
     assert [one["name"] for one in preset.spec.pod["containers"]] == ["engine"]
 
 
 def test_every_family_of_engines_has_a_preset() -> None:
-    assert {one.spec.engine for one in built_in().values()} == set(get_args(Engine))
+    assert {one.spec.engine for one in built_in_presets().values()} == set(get_args(Engine))
 
 
 # Where a Model's requests come, on the one port that its engine's agent and the kubelet ask, too.
@@ -74,7 +78,7 @@ PORTS = {
 
 @pytest.mark.parametrize("name", PORTS)
 def test_a_model_server_gets_its_name_its_weights_and_its_ports(name: str) -> None:
-    spec = built_in()[name].spec
+    spec = built_in_presets()[name].spec
     given = args(name, port=spec.port, grpc_port=spec.grpc_port)
     flag = "--model_base_path" if name == "tensorflow-serving" else "--model_dir"
     assert given[:2] == ["--model_name=llama", f"{flag}=/mnt/models"]
@@ -88,7 +92,7 @@ def test_a_model_server_gets_its_name_its_weights_and_its_ports(name: str) -> No
 
 @pytest.mark.parametrize("name", [*PORTS, "torchserve"])
 def test_a_model_server_has_no_rights_as_in_kserve(name: str) -> None:
-    given = built_in()[name].spec.pod["containers"][0]["securityContext"]
+    given = built_in_presets()[name].spec.pod["containers"][0]["securityContext"]
     assert given["capabilities"] == {"drop": ["ALL"]}
     assert (given["runAsNonRoot"], given["allowPrivilegeEscalation"]) == (True, False)
     # a kubelet starts no image as another user that names its user by a word, or none
@@ -96,7 +100,7 @@ def test_a_model_server_has_no_rights_as_in_kserve(name: str) -> None:
 
 
 def test_boosted_trees_have_one_thread_as_in_kserve() -> None:
-    assert [name for name in built_in() if "--nthread=1" in args(name)] == ["lgbserver", "xgbserver"]
+    assert [name for name in built_in_presets() if "--nthread=1" in args(name)] == ["lgbserver", "xgbserver"]
 
 
 def test_torchserve_has_the_form_of_the_protocol() -> None:
@@ -120,7 +124,7 @@ def test_huggingfaceserver_spreads_what_generates_alone() -> None:
 
 
 def test_tensorflow_serving_reads_from_a_file_where_its_metrics_are(tmp_path: Path) -> None:
-    command, given = built_in()["tensorflow-serving"].spec.config.command, args("tensorflow-serving")
+    command, given = built_in_presets()["tensorflow-serving"].spec.config.command, args("tensorflow-serving")
     assert command is not None
     path = given[-1].removeprefix("--monitoring_config_file=")
     script = command[2].replace(path, str(tmp_path / "monitoring")).replace("exec tensorflow_model_server", "echo")
@@ -253,7 +257,7 @@ def test_only_sglangs_prefill_engine_has_a_port_for_the_other(connector: str) ->
 
 def test_tensorrt_llm_reads_what_a_role_needs_from_a_file(tmp_path: Path) -> None:
     written = {}
-    command = built_in()["tensorrt-llm"].spec.config.command
+    command = built_in_presets()["tensorrt-llm"].spec.config.command
     assert command is not None
     *_, path = args("tensorrt-llm", role="prefill", connector="NIXL")[-1].partition("=")
     assert path in command[2]
@@ -294,7 +298,7 @@ def test_the_agent_reads_metrics_where_the_engine_serves_them() -> None:
 
 def test_braces_of_json_and_of_kubernetes_are_left_alone() -> None:
     rules = (Arguments(args=('--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z={name}-{name}")),)
-    assert words(rules, {"name": "n"}).args == ['--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z=n-n"]
+    assert build_command_line(rules, {"name": "n"}).args == ['--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z=n-n"]
 
 
 def test_names_in_rules_that_are_no_settings_are_found() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from controller.api.model import Backend, ModelFormat
-from controller.models.runtimes.presets import NotChosen, Preset, available, built_in, choose_preset
+from controller.models.runtimes.presets import NotChosen, Preset, available_presets, built_in_presets, choose_preset
 from extproc.api.model_server import ServingProtocol
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def form(priority: int = 1, version: str | None = None, name: str = "new", *, au
 
 def chosen(*own: dict[str, Any], cluster: tuple[dict[str, Any], ...] = (), **backend: Any) -> str:  # noqa: ANN401 - fields
     wanted, protocol = ModelFormat(name="new", version=backend.pop("version", None)), backend.pop("protocol", None)
-    found = choose_preset(Backend(name="a", **backend), wanted, available(own, cluster), protocol)
+    found = choose_preset(Backend(name="a", **backend), wanted, available_presets(own, cluster), protocol)
     return f"{found.reason}: {found.message}" if isinstance(found, NotChosen) else str(found)
 
 
@@ -80,12 +80,14 @@ def test_a_cluster_without_runtimes_has_the_built_in_ones(
     wanted: str, protocol: ServingProtocol | None, expected: str
 ) -> None:
     name, _, version = wanted.partition(" ")
-    found = choose_preset(Backend(name="a"), ModelFormat(name=name, version=version or None), built_in(), protocol)
+    found = choose_preset(
+        Backend(name="a"), ModelFormat(name=name, version=version or None), built_in_presets(), protocol
+    )
     assert (found.reason if isinstance(found, NotChosen) else found.name) == expected
 
 
 def test_every_format_that_is_chosen_by_itself_is_in_the_table() -> None:
-    formats = {one.name for preset in built_in().values() for one in preset.spec.supports if one.auto_select}
+    formats = {one.name for preset in built_in_presets().values() for one in preset.spec.supports if one.auto_select}
     assert formats == {one.partition(" ")[0] for one in TABLE} - {"new"}
 
 
@@ -112,7 +114,7 @@ PROTOCOLS = {"v1": "V1", "v2": "V2", "grpc-v1": "TensorFlow-gRPC", "grpc-v2": "V
 
 @pytest.mark.parametrize("name", KSERVE)
 def test_formats_priorities_and_protocols_are_kserves(name: str) -> None:
-    spec, (formats, protocols) = built_in()[name].spec, KSERVE[name]
+    spec, (formats, protocols) = built_in_presets()[name].spec, KSERVE[name]
     found = [f"{one.name} {one.version} {one.priority}" for one in spec.supports]
     # MLServer's own, by which nothing is chosen
     assert ", ".join(one for one in found if one != "huggingface None 0") == formats
@@ -163,13 +165,13 @@ def test_the_protocol_comes_before_the_scope_and_the_priority() -> None:
 def test_the_first_protocol_is_the_default(
     engine: str, versions: list[str], wanted: ServingProtocol | None, expected: str | None
 ) -> None:
-    preset = available([runtime("a", engine=engine, protocolVersions=versions)], [])["a"]
+    preset = available_presets([runtime("a", engine=engine, protocolVersions=versions)], [])["a"]
     assert preset.problem == ""
     assert preset.protocol(wanted) == expected
 
 
 def test_an_engine_that_is_named_needs_no_autoselect() -> None:
-    found = choose_preset(Backend(name="a", engine="TensorRT-LLM"), HUGGINGFACE, built_in())
+    found = choose_preset(Backend(name="a", engine="TensorRT-LLM"), HUGGINGFACE, built_in_presets())
     assert isinstance(found, Preset)
     assert found.name == "tensorrt-llm"
 
@@ -198,7 +200,7 @@ def test_a_tie_is_told_and_not_decided() -> None:
 
 
 def test_an_object_of_the_cluster_takes_the_place_of_a_built_in_one() -> None:
-    found = available([], [runtime("vllm", form(1), disabled=True)])["vllm"]
+    found = available_presets([], [runtime("vllm", form(1), disabled=True)])["vllm"]
     assert str(found) == "ClusterServingRuntime vllm"
     assert found.spec.disabled
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller.api.model import ModelFormat, WeightsCache
-from controller.models.runtimes.settings import format_of, weights_of
+from controller.models.runtimes.settings import model_format, weights_from_uri
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from controller.models.runtimes.settings import format_of, weights_of
     ],
 )
 def test_a_format_that_is_not_written_is_told_by_the_suffix(uri: str, name: str) -> None:
-    assert format_of(uri, None).name == name
-    assert format_of(uri, ModelFormat(name="other")).name == "other"
+    assert model_format(uri, None).name == name
+    assert model_format(uri, ModelFormat(name="other")).name == "other"
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def test_a_format_that_is_not_written_is_told_by_the_suffix(uri: str, name: str)
     ],
 )
 def test_downloads_go_to_the_cache(cache: WeightsCache, source: dict[str, object]) -> None:
-    found = weights_of("hf://org/model", cache)
+    found = weights_from_uri("hf://org/model", cache)
     assert found.is_downloaded
     assert found.volumes[1] == {"name": "weights", **source}
     assert found.path == "/mnt/models"
 
 
 def test_a_single_file_is_found_by_its_name() -> None:
-    assert weights_of("https://x/dir/m.gguf?sig=a/b", WeightsCache()).path == "/mnt/models/m.gguf"
+    assert weights_from_uri("https://x/dir/m.gguf?sig=a/b", WeightsCache()).path == "/mnt/models/m.gguf"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_single_file_is_found_by_its_name() -> None:
 def test_what_is_there_is_mounted_and_not_copied(
     uri: str, path: str, volume: dict[str, object], mount: dict[str, object]
 ) -> None:
-    found = weights_of(uri, WeightsCache())
+    found = weights_from_uri(uri, WeightsCache())
     assert not found.is_downloaded
     assert found.path == path
     assert found.volumes == ({"name": "models", **volume},)

@@ -12,7 +12,7 @@ from controller.kube.resources import key_of
 from controller.webhooks.admission.checks import (
     AdmissionVerdict,
     admission_response,
-    counted_as,
+    metric_kind,
     read_review,
     review_object,
 )
@@ -233,8 +233,8 @@ def test_what_is_no_review_is_told(body: bytes) -> None:
 
 
 def test_kinds_that_nobody_registered_share_one_name_in_metrics() -> None:
-    assert [counted_as(kind) for kind in ("ModelRoute", "Model", "ConfigMap")] == ["ModelRoute", "Model", "ConfigMap"]
-    assert {counted_as(kind) for kind in ("", "Pod", "x" * 10_000, "a\nb")} == {"other"}
+    assert [metric_kind(kind) for kind in ("ModelRoute", "Model", "ConfigMap")] == ["ModelRoute", "Model", "ConfigMap"]
+    assert {metric_kind(kind) for kind in ("", "Pod", "x" * 10_000, "a\nb")} == {"other"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from bench.stack.processes import free_ports
-from controller.agents.runtime.batcher import Batcher, serving_batcher
+from controller.agents.runtime.batcher import Batcher, serve_batcher
 from controller.agents.runtime.batching.queue import BatchLimits
 from controller.agents.runtime.metrics import BatchCounters
 from controller.agents.runtime.settings import BatcherSettings
@@ -183,7 +183,7 @@ class Batched:
 
         def all_have_come() -> bool:
             counted, left = self.counters.requests, self.counters.delays.histogram().count
-            placed = left + self.batcher.queue.waiting + counted["passed"] + counted["refused"]
+            placed = left + self.batcher.queue.waiting_count + counted["passed"] + counted["refused"]
             return placed == 1 + len(requests)
 
         await eventually(all_have_come)
@@ -201,7 +201,7 @@ async def batched(limits: BatchLimits | None = None, timeout_s: float = 100.0) -
     settings = BatcherSettings("127.0.0.1", port, engine.url, limits or BatchLimits(max_delay_s=100.0), timeout_s)
     try:
         async with (
-            serving_batcher(settings, counters, asyncio.get_running_loop().time) as batcher,
+            serve_batcher(settings, counters, asyncio.get_running_loop().time) as batcher,
             httpx.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}",
                 timeout=100,

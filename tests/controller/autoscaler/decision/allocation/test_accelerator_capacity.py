@@ -10,14 +10,14 @@ import pytest
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
     AcceleratorClaim,
+    AcceleratorShare,
     Nodes,
-    Share,
+    accelerator_kinds,
+    accelerator_resources,
+    capacity_after_claims,
     fitting_replicas,
-    free_at,
-    headroom_of,
-    kinds_at,
-    left_for,
-    places_of,
+    free_on_nodes,
+    headroom_in_replicas,
 )
 from controller.models.model_infer.model_infer_state import NodeCapacity
 
@@ -32,11 +32,11 @@ NODES = [
 
 
 def free(kind: str, nodes: list[NodeCapacity] = NODES) -> int:
-    return free_at(nodes, places_of(nodes, kind))
+    return free_on_nodes(nodes, accelerator_resources(nodes, kind))
 
 
 def room(kind: str, accelerators: int, pods: int = 1) -> int:
-    return fitting_replicas(NODES, places_of(NODES, kind), accelerators, pods)
+    return fitting_replicas(NODES, accelerator_resources(NODES, kind), accelerators, pods)
 
 
 def test_kinds_are_found_by_words_of_labels() -> None:
@@ -67,7 +67,7 @@ def test_what_nodes_call_their_accelerators_is_told() -> None:
         NodeCapacity(name="e", free={"amd.com/gpu": 4.0}, labels={}),
         NodeCapacity(name="g", free={"cpu": 1.0}),
     ]
-    assert kinds_at(nodes) == ["NVIDIA-A100-SXM4-80GB", "NVIDIA-H100-80GB-HBM3", "amd.com/gpu", "h100"]
+    assert accelerator_kinds(nodes) == ["NVIDIA-A100-SXM4-80GB", "NVIDIA-H100-80GB-HBM3", "amd.com/gpu", "h100"]
 
 
 def test_a_replica_fits_only_where_one_node_has_it_all() -> None:
@@ -91,21 +91,21 @@ def node(name: str, gpus: int, product: str = NAMES["h100"]) -> NodeCapacity:
     return NodeCapacity(name=name, free={"nvidia.com/gpu": float(gpus)}, labels={PRODUCT: product})
 
 
-def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str = "h100") -> Share:
-    return Share(kind=kind, accelerators=accelerators, promised=promised, lacks=lacks)
+def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str = "h100") -> AcceleratorShare:
+    return AcceleratorShare(kind=kind, accelerators=accelerators, promised=promised, lacks=lacks)
 
 
 def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() -> None:
     nodes = Nodes([node("a", 8), node("b", 4)])
     mine = AcceleratorClaim((0, "1", "x"), (share(2), share(1, accelerators=4)))
     other = AcceleratorClaim((0, "2", "y"), (share(3),))
-    assert left_for(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
+    assert capacity_after_claims(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
 
 
 def test_names_of_one_kind_are_one_kind() -> None:
     nodes = Nodes([node("a", 8)])
     other = AcceleratorClaim((0, "2", "y"), (share(3, kind="H100"),))
-    assert left_for(AcceleratorClaim((0, "1", "x")), ("h100",), nodes, [other]) == 5
+    assert capacity_after_claims(AcceleratorClaim((0, "1", "x")), ("h100",), nodes, [other]) == 5
 
 
 HBM3 = "NVIDIA-H100-80GB-HBM3"
@@ -138,16 +138,16 @@ def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
         AcceleratorClaim((0, "1", "x"), (share(lacks=6),)),
         AcceleratorClaim((0, "2", "y"), (share(lacks=6),)),
     )
-    assert left_for(first, ("h100",), nodes, [first, second]) == 8
-    assert left_for(second, ("h100",), nodes, [first, second]) == 2
+    assert capacity_after_claims(first, ("h100",), nodes, [first, second]) == 8
+    assert capacity_after_claims(second, ("h100",), nodes, [first, second]) == 2
     urgent = msgspec.structs.replace(second, order=(-1, "2", "y"))
-    assert left_for(first, ("h100",), nodes, [first, urgent]) == 2
+    assert capacity_after_claims(first, ("h100",), nodes, [first, urgent]) == 2
 
 
 def test_what_fits_nowhere_is_not_kept_from_others() -> None:
     nodes = Nodes([node(name, 2) for name in "abcd"])
     large = AcceleratorClaim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
-    assert left_for(AcceleratorClaim((0, "2", "y")), ("h100",), nodes, [large]) == 8
+    assert capacity_after_claims(AcceleratorClaim((0, "2", "y")), ("h100",), nodes, [large]) == 8
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -172,7 +172,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         shares = list(mine.shares)
         for i, one in enumerate(shares):
             mine = AcceleratorClaim(mine.order, tuple(shares))
-            allowed = headroom_of(one, left_for(mine, (one.kind,), nodes, claims), nodes)
+            allowed = headroom_in_replicas(one, capacity_after_claims(mine, (one.kind,), nodes, claims), nodes)
             wish = rng.randint(0, 6)
             taken = min(wish, allowed)
             shares[i] = msgspec.structs.replace(one, promised=one.promised + taken, lacks=wish - taken)
@@ -213,7 +213,13 @@ def test_the_first_in_order_gets_what_becomes_free() -> None:
         AcceleratorClaim((0, "2", "y"), (share(lacks=5),)),
     )
     full = Nodes([node("a", 0)])
-    assert left_for(second, ("h100",), full, [first, second]) == 0
+    assert capacity_after_claims(second, ("h100",), full, [first, second]) == 0
     freed = Nodes([node("a", 3)])
-    assert headroom_of(second.shares[0], left_for(second, ("h100",), freed, [first, second]), freed) == 1
-    assert headroom_of(first.shares[0], left_for(first, ("h100",), freed, [first, second]), freed) == 3
+    assert (
+        headroom_in_replicas(second.shares[0], capacity_after_claims(second, ("h100",), freed, [first, second]), freed)
+        == 1
+    )
+    assert (
+        headroom_in_replicas(first.shares[0], capacity_after_claims(first, ("h100",), freed, [first, second]), freed)
+        == 3
+    )

@@ -6,14 +6,14 @@ from __future__ import annotations
 import itertools
 
 from controller.api.autoscaling_binding import RatioConstraint
-from controller.autoscaler.decision.allocation.allocate import repair
+from controller.autoscaler.decision.allocation.allocate import enforce_ratios
 
 PD = RatioConstraint(numerator="p", denominator="d", min=0.25, max=1.0)
 MOST = {"p": 20, "d": 20}
 
 
 def repaired(prefill: int, decode: int, one: RatioConstraint = PD, most: dict[str, int] = MOST) -> tuple[int, int]:
-    found, _ = repair({"p": prefill, "d": decode}, [one], most)
+    found, _ = enforce_ratios({"p": prefill, "d": decode}, [one], most)
     return found["p"], found["d"]
 
 
@@ -30,7 +30,7 @@ def test_both_are_zero_together() -> None:
 
 
 def test_an_upper_bound_stops_it_and_is_told() -> None:
-    found, steps = repair({"p": 1, "d": 16}, [PD], {"p": 2, "d": 20})
+    found, steps = enforce_ratios({"p": 1, "d": 16}, [PD], {"p": 2, "d": 20})
     assert found == {"p": 2, "d": 16}
     assert [(one.rule, one.before, one.after) for one in steps] == [("Ratio", 1, 2)]
     assert "4 would be needed" in steps[0].reason
@@ -58,5 +58,5 @@ def test_several_ratios_are_repaired_one_after_the_other() -> None:
         RatioConstraint(numerator="d", denominator="e", min=2, max=9),
         RatioConstraint(numerator="e", denominator="p", min=1, max=9),
     ]
-    found, _ = repair({"p": 4, "e": 1, "d": 1}, chain, {"p": 9, "e": 9, "d": 9})
+    found, _ = enforce_ratios({"p": 4, "e": 1, "d": 1}, chain, {"p": 9, "e": 9, "d": 9})
     assert found == {"p": 4, "e": 4, "d": 8}

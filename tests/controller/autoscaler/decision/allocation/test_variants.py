@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from controller.autoscaler.decision.allocation.allocate import allocate, allocate_stages, cheapest_allocation
-from controller.autoscaler.decision.allocation.variants import Allocation, Mode, Rules, Variant
+from controller.autoscaler.decision.allocation.variants import Allocation, AllocationRules, Mode, Variant
 from tests.examples import examples
 
 CASES = examples(10_000)
@@ -18,7 +18,7 @@ CHUNKS = 4
 KINDS = ("a100", "h100")
 
 
-def random_case(rng: random.Random) -> tuple[float, list[Variant], Rules]:
+def random_case(rng: random.Random) -> tuple[float, list[Variant], AllocationRules]:
     variants = []
     for index in range(rng.randint(1, 4)):
         most = rng.randint(1, 5)
@@ -40,7 +40,7 @@ def random_case(rng: random.Random) -> tuple[float, list[Variant], Rules]:
             )
         )
     replicas = sum(one.most for one in variants)
-    rules = Rules(
+    rules = AllocationRules(
         min_on_demand=rng.choice([0.0, 0.0, 0.3, 0.5, 1.0]),
         cost_per_hour=rng.choice([None, None, round(rng.uniform(1, sum(one.cost * one.most for one in variants)), 2)]),
         accelerators={kind: rng.randint(0, 4 * replicas) for kind in KINDS if rng.random() < 0.3},
@@ -64,7 +64,9 @@ def possible(variants: list[Variant]) -> list[range]:
     return found
 
 
-def keeps_limits(counts: tuple[int, ...], variants: list[Variant], rules: Rules, lows: tuple[int, ...]) -> bool:
+def keeps_limits(
+    counts: tuple[int, ...], variants: list[Variant], rules: AllocationRules, lows: tuple[int, ...]
+) -> bool:
     """Lower bounds hold before limits: what they take alone is never too much."""
 
     def too_much(limit: float, of: list[float], at_least: list[float]) -> bool:
@@ -93,13 +95,13 @@ def keeps_limits(counts: tuple[int, ...], variants: list[Variant], rules: Rules,
     return True
 
 
-def has_enough_on_demand(counts: tuple[int, ...], variants: list[Variant], rules: Rules) -> bool:
+def has_enough_on_demand(counts: tuple[int, ...], variants: list[Variant], rules: AllocationRules) -> bool:
     total = sum(one.capacity * n for one, n in zip(variants, counts, strict=True))
     on_demand = sum(one.capacity * n for one, n in zip(variants, counts, strict=True) if not one.spot)
     return on_demand >= rules.min_on_demand * total - 1e-9
 
 
-def price(counts: tuple[int, ...], need: float, variants: list[Variant], rules: Rules) -> tuple[float, ...]:
+def price(counts: tuple[int, ...], need: float, variants: list[Variant], rules: AllocationRules) -> tuple[float, ...]:
     """What is compared, first things first: capacity that is missing, money, replicas, places of names."""
     capacity = sum(one.capacity * n for one, n in zip(variants, counts, strict=True))
     money = sum(
@@ -110,7 +112,7 @@ def price(counts: tuple[int, ...], need: float, variants: list[Variant], rules: 
     return round(max(0.0, need - capacity), 6), round(money, 4), sum(counts), places
 
 
-def best_price(need: float, variants: list[Variant], rules: Rules) -> tuple[float, ...]:
+def best_price(need: float, variants: list[Variant], rules: AllocationRules) -> tuple[float, ...]:
     ranges = possible(variants)
     lows = tuple(one.start for one in ranges)
     allowed = [one for one in itertools.product(*ranges) if keeps_limits(one, variants, rules, lows)]
@@ -142,32 +144,32 @@ def test_no_other_choice_is_better(chunk: int) -> None:
 def test_two_small_ones_are_cheaper_than_one_large() -> None:
     small = Variant(name="small", most=8, capacity=1.0, cost=1.0)
     large = Variant(name="large", most=8, capacity=3.0, cost=2.8)
-    assert allocate(2.0, [small, large], Rules()).replicas == {"small": 2, "large": 0}
+    assert allocate(2.0, [small, large], AllocationRules()).replicas == {"small": 2, "large": 0}
     # three units: 2.8 against 3.0
-    assert allocate(3.0, [small, large], Rules()).replicas == {"small": 0, "large": 1}
+    assert allocate(3.0, [small, large], AllocationRules()).replicas == {"small": 0, "large": 1}
     # four: a large and a small one, 3.8 against 4.0
-    assert allocate(4.0, [small, large], Rules()).replicas == {"small": 1, "large": 1}
+    assert allocate(4.0, [small, large], AllocationRules()).replicas == {"small": 1, "large": 1}
 
 
 def test_a_running_replica_is_not_replaced_for_pennies() -> None:
     dear = Variant(name="dear", most=4, cost=1.1, running=1)
     cheap = Variant(name="cheap", most=4, cost=1.0, start_s=600)
     # in an hour the cheap one saves 0.1; its start costs 600 s of 1.0, which is 0.17
-    assert allocate(1.0, [dear, cheap], Rules(payback_s=3600)).replicas == {"dear": 1, "cheap": 0}
+    assert allocate(1.0, [dear, cheap], AllocationRules(payback_s=3600)).replicas == {"dear": 1, "cheap": 0}
     # in two hours it saves 0.2
-    assert allocate(1.0, [dear, cheap], Rules(payback_s=7200)).replicas == {"dear": 0, "cheap": 1}
+    assert allocate(1.0, [dear, cheap], AllocationRules(payback_s=7200)).replicas == {"dear": 0, "cheap": 1}
 
 
 def test_a_share_on_demand_is_kept_when_spot_is_cheaper() -> None:
     spot = Variant(name="spot", most=8, cost=0.3, spot=True)
     steady = Variant(name="steady", most=8, cost=1.0)
-    found = allocate(4.0, [spot, steady], Rules(min_on_demand=0.5))
+    found = allocate(4.0, [spot, steady], AllocationRules(min_on_demand=0.5))
     assert found.replicas == {"spot": 2, "steady": 2}
 
 
 def test_a_share_on_demand_that_cannot_hold_is_said_and_left_out() -> None:
     spot = Variant(name="spot", most=4, least=1, cost=0.3, spot=True)
-    found = allocate(2.0, [spot], Rules(min_on_demand=0.5))
+    found = allocate(2.0, [spot], AllocationRules(min_on_demand=0.5))
     assert found.replicas == {"spot": 2}
     assert "on demand" in found.problems[0]
 
@@ -176,24 +178,24 @@ def test_a_budget_of_accelerators_is_shared_by_targets_of_one_kind() -> None:
     one = Variant(name="one", most=8, cost=1.0, accelerator="h100", accelerators=4)
     two = Variant(name="two", most=8, cost=2.0, capacity=2.1, accelerator="h100", accelerators=8)
     other = Variant(name="other", most=8, cost=3.0, accelerator="l40s")
-    found = allocate(5.0, [one, two, other], Rules(accelerators={"h100": 16}))
+    found = allocate(5.0, [one, two, other], AllocationRules(accelerators={"h100": 16}))
     # 16 accelerators carry 4.2 in two of the large; the rest is dear
     assert found.replicas == {"one": 0, "two": 2, "other": 1}
 
 
 def test_what_cannot_be_carried_is_told_with_what_stands_in_the_way() -> None:
     one = Variant(name="one", most=8, cost=2.0)
-    found = allocate(6.0, [one], Rules(cost_per_hour=7.0))
+    found = allocate(6.0, [one], AllocationRules(cost_per_hour=7.0))
     assert found.replicas == {"one": 3}
     assert found.missing == pytest.approx(3.0)
     assert found.problems == ("the budget of cost leaves no room for more",)
-    assert allocate(9.0, [one], Rules()).problems == ("every target has all replicas that can be had",)
+    assert allocate(9.0, [one], AllocationRules()).problems == ("every target has all replicas that can be had",)
 
 
 def test_a_blocked_target_keeps_what_it_has_and_its_lower_bound() -> None:
     cheap = Variant(name="cheap", most=8, least=3, cost=1.0, running=2, blocked="3 replicas find no node")
     dear = Variant(name="dear", most=8, cost=5.0)
-    found = allocate(4.0, [cheap, dear], Rules())
+    found = allocate(4.0, [cheap, dear], AllocationRules())
     # two of the three that are asked for can be had
     assert found.replicas == {"cheap": 3, "dear": 2}
     assert "find no node" in found.reasons["cheap"] or "lower bound" in found.reasons["cheap"]
@@ -202,13 +204,13 @@ def test_a_blocked_target_keeps_what_it_has_and_its_lower_bound() -> None:
 def test_between_equals_fewer_replicas_then_the_first_name() -> None:
     pair = Variant(name="b", most=8, capacity=2.0, cost=2.0, start_s=0)
     single = Variant(name="a", most=8, capacity=1.0, cost=1.0, start_s=0)
-    assert allocate(2.0, [single, pair], Rules()).replicas == {"a": 0, "b": 1}
+    assert allocate(2.0, [single, pair], AllocationRules()).replicas == {"a": 0, "b": 1}
     twin = Variant(name="c", most=8, capacity=1.0, cost=1.0, start_s=0)
-    assert allocate(3.0, [twin, single], Rules()).replicas == {"a": 3, "c": 0}
+    assert allocate(3.0, [twin, single], AllocationRules()).replicas == {"a": 3, "c": 0}
 
 
 def test_nothing_needed_is_nothing_but_lower_bounds() -> None:
-    found = allocate(0.0, [Variant(name="a", most=4, running=3), Variant(name="b", most=4, least=1)], Rules())
+    found = allocate(0.0, [Variant(name="a", most=4, running=3), Variant(name="b", most=4, least=1)], AllocationRules())
     assert found.replicas == {"a": 0, "b": 1}
 
 
@@ -233,7 +235,7 @@ def test_an_answer_that_is_not_proven_is_near_the_best() -> None:
             for index in range(8)
         ]
         need = rng.uniform(10, 150)
-        rules = Rules(min_on_demand=0.3, cost_per_hour=400.0, free={"a100": 40, "h100": 60})
+        rules = AllocationRules(min_on_demand=0.3, cost_per_hour=400.0, free={"a100": 40, "h100": 60})
         usual, thorough = (
             cheapest_allocation(need, variants, rules),
             cheapest_allocation(need, variants, rules, effort=12_000),
@@ -258,9 +260,9 @@ def test_stages_share_a_budget_in_the_same_proportion() -> None:
     prefill = Variant(name="prefill", most=8, cost=1.0)
     decode = Variant(name="decode", most=16, cost=1.0)
     variants = {"Prefill": [prefill], "Decode": [decode]}
-    whole = allocate_stages({"Prefill": 4.0, "Decode": 8.0}, variants, Rules(cost_per_hour=12.0))
+    whole = allocate_stages({"Prefill": 4.0, "Decode": 8.0}, variants, AllocationRules(cost_per_hour=12.0))
     assert (whole["Prefill"].replicas, whole["Decode"].replicas) == ({"prefill": 4}, {"decode": 8})
-    half = allocate_stages({"Prefill": 4.0, "Decode": 8.0}, variants, Rules(cost_per_hour=6.0))
+    half = allocate_stages({"Prefill": 4.0, "Decode": 8.0}, variants, AllocationRules(cost_per_hour=6.0))
     assert (half["Prefill"].replicas, half["Decode"].replicas) == ({"prefill": 2}, {"decode": 4})
     assert "50%" in half["Decode"].problems[-1]
     assert half["Decode"].missing == pytest.approx(4.0)
@@ -274,11 +276,11 @@ def test_a_stage_takes_another_kind_where_the_shared_one_is_short() -> None:
             Variant(name="d-l40s", most=8, cost=1.5, accelerator="l40s"),
         ],
     }
-    found = allocate_stages({"Prefill": 4.0, "Decode": 4.0}, variants, Rules(accelerators={"h100": 6}))
+    found = allocate_stages({"Prefill": 4.0, "Decode": 4.0}, variants, AllocationRules(accelerators={"h100": 6}))
     assert found["Prefill"].replicas == {"p-h100": 4}
     assert found["Decode"].replicas == {"d-h100": 2, "d-l40s": 2}
     # in whichever order the stages stand
-    turned = allocate_stages({"Decode": 8.0, "Prefill": 4.0}, variants, Rules(accelerators={"h100": 6}))
+    turned = allocate_stages({"Decode": 8.0, "Prefill": 4.0}, variants, AllocationRules(accelerators={"h100": 6}))
     assert turned["Prefill"].replicas == {"p-h100": 4}
     assert sum(turned["Decode"].replicas.values()) == 8
 
@@ -287,11 +289,11 @@ def test_stages_that_share_a_limit_are_not_proven_the_cheapest_if_there_was_a_ch
     cheap, dear = Variant(name="a", most=8, cost=1.0, accelerators=4), Variant(name="b", most=8, cost=3.0)
     cheap, dear = (msgspec.structs.replace(one, accelerator="h100") for one in (cheap, dear))
     decode = Variant(name="d", most=8, accelerator="h100")
-    needs, limits = {"Prefill": 2.0, "Decode": 4.0}, Rules(accelerators={"h100": 9})
+    needs, limits = {"Prefill": 2.0, "Decode": 4.0}, AllocationRules(accelerators={"h100": 9})
     found = allocate_stages(needs, {"Prefill": [cheap, dear], "Decode": [decode]}, limits)
     assert not any(one.is_proven for one in found.values())
     # enough for both, or nothing to choose
-    for prefill, rules in (([cheap, dear], Rules()), ([dear], Rules(accelerators={"h100": 5}))):
+    for prefill, rules in (([cheap, dear], AllocationRules()), ([dear], AllocationRules(accelerators={"h100": 5}))):
         found = allocate_stages(needs, {"Prefill": prefill, "Decode": [decode]}, rules)
         assert all(one.is_proven for one in found.values())
 
@@ -300,7 +302,10 @@ def test_stages_that_share_a_limit_are_not_proven_the_cheapest_if_there_was_a_ch
 def test_spellings_of_one_kind_share_its_budget_and_its_nodes(mode: Mode) -> None:
     one = Variant(name="one", most=8, cost=1.0, accelerator="nvidia-h100", pools=("h100s",))
     two = Variant(name="two", most=8, cost=1.0, accelerator="NVIDIA-H100-80GB-HBM3", pools=("h100s", "others"))
-    for rules in (Rules(mode=mode, accelerators={"H100": 5}), Rules(mode=mode, free={"h100s": 5, "others": 4})):
+    for rules in (
+        AllocationRules(mode=mode, accelerators={"H100": 5}),
+        AllocationRules(mode=mode, free={"h100s": 5, "others": 4}),
+    ):
         assert sum(allocate(9.0, [one, two], rules).replicas.values()) == 5
 
 
@@ -309,6 +314,6 @@ def test_stages_share_budgets_and_nodes_whatever_they_call_them() -> None:
         "Prefill": [Variant(name="p", most=8, accelerator="H100", pools=("H100 or h100",))],
         "Decode": [Variant(name="d", most=8, accelerator="h100", pools=("H100 or h100",))],
     }
-    for rules in (Rules(accelerators={"nvidia-h100": 6}), Rules(free={"H100 or h100": 6})):
+    for rules in (AllocationRules(accelerators={"nvidia-h100": 6}), AllocationRules(free={"H100 or h100": 6})):
         found = allocate_stages({"Prefill": 4.0, "Decode": 4.0}, variants, rules)
         assert {stage: dict(one.replicas) for stage, one in found.items()} == {"Prefill": {"p": 3}, "Decode": {"d": 3}}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from controller.api.autoscaling_binding import RatioConstraint
 from controller.autoscaler.decision.allocation import solver
 from controller.autoscaler.decision.allocation import variants as filling
-from controller.autoscaler.decision.allocation.allocate import allocate, repair
-from controller.autoscaler.decision.allocation.variants import Rules, Variant
+from controller.autoscaler.decision.allocation.allocate import allocate, enforce_ratios
+from controller.autoscaler.decision.allocation.variants import AllocationRules, Variant
 
 MILLION = 1_000_000
 
@@ -46,7 +46,7 @@ def test_millions_of_replicas_are_not_counted_one_by_one(
         Variant(name=f"t{number}", most=MILLION, cost=1.0 + number, weight=1 + number, spot=number % 2 == 0)
         for number in range(4)
     ]
-    rules = Rules(mode=mode, min_on_demand=min_on_demand, cost_per_hour=1e7, expansion_rate_percent=101)  # type: ignore[arg-type]
+    rules = AllocationRules(mode=mode, min_on_demand=min_on_demand, cost_per_hour=1e7, expansion_rate_percent=101)  # type: ignore[arg-type]
     need = 3.5 * MILLION
     found = allocate(need, variants, rules)
     assert found.capacity + found.missing >= need
@@ -69,7 +69,7 @@ def test_giving_several_at_once_is_giving_one_after_the_other(
         Variant(name=f"t{place}", most=most, cost=1.5, least=min(least, most), spot=place > 0)
         for place, (least, most) in enumerate(sizes)
     ]
-    rules = Rules(mode="Priority", cost_per_hour=cost, min_on_demand=min_on_demand)
+    rules = AllocationRules(mode="Priority", cost_per_hour=cost, min_on_demand=min_on_demand)
     one_by_one, together = filling._Assignment(variants, rules), filling._Assignment(variants, rules)
     most = math.ceil(need)
     for one in variants:
@@ -84,5 +84,5 @@ def test_ratios_beyond_all_bounds_stop_at_the_upper_bounds() -> None:
     tiny = RatioConstraint(numerator="a", denominator="b", min=5e-324, max=5e-324)
     huge = RatioConstraint(numerator="a", denominator="b", min=1e12, max=1e12)
     for one in (tiny, huge):
-        found, _ = repair({"a": 3, "b": 2}, [one], {"a": 10, "b": 10})
+        found, _ = enforce_ratios({"a": 3, "b": 2}, [one], {"a": 10, "b": 10})
         assert max(found.values()) <= 10

@@ -9,13 +9,18 @@ import random
 import pytest
 
 from controller.autoscaler.decision.allocation.allocate import allocate
-from controller.autoscaler.decision.allocation.variants import Rules, Variant, expansion_sequence, largest_remainders
+from controller.autoscaler.decision.allocation.variants import (
+    AllocationRules,
+    Variant,
+    expansion_sequence,
+    largest_remainders,
+)
 
 
 def test_the_highest_priority_is_filled_first() -> None:
     first = Variant(name="z", most=2, capacity=2.0, priority=10)
     second = Variant(name="a", most=4)
-    found = allocate(5.5, [second, first], Rules(mode="Priority"))
+    found = allocate(5.5, [second, first], AllocationRules(mode="Priority"))
     assert found.replicas == {"z": 2, "a": 2}
     assert found.missing == 0
 
@@ -23,12 +28,14 @@ def test_the_highest_priority_is_filled_first() -> None:
 def test_spot_first_keeps_the_share_on_demand() -> None:
     spot = Variant(name="spot", most=8, priority=10, spot=True)
     steady = Variant(name="steady", most=8)
-    found = allocate(6.0, [spot, steady], Rules(mode="Priority", min_on_demand=0.5))
+    found = allocate(6.0, [spot, steady], AllocationRules(mode="Priority", min_on_demand=0.5))
     assert found.replicas == {"spot": 3, "steady": 3}
 
 
 def test_what_priorities_cannot_have_is_told() -> None:
-    found = allocate(6.0, [Variant(name="a", most=8, accelerator="h100")], Rules(mode="Priority", free={"h100": 2}))
+    found = allocate(
+        6.0, [Variant(name="a", most=8, accelerator="h100")], AllocationRules(mode="Priority", free={"h100": 2})
+    )
     assert found.replicas == {"a": 2}
     assert found.missing == pytest.approx(4.0)
     assert found.problems == ("what nodes have free of the kind h100 leaves no room for more",)
@@ -38,15 +45,15 @@ def test_weights_are_kept_by_largest_remainders() -> None:
     assert largest_remainders(10, [("a", 3), ("b", 3), ("c", 1)]) == {"a": 4, "b": 4, "c": 2}
     assert largest_remainders(3, [("a", 1), ("b", 1)]) == {"a": 2, "b": 1}
     variants = [Variant(name="a", most=20, weight=3), Variant(name="b", most=20, weight=1)]
-    assert allocate(8.0, variants, Rules(mode="Weights")).replicas == {"a": 6, "b": 2}
+    assert allocate(8.0, variants, AllocationRules(mode="Weights")).replicas == {"a": 6, "b": 2}
 
 
 def test_what_a_target_cannot_have_goes_to_the_others() -> None:
     variants = [Variant(name="a", most=2, weight=3), Variant(name="b", most=20, weight=1)]
-    assert allocate(8.0, variants, Rules(mode="Weights")).replicas == {"a": 2, "b": 6}
+    assert allocate(8.0, variants, AllocationRules(mode="Weights")).replicas == {"a": 2, "b": 6}
     # a weight of zero gets its lower bound alone
     variants = [Variant(name="a", most=9, least=1, weight=0), Variant(name="b", most=20, weight=1)]
-    assert allocate(3.0, variants, Rules(mode="Weights")).replicas == {"a": 1, "b": 2}
+    assert allocate(3.0, variants, AllocationRules(mode="Weights")).replicas == {"a": 1, "b": 2}
 
 
 def test_kthenas_order_worked_out_by_hand() -> None:
@@ -88,13 +95,13 @@ def test_the_order_is_that_of_kthena() -> None:
             Variant(name=f"t{index}", least=least, most=most, cost=cost)
             for index, (least, most, cost) in enumerate(targets)
         ]
-        found = allocate(replicas, variants, Rules(mode="Expansion", expansion_rate_percent=rate))
+        found = allocate(replicas, variants, AllocationRules(mode="Expansion", expansion_rate_percent=rate))
         assert [found.replicas[one.name] for one in variants] == kthena(targets, rate, replicas)
 
 
 def test_batches_skip_what_cannot_be_had() -> None:
     cheap = Variant(name="cheap", most=4, cost=1, headroom=1)
     dear = Variant(name="dear", most=4, cost=9)
-    found = allocate(3.0, [cheap, dear], Rules(mode="Expansion"))
+    found = allocate(3.0, [cheap, dear], AllocationRules(mode="Expansion"))
     assert found.replicas == {"cheap": 1, "dear": 2}
     assert math.isclose(found.capacity, 3.0)

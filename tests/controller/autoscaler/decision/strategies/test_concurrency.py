@@ -20,7 +20,7 @@ from controller.autoscaler.decision.strategies.concurrency import (
     ConcurrencyParameters,
     ConcurrencyStrategy,
     InFlightSample,
-    mean_of,
+    time_weighted_mean,
 )
 from extproc.api.quantities import Duration
 from tests.examples import examples
@@ -158,9 +158,9 @@ def test_an_unknown_engine_does_not_forbid_more() -> None:
 
 def test_the_mean_of_a_window_is_by_time() -> None:
     samples = (InFlightSample(0.0, 100.0), InFlightSample(10.0, 10.0), InFlightSample(14.0, 20.0))
-    assert mean_of(samples, 60.0, 14.0) == pytest.approx((10 * 10 + 20 * 4) / 14)
-    assert mean_of(samples, 8.0, 14.0) == pytest.approx((10 * 4 + 20 * 4) / 8)
-    assert mean_of(samples[:1], 8.0, 14.0) == 100.0
+    assert time_weighted_mean(samples, 60.0, 14.0) == pytest.approx((10 * 10 + 20 * 4) / 14)
+    assert time_weighted_mean(samples, 8.0, 14.0) == pytest.approx((10 * 4 + 20 * 4) / 8)
+    assert time_weighted_mean(samples[:1], 8.0, 14.0) == 100.0
 
 
 def test_decisions_in_quick_succession_neither_fill_the_memory_nor_empty_it() -> None:

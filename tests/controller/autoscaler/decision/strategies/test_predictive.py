@@ -15,7 +15,7 @@ from controller.autoscaler.decision.strategies.predictive import (
     PredictiveParameters,
     PredictiveStrategy,
 )
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import situation_of, target_of
 
@@ -40,14 +40,14 @@ def followed(
     memory, found, points, arrivals = None, None, [], 0.0
     for at_s in range(0, seconds + 1, 10):
         arrivals += 10 * rate(at_s)
-        totals = Totals(
+        totals = TrafficTotals(
             arrivals=arrivals,
             finished=arrivals,
             prompt_tokens=1000 * arrivals,
             output_tokens=200 * arrivals,
             prefill_work=1000 * arrivals,
         )
-        points.append(Point(float(at_s), totals))
+        points.append(TrafficPoint(float(at_s), totals))
         if at_s % 30 == 0:
             situation = situation_of(
                 target_of(ready=2), traffic=Traffic(tuple(points[-20:])), now_s=float(at_s), freshness=freshness

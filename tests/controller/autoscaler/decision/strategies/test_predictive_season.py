@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from controller.autoscaler.decision.memory import Memory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import Memory, StageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.strategies.predictive import (
     MOST_PLACES,
     PredictiveMemory,
@@ -14,7 +14,7 @@ from controller.autoscaler.decision.strategies.predictive import (
     PredictiveStrategy,
     season_to_save,
 )
-from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import situation_of, target_of
 
@@ -43,10 +43,10 @@ def looked(
     return found, memory
 
 
-def _point(at_s: int) -> Point:
+def _point(at_s: int) -> TrafficPoint:
     done = arrivals(at_s)
     tokens = {"prompt_tokens": 1000 * done, "output_tokens": 200 * done, "prefill_work": 1000 * done}
-    return Point(float(at_s), Totals(arrivals=done, finished=done, **tokens))
+    return TrafficPoint(float(at_s), TrafficTotals(arrivals=done, finished=done, **tokens))
 
 
 def restarted(memory: PredictiveMemory | None, now_s: float) -> PredictiveMemory:

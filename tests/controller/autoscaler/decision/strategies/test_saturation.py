@@ -11,7 +11,11 @@ from fractions import Fraction
 import pytest
 
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
-from controller.autoscaler.decision.strategies.saturation import SaturationParameters, SaturationStrategy, saturation_of
+from controller.autoscaler.decision.strategies.saturation import (
+    SaturationParameters,
+    SaturationStrategy,
+    engine_saturation,
+)
 from tests.examples import examples
 from tests.scaling_scenes import engine, pool, report, situation, some_report, target
 
@@ -22,14 +26,14 @@ def asked(seen: Situation, **parameters: float) -> float | None:
 
 
 def test_saturation_is_the_larger_of_cache_and_queue() -> None:
-    assert saturation_of(report(kv=0.3, waiting=4), 5) == 0.8
-    assert saturation_of(report(kv=0.9, waiting=4), 5) == 0.9
-    assert saturation_of(report(kv=0.1, waiting=99), 5) == 1.0
+    assert engine_saturation(report(kv=0.3, waiting=4), 5) == 0.8
+    assert engine_saturation(report(kv=0.9, waiting=4), 5) == 0.9
+    assert engine_saturation(report(kv=0.1, waiting=99), 5) == 1.0
 
 
 @pytest.mark.parametrize("unknown", [None, report(waiting=0), report(kv=0.1), report(kv=float("nan"), waiting=0)])
 def test_what_is_unknown_counts_as_full(unknown: EngineReport | None) -> None:
-    assert saturation_of(unknown, 5) == 1.0
+    assert engine_saturation(unknown, 5) == 1.0
 
 
 def test_increments_beyond_the_thresholds_and_nothing_on_them() -> None:

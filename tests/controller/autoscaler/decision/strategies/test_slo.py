@@ -12,7 +12,7 @@ import pytest
 
 from controller.api.autoscaling import LatencyObjective
 from controller.autoscaler.decision.situation import Backlog, EngineState, Situation
-from controller.autoscaler.decision.strategies.slo import SloMemory, SloParameters, SloStrategy, share_of
+from controller.autoscaler.decision.strategies.slo import SloMemory, SloParameters, SloStrategy, slo_ratio
 from extproc.api.quantities import Duration
 from tests.examples import examples
 from tests.scaling_scenes import engine, latencies, pool, report, situation, steady, target
@@ -58,15 +58,15 @@ def test_the_last_replica_stays() -> None:
 
 
 def test_the_worse_of_both_latencies_counts() -> None:
-    ttft = share_of(fleet(1, traffic=latencies(ttft_s=0.9, tpot_s=0.02)), PROMISED)
-    tpot = share_of(fleet(1, traffic=latencies(ttft_s=0.1, tpot_s=0.2)), PROMISED)
+    ttft = slo_ratio(fleet(1, traffic=latencies(ttft_s=0.9, tpot_s=0.02)), PROMISED)
+    tpot = slo_ratio(fleet(1, traffic=latencies(ttft_s=0.1, tpot_s=0.2)), PROMISED)
     assert ttft == pytest.approx(0.9, rel=0.4)
     assert tpot == pytest.approx(2.0, rel=0.3)
     assert tpot > ttft > 0.5  # type: ignore[operator]
 
 
 def test_unknown_latency_is_not_zero() -> None:
-    assert share_of(fleet(2), PROMISED) is None
+    assert slo_ratio(fleet(2), PROMISED) is None
     assert STRATEGY.recommend(fleet(2), None)[0].replicas is None
     # requests are on their way, and none has been answered
     assert STRATEGY.recommend(fleet(2, traffic=steady(requests=1)), None)[0].replicas is None
@@ -74,12 +74,12 @@ def test_unknown_latency_is_not_zero() -> None:
 
 def test_an_idle_fleet_is_known_to_be_idle() -> None:
     idle = pool(report(), report(), report(), traffic=steady())
-    assert share_of(idle, PROMISED) == 0.0
+    assert slo_ratio(idle, PROMISED) == 0.0
     assert STRATEGY.recommend(idle, None)[0].replicas == 1
-    assert share_of(pool(report(), None, traffic=steady()), PROMISED) is None
-    assert share_of(pool(report(in_flight=1), traffic=steady()), PROMISED) is None
-    assert share_of(pool(report(), traffic=steady(), waiting=Backlog(requests=1)), PROMISED) is None
-    assert share_of(pool(report(), traffic=steady(), silent=["extproc-1"]), PROMISED) is None
+    assert slo_ratio(pool(report(), None, traffic=steady()), PROMISED) is None
+    assert slo_ratio(pool(report(in_flight=1), traffic=steady()), PROMISED) is None
+    assert slo_ratio(pool(report(), traffic=steady(), waiting=Backlog(requests=1)), PROMISED) is None
+    assert slo_ratio(pool(report(), traffic=steady(), silent=["extproc-1"]), PROMISED) is None
 
 
 def test_spikes_are_cut_and_smoothed() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from controller.api.autoscaling import MetricTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
-from controller.autoscaler.decision.decide import decide, strategies_of
+from controller.autoscaler.decision.decide import decide, make_strategies
 from controller.autoscaler.decision.situation import EngineState, Metric, Situation
 from controller.autoscaler.decision.strategies.step import StepAdjustment, StepParameters, StepStrategy
 from extproc.api.quantities import decode_quantity
@@ -93,7 +93,7 @@ def test_a_policy_takes_steps_and_behaves_as_an_hpa() -> None:
         ],
     }
     policy = msgspec.convert(written, AutoscalingPolicySpec, dec_hook=decode_quantity)
-    (made,) = strategies_of(policy)
+    (made,) = make_strategies(policy)
     assert made == StepStrategy(StepParameters((StepAdjustment(ratio=1.5, value=3),), ()), policy.metrics)
     spec = spec_of()
     there = situation(target([engine("e0"), engine("e1")], spec=spec), metrics={"queue": Metric(NOW_S, total=40.0)})

@@ -18,9 +18,9 @@ from controller.autoscaler.decision.strategies.target import (
     Proposal,
     TargetStrategy,
     Tolerance,
-    by_engine,
-    of_total,
-    pool_of,
+    engine_pool,
+    replicas_for_engine_metric,
+    replicas_for_total_metric,
 )
 from tests.examples import examples
 from tests.scaling_scenes import NOW_S, engine, pool, report, situation, some_report, steady, target
@@ -35,12 +35,12 @@ def scene(states: list[EngineState], current: int) -> Situation:
 
 def proposed(case: dict[str, Any]) -> Proposal:
     pods = case["pods"] or []
-    them = pool_of(scene([STATES[pod["state"]] for pod in pods], case["current"]))
+    them = engine_pool(scene([STATES[pod["state"]] for pod in pods], case["current"]))
     tolerance = Tolerance(up=case["up"], down=case["down"])
     if case["kind"] == "pods":
         values = {f"p{at}": pod["milli"] for at, pod in enumerate(pods) if pod["milli"] is not None}
-        return by_engine(values, case["target"], them, tolerance)
-    return of_total(case["total"], case["target"], them, tolerance, for_all=case["kind"] == "value")
+        return replicas_for_engine_metric(values, case["target"], them, tolerance)
+    return replicas_for_total_metric(case["total"], case["target"], them, tolerance, for_all=case["kind"] == "value")
 
 
 def has_draining(case: dict[str, Any]) -> bool:
@@ -105,10 +105,10 @@ def test_a_metric_by_engine_agrees_with_its_restatement_in_many_cases() -> None:
         starting, current = rng.choice((0, 0, 1, 4)), rng.randrange(14)
         up, down = rng.choice((0.0, 0.1, 0.25)), rng.choice((0.0, 0.1, 0.25))
         states = [EngineState.READY] * len(values) + [EngineState.STARTING] * starting
-        ours = by_engine(
+        ours = replicas_for_engine_metric(
             {f"p{at}": value for at, value in enumerate(values) if value is not None},
             goal,
-            pool_of(scene(states, current)),
+            engine_pool(scene(states, current)),
             Tolerance(up=up, down=down),
         )
         try:
@@ -125,8 +125,8 @@ def test_a_total_agrees_with_its_restatement_in_many_cases() -> None:
         total, goal, for_all = rng.randrange(200_000), rng.randrange(1, 30_000), rng.random() < 0.5
         ready, current = rng.randrange(1, 9), rng.randrange(9)
         up, down = rng.choice((0.0, 0.1, 0.25)), rng.choice((0.0, 0.1, 0.25))
-        them = pool_of(scene([EngineState.READY] * ready, current))
-        ours = of_total(total, goal, them, Tolerance(up=up, down=down), for_all=for_all).replicas
+        them = engine_pool(scene([EngineState.READY] * ready, current))
+        ours = replicas_for_total_metric(total, goal, them, Tolerance(up=up, down=down), for_all=for_all).replicas
         share = Fraction(total, goal)
         try:
             if current and is_tolerated(share if for_all else share / current, up, down):

@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.autoscaler.decision.memory import Memory, StageMemory, decode_memory, encode_memory
-from controller.autoscaler.decision.strategies.work import MOST_PLACES, Peaks, WorkMemory, WorkStrategy, with_headroom
+from controller.autoscaler.decision.saved_state import Memory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.strategies.work import (
+    MOST_PLACES,
+    LoadPeaks,
+    WorkMemory,
+    WorkStrategy,
+    with_headroom,
+)
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of, traffic_of
 
 
-def seen(*loads: tuple[float, float]) -> Peaks:
+def seen(*loads: tuple[float, float]) -> LoadPeaks:
     """``loads``: when, counted from ``NOW_S``, and how much."""
-    peaks = Peaks(NOW_S + loads[0][0])
+    peaks = LoadPeaks(NOW_S + loads[0][0])
     for at_s, per_s in loads:
         peaks = peaks.with_load(per_s, NOW_S + at_s)
     return peaks
@@ -54,7 +60,7 @@ def test_a_clock_that_goes_back_forgets_what_is_yet_to_come() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 3000), st.floats(0, 1e6)), min_size=1, max_size=60))
 def test_it_stays_small_and_never_below_load(looks: list[tuple[float, float]]) -> None:
-    now_s, peaks = NOW_S, Peaks(NOW_S)
+    now_s, peaks = NOW_S, LoadPeaks(NOW_S)
     for more_s, per_s in looks:
         now_s += more_s
         peaks = peaks.with_load(per_s, now_s)
@@ -89,14 +95,14 @@ def test_what_was_seen_outlives_a_restart() -> None:
 @pytest.mark.parametrize(
     "peaks",
     [
-        Peaks(NOW_S + 9000),
-        Peaks(-1.0),
+        LoadPeaks(NOW_S + 9000),
+        LoadPeaks(-1.0),
         msgspec.structs.replace(seen((0, 1.0)), since_s=NOW_S + 100),
         seen((0, 1e13)),
         seen((0, -1.0)),
-        Peaks(0.0, seen((0, 1.0)).places * 20),
+        LoadPeaks(0.0, seen((0, 1.0)).places * 20),
     ],
 )
-def test_what_cannot_have_been_seen_is_not_restored(peaks: Peaks) -> None:
+def test_what_cannot_have_been_seen_is_not_restored(peaks: LoadPeaks) -> None:
     stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": WorkMemory(NOW_S, peaks=peaks)})
     assert "Work" not in decode_memory(encode_memory(Memory({"Both": stage})), NOW_S).stages["Both"].strategies

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.pools import SETTINGS
+from controller.gateway.compile.inference_pools import SETTINGS
 from tests.controller.gateway.compile.gateway_api.outcomes import (
     ONE_ADDRESS,
     attached,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.gateway_api.listeners import meets
+from controller.gateway.compile.gateway_api.listeners import hostnames_intersect
 from extproc.api.http_route import HTTPRouteRetry
 from extproc.api.quantities import Duration
 from tests.controller.gateway.compile.gateway_api.outcomes import (
@@ -355,7 +355,7 @@ def test_routes_of_namespaces_that_the_listener_allows(namespaces: Object, expec
     ],
 )
 def test_hosts_that_meet(host: str | None, names: tuple[str, ...], expected: bool) -> None:
-    assert meets(host, names) == expected
+    assert hostnames_intersect(host, names) == expected
 
 
 def test_a_model_route_is_served_by_the_listeners_that_it_names() -> None:

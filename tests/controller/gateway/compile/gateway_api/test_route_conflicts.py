@@ -6,16 +6,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.gateway.compile.gateway_api.objects import GRPC_ROUTE, HTTP_ROUTE, Identity, Route
-from controller.gateway.compile.gateway_api.route_conflicts import Claim, rivals_of
+from controller.gateway.compile.gateway_api.resource_types import GRPC_ROUTE, HTTP_ROUTE, ObjectIdentity, Route
+from controller.gateway.compile.gateway_api.route_conflicts import RouteClaim, find_rivals
 from extproc.api.matches import covers_domain
 from tests.examples import examples
 
 HOSTS = ("a.com", "b.a.com", "c.b.a.com", "*.a.com", "*.b.a.com", "*.com", "other.org")
 LISTENERS = {"any": "*", "wide": "*.a.com", "one": "b.a.com"}
 claims = st.builds(
-    lambda name, kind, created, hosts, listeners: Claim(
-        Route(Identity(name=name, namespace="n", created=created), (), hosts, {}, kind), listeners
+    lambda name, kind, created, hosts, listeners: RouteClaim(
+        Route(ObjectIdentity(name=name, namespace="n", created=created), (), hosts, {}, kind), listeners
     ),
     st.sampled_from("abcdef"),
     st.sampled_from([HTTP_ROUTE, GRPC_ROUTE]),
@@ -37,7 +37,7 @@ def have_host(listener: str, one: Route, other: Route) -> bool:
 
 @settings(max_examples=examples(500), deadline=None)
 @given(st.lists(claims, max_size=8, unique_by=lambda one: one.route.key))
-def test_the_older_of_two_with_a_common_host_is_taken(found: list[Claim]) -> None:
+def test_the_older_of_two_with_a_common_host_is_taken(found: list[RouteClaim]) -> None:
     taken: list[tuple[Route, str]] = []
     lost = set()
     for one in sorted(found, key=lambda one: (one.route.identity.age, one.route.kind.kind)):
@@ -47,7 +47,7 @@ def test_the_older_of_two_with_a_common_host_is_taken(found: list[Claim]) -> Non
                 lost.add((one.route.key, name))
             else:
                 taken.append((one.route, name))
-    told = rivals_of(found, LISTENERS)
+    told = find_rivals(found, LISTENERS)
     assert {(key, name) for key, of in told.items() for name in of} == lost
     for key, of in told.items():
         other = "HTTPRoute" if key[0] == "GRPCRoute" else "GRPCRoute"

@@ -10,9 +10,9 @@ import msgspec
 
 from controller.kube.plan import Create, Delete, Plan
 from controller.kube.resources import PODS
-from controller.models.model_infer import changes as holds
 from controller.models.model_infer import child_objects as owned
 from controller.models.model_infer import groups as sizing
+from controller.models.model_infer import pod_changes as holds
 from controller.models.model_infer import pod_state, reconcile, removal
 from tests.controller.models.model_infer.chaos import events, specs
 from tests.controller.models.model_infer.chaos.history import Start
@@ -139,8 +139,8 @@ def _keeps_services(patch: pytest.MonkeyPatch) -> None:
 
 
 def _starts_all_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(holds, "may_be_made", lambda wanted, *_: wanted.missing)
-    patch.setattr(reconcile, "may_be_made", lambda wanted, *_: wanted.missing)
+    patch.setattr(holds, "pods_to_create", lambda wanted, *_: wanted.missing)
+    patch.setattr(reconcile, "pods_to_create", lambda wanted, *_: wanted.missing)
 
 
 def _does_not_wait_for_its_writes(patch: pytest.MonkeyPatch) -> None:
